@@ -1,32 +1,32 @@
-"""The hot path: one operation per file, each with `naive`, the plain PyTorch specification,
-and `launch`, its Triton kernel; some have `native` too, which calls compiled C++ on a CPU. Needs torch and
-triton only and knows nothing of the engine above it.
+"""The hot path: one operation per file, each with `naive`, its specification in plain PyTorch, and `launch`,
+its Triton kernel. Some also have `native`, which calls compiled C++ on a CPU. This package depends on torch
+and triton only and does not import the engine.
 
-* `batch`, `table`: the tokens of a step; the request rows that a step reads and writes. Operations take
-  both whole.
-* `layer/`: a decoder layer.
-* `speculation/`: propose drafts, lay out a batch of them, verify and commit, move the keys and values of
-  accepted tree nodes.
-* `sampling/`: draw the target's tokens, accept drafts by another rule than equality, report probabilities.
-* `transfer`: copies between host and device, without waiting.
-* `native/`: the C++ for CPUs: the whole forward pass of bfloat16 models, drawing, lookup, masks.
-* `launch`: which implementation of an operation runs, and what launchers of kernels share.
+* `batch`, `table`: the tokens of a step, and the request rows that it reads and writes. Operations take
+  each of them as one argument.
+* `layer/`: the operations of a decoder layer.
+* `speculation/`: propose drafts, lay out the batch that scores them, verify and commit them, move the keys
+  and values of accepted tree nodes, and report the results of a step and log-probabilities to the host.
+* `sampling/`: draw the target's tokens; the acceptance rules other than equality.
+* `transfer`: copies between host and device that do not synchronize.
+* `native/`: C++ for CPUs: the forward pass of bfloat16 models, sampling, n-gram lookup, token masks.
+* `launch`: selects the implementation of an operation; helpers that kernel launchers share.
 
-The numbers below are what host and device agree on. They need no torch, so that settings are checked without.
+Host and device share the constants below. They need no torch, so that settings can be checked without it.
 """
 
 import os
 
-# Products and sums are fused, as tritons up to 3.9 do; that one warns unless it is told, 3.10 will not fuse.
+# Fuse multiply-adds, as triton up to 3.9 does by default; 3.9 warns if this is unset, 3.10 does not fuse.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-MAX_DRAFTS = 63  # per request and step: with the last committed token, one bit each of an int64
-MAX_TREE_WIDTH = 8  # continuations of a request in one step
-MAX_STOP_IDS = 32  # per request, end-of-sequence tokens included
+MAX_DRAFTS = 63  # per request and step: with the last committed token, one bit each in an int64 mask
+MAX_TREE_WIDTH = 8  # branches at the root of a draft tree
+MAX_STOP_IDS = 32  # per request, including end-of-sequence tokens
 
-RUNNING, STOPPED, LENGTH, NAN = 0, 1, 2, 3  # Table.finished: how a request ended
-EXACT, REJECTION, TYPICAL = 0, 1, 2  # Table.rule: which drafts are accepted, see `sampling/accept.py`
-RULES = ("exact", "rejection", "typical")  # their names, by code
+RUNNING, STOPPED, LENGTH, NAN = 0, 1, 2, 3  # Table.finished: why a request ended
+EXACT, REJECTION, TYPICAL = 0, 1, 2  # Table.rule: the acceptance rule, see `sampling/accept.py`
+RULES = ("exact", "rejection", "typical")  # the names of these codes
 NO_DRAFTER = -1  # Proposal.drafter: no drafts
-OWN, GUESSED = -1, -2  # Proposal.source in place of an index: the target's own token; a model's guess
-NAN_TOKEN = -1  # in place of a token: there was nothing to draw from
+OWN, GUESSED = -1, -2  # Proposal.source if not an index: the target's own token; a draft model's
+NAN_TOKEN = -1  # marks a position whose scores are NaN or infinite

@@ -1,19 +1,19 @@
-"""How an operation is run: which of its implementations, for which architecture, and what launchers share.
+"""Selects the implementation and target architecture of an operation, and provides helpers for launchers.
 
-Tensors on a GPU take the Triton kernel, tensors on a CPU the compiled C++ of `native/` where an operation
-has it for their dtype, all others `naive`. `NANOSPEC_KERNELS=triton|native|naive` or `forced(...)` overrides
-this, so that tests can run the whole engine on the kernels in Triton's interpreter (`TRITON_INTERPRET=1`).
-With `native` a missing compiler is an error. The architecture is that of the device, or the one given to
-`forced`, with which `bench/compile.py` compiles every kernel for GPUs that are not there.
+Tensors on a GPU use the Triton kernel. Tensors on a CPU use the compiled C++ of `native/` if the operation
+has it for their dtype, and `naive` otherwise. `NANOSPEC_KERNELS=triton|native|naive` or `forced(...)`
+overrides this, so that tests can run the whole engine on the kernels in Triton's interpreter
+(`TRITON_INTERPRET=1`). With `native`, a missing compiler is an error. The architecture is that of the device
+unless `forced` sets it, which `bench/compile.py` does to compile every kernel for GPUs that are not present.
 
-Programmatic dependent launch (sm_90 and newer) lets a kernel begin while the one before it still runs. A
-kernel launched with `options(...)` starts as soon as all programs of the kernel before it on the stream have
-called `release_next` or ended. It may then read what no kernel writes, weights above all, and must call
-`wait_for_previous` before it reads anything else or writes anything: every program, also one that has nothing
-to do, since the next kernel takes the end of this one for the end of all before it. A kernel that calls
-`release_next` only after its own wait lets the next one read early whatever was written before itself: what
-comes before attention does so, because attention looks up pages before it waits. `NANOSPEC_PDL=0` switches
-it off; without it, these functions do nothing.
+Programmatic dependent launch (PDL, sm_90 and newer) lets a kernel begin while the previous one is running.
+A kernel launched with `options(...)` starts as soon as all programs of the previous kernel on the stream have
+called `release_next` or exited. Until it calls `wait_for_previous`, it may only read memory that no kernel
+writes, such as weights, and must not write. Every program must call it, even one that returns early, because
+the next kernel assumes that once this one has completed, all earlier ones have. If a kernel calls
+`release_next` after its own wait, the next kernel may also read, before waiting, everything written by
+earlier kernels: the kernel before attention does so, because attention reads the block table before it
+waits. `NANOSPEC_PDL=0` disables PDL; without it, these functions do nothing.
 """
 
 import os
@@ -31,8 +31,8 @@ from .native import library
 
 Backend = Literal["auto", "naive", "native", "triton"]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
-LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E): GPUs compute powers of 2
-# AMD has two shapes of matrix instruction and would choose by tile; one sum order needs one shape.
+LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E); GPUs have an instruction for exp2
+# On AMD the tile would choose between two matrix instructions; a fixed order of sums needs a fixed one.
 ONE_SHAPE = {"gfx942": {"matrix_instr_nonkdim": 16}}
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -43,20 +43,20 @@ if _backend not in get_args(Backend):
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Return whether an operation on `tensor` takes its Triton kernel."""
+    """Return whether an operation on `tensor` uses its Triton kernel."""
     return _backend == "triton" or (_backend == "auto" and tensor.is_cuda)
 
 
 def use_native(tensor: Tensor, *dtypes: torch.dtype) -> bool:
-    """Return whether an operation on `tensor` takes its C++, which it has for these dtypes (or bfloat16)."""
-    mine = _backend in ("auto", "native") and tensor.device.type == "cpu"
-    takes = mine and tensor.dtype in (dtypes or (torch.bfloat16,))
-    return takes and (library(insist=True) if _backend == "native" else library()) is not None
+    """Return whether an operation on `tensor` uses C++, which supports `dtypes` (default: bfloat16)."""
+    enabled = _backend in ("auto", "native") and tensor.device.type == "cpu"
+    supported = enabled and tensor.dtype in (dtypes or (torch.bfloat16,))
+    return supported and (library(insist=True) if _backend == "native" else library()) is not None
 
 
 @contextmanager
 def forced(backend: Backend | None = None, architecture: str | None = None) -> Iterator[None]:
-    """Use `backend`, and configurations for `architecture`, for every operation inside the `with` block."""
+    """Run every operation in the `with` block on `backend`, configured for `architecture`."""
     global _backend, _target
     previous = _backend, _target
     _backend, _target = backend or _backend, architecture or _target
@@ -67,7 +67,7 @@ def forced(backend: Backend | None = None, architecture: str | None = None) -> I
 
 
 def arch(tensor: Tensor) -> str:
-    """Return the architecture of the GPU that holds `tensor`; of unknown GPUs, the nearest older one."""
+    """Return the architecture of the GPU that holds `tensor`; for an unknown GPU, the nearest older one."""
     return _target or (_device_arch(tensor.device.index or 0) if tensor.is_cuda else "sm_90")
 
 
@@ -84,8 +84,8 @@ def next_power_of_2(n: int) -> int:
 
 
 def wrapped(constants: T) -> T:
-    """Return a named tuple for a kernel's parameter that is annotated `tl.constexpr`. The compiler needs each
-    element wrapped, since triton 3.6 fails on plain numbers of a tuple; the interpreter needs plain ones."""
+    """Wrap the elements of a named tuple that is passed to a kernel parameter annotated `tl.constexpr`.
+    Triton 3.6 fails to compile plain numbers in such a tuple; the interpreter requires them."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return constants
     return type(constants)(*map(tl.constexpr, constants))
@@ -93,19 +93,19 @@ def wrapped(constants: T) -> T:
 
 @cache
 def tickets(device: torch.device, user: str) -> Tensor:
-    """Return [65536] int32 counters by which the last of several programs to finish knows that it is,
-    so that it can add up what the others stored without a second launch. `user` names kernels that never run
-    at the same time. Made outside of graph capture, at the first call.
+    """Return [65536] int32 counters with which several programs determine the last of them to finish, so
+    that it can add up their partial results without a second launch. Kernels with the same `user` must not
+    overlap. The first call allocates the counters and must be outside of graph capture.
 
-    A program stores its part, waits for its threads (`tl.debug_barrier`), takes a ticket (`tl.atomic_add`,
-    acquire and release) and, if it is the last one, sets the counter to zero again and reads the parts past
-    the L1 cache (`.cg`).
+    A program stores its partial result, synchronizes its threads (`tl.debug_barrier`) and takes a ticket
+    (`tl.atomic_add`, acquire and release). The last one resets the counter and reads the partial results,
+    bypassing the L1 cache (`.cg`).
     """
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 def options(tensor: Tensor) -> dict[str, Any]:
-    """Return what a launch on the GPU of `tensor` passes on: the constant PDL, and `launch_pdl` if set."""
+    """Return the PDL arguments of a launch on the GPU of `tensor`: the constant `PDL` and `launch_pdl`."""
     newer = arch(tensor) in ("sm_90", "sm_100") and os.environ.get("TRITON_INTERPRET", "0") != "1"
     if newer and os.environ.get("NANOSPEC_PDL", "1") != "0":
         return {"PDL": True, "launch_pdl": True}
@@ -114,22 +114,22 @@ def options(tensor: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def release_next(PDL: tl.constexpr):
-    """From here on the next kernel may start."""
+    """Allow the next kernel to start."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """What the kernels before wrote may be read from here on, and what they read be written."""
+    """Wait until all earlier kernels have completed and their writes are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def prefetch(pointers, PDL: tl.constexpr):
-    """Ask for the lines at `pointers` to be brought to the L2 cache. Assembly, because the compiler would
-    move an ordinary load behind the wait."""
+    """Prefetch the cache lines at `pointers` into the L2 cache. This is inline assembly because the compiler
+    would move an ordinary load past the wait."""
     if PDL:
         line: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
         tl.inline_asm_elementwise(line, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)

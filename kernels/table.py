@@ -1,9 +1,9 @@
-"""The request rows: all that a step reads and writes of the requests that run, one row each.
+"""The request rows: the device state of the running requests, one row each.
 
-The host writes a row when its request is admitted and extends its block table; everything else is
-updated by the step itself. Operations take the table whole. Invariants: `tokens[r, :num_tokens[r]]` are
-committed tokens only; the K/V of position num_tokens - 1 and beyond are garbage until a step computes
-them; entries of a block table beyond a request's blocks repeat its last one.
+The host writes a row when it admits a request, and extends its block table later. The step itself updates
+everything else. Operations take the whole table. Invariants: `tokens[r, :num_tokens[r]]` holds committed
+tokens only; the keys and values from position num_tokens - 1 on are garbage until a step computes them;
+the entries of a block table row after the request's last block repeat that block.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from . import MAX_STOP_IDS
 
 
 class Table(NamedTuple):
-    """S request rows, on one device; every tensor is contiguous. A tuple, since kernels take it whole."""
+    """S request rows on one device. All tensors are contiguous. A tuple, because kernels take it whole."""
 
-    tokens: Tensor  # [S, max_context] int32, prompt and output
-    num_tokens: Tensor  # [S] int32, committed tokens
-    max_len: Tensor  # [S] int32, the length at which the request ends
-    block_table: Tensor  # [S, max_blocks] int32, pages of `block_size` tokens
-    finished: Tensor  # [S] int8, RUNNING or how the request ended
-    limit: Tensor  # [S] int32, the request's own K
-    min_n: Tensor  # [S] int32, the shortest n-gram to look up
-    max_n: Tensor  # [S] int32, the longest
-    width: Tensor  # [S] int32, the most continuations in a tree
-    rule: Tensor  # [S] int8, how its drafts are accepted: EXACT, REJECTION or TYPICAL
+    tokens: Tensor  # [S, max_context] int32, prompt followed by output
+    num_tokens: Tensor  # [S] int32, number of committed tokens
+    max_len: Tensor  # [S] int32, number of tokens at which the request ends
+    block_table: Tensor  # [S, max_blocks] int32, blocks of `block_size` tokens
+    finished: Tensor  # [S] int8, RUNNING or why the request ended
+    limit: Tensor  # [S] int32, the request's limit of K
+    min_n: Tensor  # [S] int32, shortest n-gram to look up
+    max_n: Tensor  # [S] int32, longest n-gram to look up
+    width: Tensor  # [S] int32, maximum number of branches in a draft tree
+    rule: Tensor  # [S] int8, acceptance rule: EXACT, REJECTION or TYPICAL
     temperature: Tensor  # [S] float32
-    top_k: Tensor  # [S] int32, 0 switches it off
+    top_k: Tensor  # [S] int32, 0 disables it
     top_p: Tensor  # [S] float32
     min_p: Tensor  # [S] float32
     seed: Tensor  # [S] int64
-    min_len: Tensor  # [S] int32, tokens at absolute positions below it must not be stop tokens
+    min_len: Tensor  # [S] int32, stop tokens are barred at absolute positions below it
     stop_ids: Tensor  # [S, num_stops] int32, padded with -1
     repetition: Tensor  # [S] float32
     presence: Tensor  # [S] float32
     frequency: Tensor  # [S] float32
-    penalized: Tensor  # [S] bool, whether bias, min_len or a penalty is set, so that plain rows skip them
-    bias: Tensor  # [S, vocab_size] float32, added to the logits
-    in_prompt: Tensor  # [S, vocab_size] bool, whether a token occurs in the prompt
-    output_counts: Tensor  # [S, vocab_size] int32, how often a token occurs in the committed output
+    penalized: Tensor  # [S] bool, whether bias, min_len or a penalty is set; others skip them
+    bias: Tensor  # [S, vocab_size] float32, logit bias
+    in_prompt: Tensor  # [S, vocab_size] bool, tokens that occur in the prompt
+    output_counts: Tensor  # [S, vocab_size] int32, occurrences of each token in the committed output
     max_context: int
     max_blocks: int
     num_stops: int
@@ -53,7 +53,7 @@ class Table(NamedTuple):
     def empty(
         cls, num_rows: int, max_context: int, block_size: int, vocab_size: int, device: torch.device | str
     ) -> Table:
-        """A table of rows that belong to nobody: all zeros."""
+        """Return a table of unused rows: all zeros."""
         max_blocks = -(-max_context // block_size)
         widths = {"tokens": max_context, "block_table": max_blocks, "stop_ids": MAX_STOP_IDS}
         widths |= dict.fromkeys(("bias", "in_prompt", "output_counts"), vocab_size)
@@ -66,7 +66,7 @@ class Table(NamedTuple):
             shape = (num_rows, widths[name]) if name in widths else (num_rows,)
             return torch.zeros(shape, dtype=dtypes.get(name, torch.int32), device=device)
 
-        tensors = map(zeros, cls._fields[:-5])  # the last five are numbers
+        tensors = map(zeros, cls._fields[:-5])  # the last five fields are numbers
         return cls._make((*tensors, max_context, max_blocks, MAX_STOP_IDS, vocab_size, block_size))
 
     @property

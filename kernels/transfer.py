@@ -1,8 +1,8 @@
 """Copies between host and device that do not wait for the step in flight.
 
-`torch.tensor(values, device="cuda")`, and every copy from or to memory that is not pinned, synchronize with
-the device. Here values pass through pinned memory and are copied behind the queued work; torch's allocator
-of pinned memory does not reuse a buffer before its copy has finished.
+`torch.tensor(values, device="cuda")` and copies from or to unpinned memory synchronize with the device. These
+functions use pinned memory and enqueue the copy after pending work. PyTorch's caching allocator of pinned
+memory does not reuse a buffer before the copy has completed.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 def upload(
     values: Sequence[Any] | Tensor, dtype: torch.dtype, device: torch.device, out: Tensor | None = None
 ) -> Tensor:
-    """Copy numbers of the host (nested lists or a tensor) to the device, into `out` if it is given."""
+    """Copy host numbers (nested lists or a tensor) to the device, into `out` if given."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()
@@ -23,7 +23,7 @@ def upload(
 
 
 def to_host(tensor: Tensor) -> Callable[[], list[Any]]:
-    """Start copying a tensor to the host; return a function that waits for the copy and gives lists."""
+    """Start copying a tensor to the host. Return a function that waits for it and returns nested lists."""
     if not tensor.is_cuda:
         values = tensor.tolist()
         return lambda: values
@@ -47,8 +47,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def write(tensor: Tensor, row: int, values: Sequence[Any], end: int | None = None) -> None:
-    """Write the first places of a row of a tensor [S, width], the last value again in all before `end`.
-    Never waits for a GPU."""
+    """Write `values` to the beginning of a row of a tensor [S, width], and the last value to the rest of
+    the row before `end`. Does not synchronize."""
     upload(values, tensor.dtype, tensor.device, out=tensor[row, : len(values)])
     if end is not None and end > len(values):
         tensor[row, len(values) : end].fill_(values[-1])

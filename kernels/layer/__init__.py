@@ -1,8 +1,8 @@
-"""A decoder layer, as 6 launches: the qkv product with the norm ahead of it (`linear`), RoPE and cache write
-(`rope_cache`), `attention` (whose kernel is `paged`), the output product with its residual, the gate-and-up
-product with norm and SwiGLU, the down product with its residual. Products are computed as in `product`;
-between them goes the residual `stream`. Norms behind attention and MLP, as Gemma has, are two more
-(`residual_add`).
+"""The operations of a decoder layer. A layer takes 6 launches: the qkv product with the preceding norm
+(`linear`), RoPE and cache write (`rope_cache`), `attention` (kernel in `paged`), the output product with its
+residual, the gate-and-up product with norm and SwiGLU, and the down product with its residual. `product` has
+the kernel of all products, `stream` the residual stream between them. Norms after attention and MLP, as in
+Gemma, take two more launches (`residual_add`).
 
-A row's bits depend neither on the batch nor on the number of drafts.
+The result of a row is bitwise independent of the batch and of the number of drafts.
 """

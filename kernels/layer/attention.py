@@ -4,14 +4,14 @@
     cache  [2, Hkv, num_blocks, block_size, D]     keys, values of one layer; Hq is a multiple of Hkv
     out    [T, Hq, D]
 
-One operation serves decoding (one query per row), verification (K+1 queries per row, chain or tree) and
-chunked prefill: what a query sees follows from the batch and the sliding window, which counts positions. The
-queries of all heads that share a KV head are treated together, so K/V are read once for all of them. Head
-dimensions up to 256; bf16, fp16 or fp32.
+One operation covers decoding (one query per row), verification (K + 1 queries per row, chain or tree) and
+chunked prefill. The batch and the sliding window, which counts positions, determine the attention mask. The
+query heads that share a KV head are processed together, so K/V are read once for all of them. Supports head
+dimensions up to 256 in bf16, fp16 or fp32.
 
-On a GPU a query's bits depend neither on the batch nor on the number of drafts or the size of the chunk, nor
-on whether it is a node of a tree (`paged.py`, `paged_tree.py`). For `naive` a tree is a mask, and its nodes
-equal chains up to rounding.
+On a GPU, the output of a query is bitwise independent of the batch, the number of drafts and the chunk size,
+and the same for a tree node as for a chain (`paged.py`, `paged_tree.py`). In `naive`, a tree is a mask, and
+its nodes equal chains up to rounding.
 """
 
 from collections.abc import Iterator
@@ -23,20 +23,20 @@ from torch import Tensor
 from ..batch import MAX_QUERIES, Batch
 from ..launch import use_triton
 
-FEW = 16**3  # multiply-adds of a product; for fewer PyTorch sums bf16 and fp16 in another order
-SPLIT_ROWS = 8  # from so many rows on, those with one query are computed apart from the others
-TILE = 128  # queries of a prompt that are computed at once
+FEW = 16**3  # multiply-adds per product; for smaller ones PyTorch sums bf16 and fp16 in another order
+SPLIT_ROWS = 8  # minimum batch size to process rows with one query separately
+TILE = 128  # queries of a prompt chunk processed at once
 
 
 class Part(NamedTuple):
-    """B rows of a batch, or a tile of one of them, that `naive` computes at once.
+    """B rows of a batch, or a tile of one row, that `naive` processes at once.
 
     Attributes:
-        tokens: which flat tokens of the batch they are.
-        batch: they alone.
-        blocks: [B * n], the n pages that each row sees.
-        mask: [Hkv * B, G * Q, n * block_size], 0 where a query sees a cache entry and else -inf; the first
-            dimension may be 1 for one row.
+        tokens: indices of its flat tokens in the whole batch.
+        batch: the batch of these tokens only.
+        blocks: [B * n], the first n cache blocks of each row.
+        mask: [Hkv * B, G * Q, n * block_size], 0 where a query attends to a cache entry, else -inf; the
+            first dimension is 1 if B is 1.
     """
 
     tokens: Tensor | slice
@@ -46,11 +46,11 @@ class Part(NamedTuple):
 
 
 class AttentionMetadata:
-    """What attention needs to know of a step, for all layers with the same sliding window.
+    """Attention inputs of a step that are shared by all layers with the same sliding window.
 
     Attributes:
         batch: the queries.
-        window: a query sees itself and the `window - 1` positions before it; None for all of them.
+        window: a query attends to its own position and the `window - 1` before it; None for no limit.
     """
 
     def __init__(self, batch: Batch, window: int | None = None) -> None:
@@ -58,15 +58,15 @@ class AttentionMetadata:
         self._parts: list[Part] | None = None
 
     def parts(self, q: Tensor, cache: Tensor) -> list[Part]:
-        """Split all tokens but padding into what `naive` computes at once. Derived once for all layers."""
+        """Split the tokens except padding into the parts that `naive` processes. Cached for all layers."""
         if self._parts is None:
             self._parts = [self._part(tokens, b, q, cache) for tokens, b in _split(self.batch)]
         return self._parts
 
     def _part(self, tokens: Tensor | slice, batch: Batch, q: Tensor, cache: Tensor) -> Part:
         _, num_kv_heads, _, block_size, _ = cache.shape
-        # Whole pages, so that the length of every sum is a multiple of the page size: with that, and
-        # plain batched products, a bf16 row has the same bits whatever is computed beside it.
+        # Whole blocks, so that the length of every sum is a multiple of the block size. With plain batched
+        # products, this makes bf16 rows bitwise independent of the rest of the batch.
         blocks = batch.block_table[:, : -(-batch.max_kv_len // block_size)]
         visible = _visible(batch, blocks.shape[1] * block_size, self.window)
         B, Q, width = visible.shape
@@ -80,14 +80,14 @@ class AttentionMetadata:
 def attention(
     q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Return softmax(q k^T * scale) v for every query over the cache positions it may see; with a `softcap`
+    """Return softmax(q k^T * scale) v for each query over the cache entries it attends to. With a `softcap`
     c, the scores are c * tanh(q k^T * scale / c).
 
-    The keys and values of the step's own tokens must already be in the cache. Padding tokens get unspecified
-    output.
+    The cache must already contain the keys and values of this step. The output of padding tokens is
+    unspecified.
     """
     if use_triton(q):
-        from .paged_tree import launch  # which a CPU does not load
+        from .paged_tree import launch  # not needed on a CPU
 
         return launch(q, cache, metadata.batch, metadata.window, scale, softcap)
     return naive(q, cache, metadata, scale, softcap)
@@ -103,10 +103,10 @@ def naive(
         # The G query heads of a KV head become rows of one matrix.
         queries = (queries if batch.padded else queries[batch.grid]).view(B, Q, num_kv_heads, G, head_dim)
         queries = queries.permute(2, 0, 3, 1, 4).reshape(num_kv_heads * B, G * Q, head_dim)
-        pages = cache.flatten(0, 1).index_select(1, part.blocks)
-        k, v = pages.view(2, num_kv_heads * B, -1, head_dim)  # [Hkv * B, n * block_size, D]
+        kv = cache.flatten(0, 1).index_select(1, part.blocks)
+        k, v = kv.view(2, num_kv_heads * B, -1, head_dim)  # [Hkv * B, n * block_size, D]
         times = FEW // max(queries.numel() * mask.shape[2], 1) + 1
-        if times > 1:  # one query on a short text in a narrow model, say
+        if times > 1:  # for example one query with a short context in a narrow model
             queries, mask = queries.repeat(1, times, 1), mask.repeat(1, times, 1)
         if softcap is None:
             scores = torch.baddbmm(mask, queries, k.transpose(1, 2), alpha=scale)
@@ -120,9 +120,9 @@ def naive(
 
 
 def _visible(batch: Batch, width: int, window: int | None) -> Tensor:
-    """Return which of the first `width` cache entries of its row each query sees: [B, Q, width] bool."""
+    """Return a mask [B, Q, width] bool of the first `width` cache entries that each query attends to."""
     j = torch.arange(width, device=batch.q_start.device)
-    index = (j - batch.base_len[:, None])[:, None]  # [B, 1, width]: index in the step, < 0 if cached
+    index = (j - batch.base_len[:, None])[:, None]  # [B, 1, width]: query that wrote the entry, < 0: cached
     if batch.ancestors is None:
         visible = index <= torch.arange(batch.max_q_len, device=j.device)[:, None]
     else:
@@ -131,7 +131,7 @@ def _visible(batch: Batch, width: int, window: int | None) -> Tensor:
         visible = (index < 0) | ((bit == 1) & (index < MAX_QUERIES))
     if window is not None:
         positions = batch.positions[batch.grid]  # [B, Q]
-        at = j.expand(len(positions), 1, -1)  # [B, 1, width]: the position of each entry
+        at = j.expand(len(positions), 1, -1)  # [B, 1, width]: position of each entry
         if batch.ancestors is not None:
             node = index.clamp(0, batch.max_q_len - 1)
             at = torch.where(index < 0, at, positions[:, None].gather(2, node).to(at.dtype))
@@ -140,9 +140,9 @@ def _visible(batch: Batch, width: int, window: int | None) -> Tensor:
 
 
 def _split(batch: Batch) -> Iterator[tuple[Tensor | slice, Batch]]:
-    """Chunks of prompts tile by tile, each computed as a decoding row: so prefill has the bits of decoding,
-    in chunks of any size. Of packed chains, rows with one query and rows with several apart, so that drafts
-    of a row do not pad all others. Anything else whole."""
+    """Yield the parts of a batch. A prompt chunk is split into tiles that are computed like decoding rows, so
+    that prefill in chunks of any size is bitwise identical to decoding. Packed chains are split into rows
+    with one query and longer ones, to save padding. Other batches are a single part."""
     if batch.prefill:
         for b, (start, n) in enumerate(zip(batch.q_start.tolist(), batch.q_len.tolist(), strict=True)):
             for first in range(0, n, TILE):
@@ -152,7 +152,7 @@ def _split(batch: Batch) -> Iterator[tuple[Tensor | slice, Batch]]:
     elif batch.padded or batch.num_rows < SPLIT_ROWS or batch.ancestors is not None:
         yield slice(None), batch
     else:
-        owner = torch.repeat_interleave(batch.q_len)  # packed: the row of each flat token
+        owner = torch.repeat_interleave(batch.q_len)  # row of each flat token (packed)
         for chosen in (batch.q_len == 1, batch.q_len > 1):
             if chosen.any():
                 tokens, index = chosen[owner].nonzero().squeeze(1), chosen.nonzero().squeeze(1)

@@ -1,15 +1,15 @@
-"""The products of a decoder with its weights, with what surrounds them fused in.
+"""Linear layers, fused with the operations around them.
 
     layer = make_linear(weight [N, K], bias [N] or None)
 
     layer(x)                    x [T, K] @ weight.T + bias -> [T, N] in x's dtype
-    layer.of_norm(stream)       the same of the residual stream, by the norm that it carries (`stream.py`)
-    layer.gated(stream)         silu(g) * u, or gelu, of the halves [g; u] of `of_norm` -> [T, N / 2]
-    layer.add_to(stream, x)     the residual stream plus `layer(x)`, for the norm that comes next
+    layer.of_norm(stream)       the same for RMSNorm of the residual stream, by its norm (`stream.py`)
+    layer.gated(stream)         silu(g) * u, or gelu(g) * u, of the halves [g; u] of `of_norm` -> [T, N / 2]
+    layer.add_to(stream, x)     the residual stream plus `layer(x)`, for the next norm
 
-`make_linear` chooses the implementation once, when a model is loaded; each is a class here. On a CPU the
-weight is reordered ("packed"), in bfloat16 for our own C++ (`native/packed.py`), else for oneDNN, which makes
-a product of few fp32 rows 3 times as fast as `F.linear`. The kernel, for any number of rows, is in
+`make_linear` selects the implementation, one of the classes below, when a model is loaded. On a CPU the
+weight is packed, that is, reordered: in bfloat16 for the C++ of `native/packed.py`, otherwise for oneDNN,
+which is 3 times as fast as `F.linear` for a few fp32 rows. The Triton kernel for any number of rows is in
 `product.py`.
 """
 
@@ -38,7 +38,7 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> "Linear":
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
-    """oneDNN refuses bfloat16 on processors without AVX-512."""
+    """Return whether oneDNN can pack `dtype`: it does not support bfloat16 on CPUs without AVX-512."""
     if not torch.backends.mkldnn.is_available():
         return False
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -46,24 +46,24 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """By PyTorch. The others override what they do in another way."""
+    """A linear layer in PyTorch, and the base class of the others."""
 
     def __init__(self, weight: Any, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
 
     @property
     def rows(self) -> Tensor | None:
-        """Return the weight [N, K] if it is not packed."""
+        """Return the weight [N, K], or None if it is packed."""
         return self.weight if isinstance(self.weight, Tensor) and not self.weight.is_mkldnn else None
 
     @property
     def num_bytes(self) -> int:
-        """Return what the weight takes in memory, and the bias."""
+        """Return the memory size of weight and bias in bytes."""
         data = self.weight if isinstance(self.weight, Tensor) else self.weight.data
         return sum(t.numel() * t.element_size() for t in (data, self.bias) if t is not None)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return x @ weight.T + bias, written to `out` [T, N] if it is given."""
+        """Return x @ weight.T + bias, in `out` [T, N] if given."""
         result = self._product(x)
         return result if out is None else out.copy_(result)
 
@@ -75,17 +75,17 @@ class Linear:
         return self(rms_norm(stream.x, stream.norm))
 
     def gated(self, stream: Stream, gate: Gate = "silu") -> Tensor:
-        """Return silu(g) * u of the halves of `of_norm`, or gelu by tanh."""
+        """Return silu(g) * u, or gelu(g) * u (tanh approximation), of the halves of `of_norm`."""
         g, u = self.of_norm(stream).chunk(2, -1)
         return (F.silu(g) if gate == "silu" else F.gelu(g, approximate="tanh")) * u
 
     def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
-        """Return the stream plus x @ weight.T + bias, or plus its `own` norm, for the next `norm`."""
+        """Return the stream plus x @ weight.T + bias, or plus its RMSNorm by `own`. `norm`: the next norm."""
         return residual_add(self(x)[None], stream.x, norm, own)
 
 
 class TritonLinear(Linear):
-    """By the kernel of `product.py`, which a CPU does not load."""
+    """A linear layer with the Triton kernel of `product.py`, which is imported only here."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         from .product import product
@@ -103,7 +103,7 @@ class TritonLinear(Linear):
         return self._kernel(stream, self.weight, self.bias, gate)
 
     def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
-        if own is not None:  # which needs whole rows
+        if own is not None:  # needs whole rows
             return super().add_to(stream, x, norm, own)
         new = Stream.empty(len(x), norm, x)
         self._kernel(x, self.weight, self.bias, new=new.written(stream.x))
@@ -111,15 +111,15 @@ class TritonLinear(Linear):
 
 
 class NativeLinear(Linear):
-    """By our own C++; the weight is a `Packed`."""
+    """A linear layer in C++; the weight is a `Packed`."""
 
     def _product(self, x: Tensor) -> Tensor:
         return packed.linear(x, self.weight, self.bias)
 
 
 class OneDnnLinear(Linear):
-    """By oneDNN. It splits the sum of a long single row differently from that of several rows. Doubling such
-    a row costs nothing that can be measured, and makes a row's bits independent of the batch."""
+    """A linear layer with oneDNN. For a long single row, oneDNN splits the sum differently than for several
+    rows. Duplicating such a row has no measurable cost and makes the result independent of the batch."""
 
     def _product(self, x: Tensor) -> Tensor:
         rows = x.expand(2, -1) if x.shape[0] == 1 and x.shape[1] > 1024 else x

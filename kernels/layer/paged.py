@@ -1,27 +1,27 @@
-"""Attention over the paged KV cache: the kernel for chains, which decoding, verification and prefill all are.
+"""Attention over the paged KV cache: the kernel for chains, which serves decoding, verification and prefill.
 
 Shapes are those of `attention.py`, which also has `naive`; `paged_tree.py` is the kernel for trees. The cache
-is cut at fixed absolute positions into tiles of 64 (32 for the widest heads on some GPUs) and spans of 512. A
-program takes a tile of queries, of all heads that share a KV head, through some units of the cache, each a
-tile or a span, and stores a partial result for each; the last program to finish adds them up (`split_kv.py`).
-Where there is one program for each tile of queries, it adds up the spans as it goes.
+is divided at fixed absolute positions into tiles of 64 (32 for the largest head dimensions on some GPUs) and
+spans of 512. A program processes a tile of queries, of all heads that share a KV head, over several units of
+the cache, which are tiles or spans. It stores a partial result per unit, and the last program to finish
+reduces them (`split_kv.py`). A program that has a tile of queries to itself accumulates the spans directly.
 
-A query gets the same bits as a decoding step, as one of K + 1, and in a chunk of a prompt of any size:
+The output of a query is bitwise identical in decoding, as one of K + 1 queries, and in a chunk of any size:
 
 * A query is a column of both matrix products; cache positions and head dimensions are the rows, always in
   full. The number of columns changes only the width of the instruction.
-* Tiles are added in order to the sum of a span, then spans to the total, wherever the first program began and
-  whether a unit is a tile or a span.
+* Tiles are added in order to the sum of a span, and spans in order to the total, independent of how units are
+  assigned to programs and of whether a unit is a tile or a span.
 
     positions   0        64       128                 512                1024     kv_len
     tiles       |--------|--------|--------|   ...    |---------|   ...  |--------|--
     spans       |-------------------------------------|------------------|-----------
-    programs    each takes `share` units in turn; a unit is a tile if there are few of them, else a span
+    programs    each takes `share` consecutive units, which are tiles if these are few, else spans
 
-A state (m, z, acc) is that of online softmax (FlashAttention): the largest score, the sums of exponentials
-and of values so weighted; the output is acc / sum(z). m is rounded up to an integer, so that rescaling by
-2^-m is exact. With a softcap c, SOFTCAP = scale / c goes into the tanh of `scores`, and `Sizes.scale` is
-c * log2(e).
+A state (m, z, acc) is that of online softmax, as in FlashAttention: the maximum score, the sum of
+exponentials and the weighted sum of values. The output is acc / sum(z). m is rounded up to an integer, so
+that rescaling by 2^-m is exact. With a softcap c, SOFTCAP = scale / c is applied inside the tanh of `scores`,
+and `Sizes.scale` is c * log2(e).
 """
 
 from collections import namedtuple
@@ -35,19 +35,19 @@ from .split_kv import SPAN, add_tile, empty_state, end_unit, finish, numbers_of,
 # q and out [T, Hq, D]; k and v [Hkv, num_blocks, block_size, D].
 Operands = namedtuple("Operands", "q k v out")
 
-# Elements between KV heads, and between rows of the block table; the factor that turns scores into powers
-# of 2.
+# head_stride: elements between KV heads. table_stride: between rows of the block table. scale: factor from
+# scores to exponents of 2.
 Sizes = namedtuple("Sizes", "num_kv_heads head_stride table_stride scale")
 
-# What a kernel is compiled for. GROUP: query heads to a KV head. SOFTCAP: factor inside the tanh, 0 for none.
-# SPLIT: whether several programs share the cache. COLUMNS: of a tile of queries. BLOCK_D: the padded head
-# dimension. PDL: see `launch.py`.
+# Compile-time constants. GROUP: query heads per KV head. SOFTCAP: factor inside the tanh, 0 for none. SPLIT:
+# whether several programs share the cache. TILE: cache positions. COLUMNS: columns of a tile of queries.
+# BLOCK_D: the padded head dimension. PDL: see `launch.py`.
 Constants = namedtuple("Constants", "GROUP HEAD_DIM BLOCK_SIZE WINDOW SOFTCAP SPLIT TILE COLUMNS BLOCK_D PDL")
 
-# What a program computes: queries from flat index `token` on, at positions `low` to `high` (exclusive), in
-# `num_columns` columns; the first is row `row` of q [T * Hq, D]. They see the tiles `first_tile` to
-# `end_tile`: `count` units of `size` tiles from unit `first` on, of which each program takes `share`. Partial
-# results of two units lie `stride` rows apart.
+# The work of a program: queries from flat index `token` on, at positions `low` to `high` (exclusive), in
+# `num_columns` columns; the first is row `row` of q [T * Hq, D]. They attend to tiles `first_tile` to
+# `end_tile` (exclusive): `count` units of `size` tiles from unit `first` on, `share` per program. `stride`:
+# rows between the partial results of consecutive units.
 Work = namedtuple(
     "Work",
     "token row low high num_kv_heads num_columns first_tile end_tile first count size share stride",
@@ -56,26 +56,26 @@ Work = namedtuple(
 
 @triton.jit(do_not_specialize=["num_tokens", "fine"])
 def _attend(operands, batch, partials, num_tokens, fine, sizes, C: tl.constexpr):
-    """Grid: tiles of queries times KV heads, rows, programs that share the cache."""
+    """Grid: (tiles of queries * KV heads, rows, programs that share the cache)."""
     release_next(C.PDL)
     work = find_work(batch, num_tokens, fine, sizes, C)
     wait_for_previous(C.PDL)
     first_unit = tl.program_id(2) * work.share
     if first_unit >= work.count:
         return
-    keys, values, pages = row_of_cache(operands, batch.block_table, sizes)
+    keys, values, blocks = row_of_cache(operands, batch.block_table, sizes)
     query = load_queries(operands.q, work, C)
     position = work.low + tl.arange(0, C.COLUMNS) // C.GROUP
     total = empty_state(C.COLUMNS, C)
     for unit in range(first_unit, tl.minimum(first_unit + work.share, work.count)):
         begin, end = tiles_of(unit, work)
         state = empty_state(C.COLUMNS, C)
-        place = locate(pages, begin, work, C)
+        place = locate(blocks, begin, work, C)
         for tile in range(begin, end):
             k, v = load_rows(keys, place, C), load_rows(values, place, C)
-            # Looked up one tile ahead: copies are in flight during the products (4 groups on sm_90, 2 on
-            # sm_80) only if their addresses are known when the turn begins.
-            place = locate(pages, tile + 1, work, C)
+            # Look up the next tile in advance: the compiler overlaps copies (4 groups on sm_90, 2 on sm_80)
+            # with the products only if their addresses are known when the iteration begins.
+            place = locate(blocks, tile + 1, work, C)
             s = mask(scores(k, query, C), tile, position, work, C)
             state = add_tile(state, s, v, sizes.scale, C)
         total = end_unit(partials, unit, total, state, work, C)
@@ -84,17 +84,17 @@ def _attend(operands, batch, partials, num_tokens, fine, sizes, C: tl.constexpr)
 
 @triton.jit
 def find_work(batch, num_tokens, fine, sizes, C: tl.constexpr):
-    """Return what this program computes; `count` is 0 if it has no query. What it sees is divided into tiles
-    if these are at most `fine`, else into spans."""
+    """Return the work of this program; `count` is 0 if it has no query. Units are tiles if the queries attend
+    to at most `fine` tiles, else spans."""
     QUERIES: tl.constexpr = C.COLUMNS // C.GROUP
     b, num_kv_heads = tl.program_id(1), sizes.num_kv_heads
-    # Programs of late queries start first, since these see most. Programs that run together share keys.
+    # Late queries start first because they attend to most keys. Adjacent programs share keys in the cache.
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads * QUERIES
     num_queries = tl.minimum(QUERIES, tl.load(batch.q_len + b) - first_query)
     low = tl.load(batch.base_len + b) + first_query
     high = low + num_queries
     if batch.TREE:
-        low -= first_query  # nodes are at positions of their depth, none before the first of the row
+        low -= first_query  # positions of nodes follow from their depth: at least the row's first
     first_tile, end_tile = tl.maximum(low - C.WINDOW + 1, 0) // C.TILE, tl.cdiv(high, C.TILE)
     size = SPAN // C.TILE
     if C.SPLIT:
@@ -112,7 +112,7 @@ def find_work(batch, num_tokens, fine, sizes, C: tl.constexpr):
 
 @triton.jit
 def row_of_cache(operands, block_table, sizes):
-    """Return where the keys and values of a KV head begin, and the pages of a row."""
+    """Return pointers to the keys and the values of a KV head and to the blocks of a row."""
     head = (tl.program_id(0) % sizes.num_kv_heads).to(tl.int64) * sizes.head_stride
     b = tl.program_id(1).to(tl.int64)
     return operands.k + head, operands.v + head, block_table + b * sizes.table_stride
@@ -120,40 +120,40 @@ def row_of_cache(operands, block_table, sizes):
 
 @triton.jit
 def tiles_of(unit, work):
-    """Return the first tile of a unit, counted from the first unit, and the one behind its last."""
+    """Return the first tile of a unit (numbered from the first unit) and the tile after its last."""
     begin = (work.first + unit) * work.size
     return tl.maximum(begin, work.first_tile), tl.minimum(begin + work.size, work.end_tile)
 
 
 @triton.jit
-def locate(pages, tile, work, C: tl.constexpr):
-    """Return where the positions [TILE] of a tile lie in a head's cache; -1 from `high` on, and for those
-    that are not within the window of `low`, whose pages may be gone."""
+def locate(blocks, tile, work, C: tl.constexpr):
+    """Return the slots [TILE] of a tile in a head's cache; -1 from position `high` on, and before the window
+    of `low`, where blocks may have been freed."""
     j = tile * C.TILE + tl.arange(0, C.TILE)
-    return slots_of(pages, j, (j < work.high) & (j > work.low - C.WINDOW), C)
+    return slots_of(blocks, j, (j < work.high) & (j > work.low - C.WINDOW), C)
 
 
 @triton.jit
-def slots_of(pages, index, there, C: tl.constexpr):
-    """Return where cache indices [TILE] lie, -1 for those that are not there."""
-    page = tl.load(pages + index // C.BLOCK_SIZE, there, other=0)
-    return tl.where(there, page * C.BLOCK_SIZE + index % C.BLOCK_SIZE, -1)
+def slots_of(blocks, index, valid, C: tl.constexpr):
+    """Return the slots of cache indices [TILE]; -1 where not `valid`."""
+    block = tl.load(blocks + index // C.BLOCK_SIZE, valid, other=0)
+    return tl.where(valid, block * C.BLOCK_SIZE + index % C.BLOCK_SIZE, -1)
 
 
 @triton.jit
 def load_rows(base, place, C: tl.constexpr):
-    """Load the keys or values [TILE, D] at the places of a tile."""
-    d, there = tl.arange(0, C.BLOCK_D), (place >= 0)[:, None]
+    """Load the keys or values [TILE, D] at slots `place`, 0 where the slot is -1."""
+    d, valid = tl.arange(0, C.BLOCK_D), (place >= 0)[:, None]
     if C.HEAD_DIM < C.BLOCK_D:
-        there = there & (d < C.HEAD_DIM)[None, :]
-    return tl.load(base + place[:, None] * C.HEAD_DIM + d[None, :], there, other=0.0)
+        valid = valid & (d < C.HEAD_DIM)[None, :]
+    return tl.load(base + place[:, None] * C.HEAD_DIM + d[None, :], valid, other=0.0)
 
 
 @triton.jit
 def load_queries(q, work, C: tl.constexpr):
     """Load a tile of queries [D, COLUMNS]."""
-    rows, there = rows_of(work, 0, C.COLUMNS, C)
-    at, inside = numbers_of(rows, there, C)
+    rows, valid = rows_of(work, 0, C.COLUMNS, C)
+    at, inside = numbers_of(rows, valid, C)
     return tl.load(q + work.row * C.HEAD_DIM + at, inside, other=0.0)
 
 
@@ -161,15 +161,15 @@ def load_queries(q, work, C: tl.constexpr):
 def scores(k, query, C: tl.constexpr):
     """Return the products [TILE, COLUMNS] of keys and queries."""
     s = tl.dot(k, query, input_precision="ieee")
-    if C.SOFTCAP != 0:  # tanh(s * SOFTCAP) to an absolute error of 2e-7, and 1 of infinity
+    if C.SOFTCAP != 0:  # tanh(s * SOFTCAP) with an absolute error of 2e-7; 1 for infinity
         s = tl.fma(1.0 / (tl.exp2(s * (C.SOFTCAP * 2.8853900817779268)) + 1.0), -2.0, 1.0)
     return s
 
 
 @triton.jit
 def mask(s, tile, position, work, C: tl.constexpr):
-    """Set the scores of what a column at `position` does not see to -inf. Most tiles are seen whole: those
-    that end at `low` or before and begin within the window of the last query."""
+    """Set scores of cache entries that a column at `position` does not attend to to -inf. Most tiles need no
+    mask: those that end at `low` or before and begin within the window of the last query."""
     if (tile >= (work.low + 1) // C.TILE) | (tile * C.TILE <= work.high - 1 - C.WINDOW):
         back = position[None, :] - (tile * C.TILE + tl.arange(0, C.TILE))[:, None]
         s = tl.where((back >= 0) & (back < C.WINDOW), s, float("-inf"))

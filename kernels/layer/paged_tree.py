@@ -1,14 +1,14 @@
 """Attention over the paged KV cache: the kernel for trees of drafts, and the launch of both kernels.
 
-A node is computed as the last query of a chain of its ancestors and itself would be, to the bit. Node i lies
-at cache index base + i, and the set bits of its ancestor mask say what it sees of the step. Parents come
-first, so bits are in order of depth: number r of them, counted from 0, is what the chain has at position base
-+ r.
+The output of a node is bitwise identical to that of the last query of a chain of its ancestors and itself.
+Node i is at cache index base + i, and the set bits of its ancestor mask are the nodes that it attends to.
+Parents come first, so the bits are in order of depth: set bit number r, counted from 0, is the node that the
+chain has at position base + r.
 
-Tiles that hold no draft are as in a chain, and read once for all nodes of a program. The one or two that hold
-the drafts are taken in turns, once for each node, with the keys and values of its path in order of depth; to
-the other nodes each is one more tile of which they see nothing. So n nodes take n - 1 or 2 (n - 1) turns more
-than a chain of n, of tiles that are in L2. A row without branches costs what a chain does.
+Tiles without drafts are processed as in a chain, once for all nodes of a program. The one or two tiles with
+drafts are processed in turns, once per node, with the keys and values of its path in order of depth; for the
+other nodes, such a tile is fully masked. So n nodes take n - 1 or 2 (n - 1) more turns than a chain of n, on
+tiles that are in L2. A row without branches costs the same as a chain.
 """
 
 import torch
@@ -25,19 +25,19 @@ from .split_kv import add_tile, empty_partials, empty_state, end_unit, finish, s
 
 @triton.jit(do_not_specialize=["num_tokens", "fine"])
 def _attend_tree(operands, batch, partials, num_tokens, fine, sizes, C: tl.constexpr):
-    """As `_attend`, but for the turns. Grid: tiles of nodes times KV heads, rows, programs."""
+    """`_attend` with turns. Grid: (tiles of nodes * KV heads, rows, programs that share the cache)."""
     release_next(C.PDL)
     work = find_work(batch, num_tokens, fine, sizes, C)
     wait_for_previous(C.PDL)
     first_unit = tl.program_id(2) * work.share
     if first_unit >= work.count:
         return
-    keys, values, pages = row_of_cache(operands, batch.block_table, sizes)
+    keys, values, blocks = row_of_cache(operands, batch.block_table, sizes)
     query = load_queries(operands.q, work, C)
     num_nodes = work.num_columns // C.GROUP
     last = tl.load(batch.ancestors + work.token + num_nodes - 1)
-    is_chain = (last & (last + 1)) == 0  # the last node descends from all before it
-    in_turns = tl.where(is_chain, work.end_tile, (work.low + 1) // C.TILE)  # from this tile on
+    is_chain = (last & (last + 1)) == 0  # the last node descends from all others
+    in_turns = tl.where(is_chain, work.end_tile, (work.low + 1) // C.TILE)  # first tile in turns
     own_node = tl.arange(0, C.COLUMNS) // C.GROUP
     position = tl.load(batch.positions + work.token + own_node, own_node < num_nodes, other=0)
     total = empty_state(C.COLUMNS, C)
@@ -45,10 +45,10 @@ def _attend_tree(operands, batch, partials, num_tokens, fine, sizes, C: tl.const
         begin, end = tiles_of(unit, work)
         own = tl.minimum(tl.maximum(begin, in_turns), end)
         state = empty_state(C.COLUMNS, C)
-        place = locate_path(batch, pages, begin, own, num_nodes, work, C)
+        place = locate_path(batch, blocks, begin, own, num_nodes, work, C)
         for turn in range(begin, own + (end - own) * num_nodes):
             k, v = load_rows(keys, place, C), load_rows(values, place, C)
-            place = locate_path(batch, pages, turn + 1, own, num_nodes, work, C)  # ahead
+            place = locate_path(batch, blocks, turn + 1, own, num_nodes, work, C)  # ahead
             tile, node = take_turn(turn, own, num_nodes)
             seen_from = tl.where((turn < own) | (own_node == node), position, -1)
             s = mask(scores(k, query, C), tile, seen_from, work, C)
@@ -59,28 +59,28 @@ def _attend_tree(operands, batch, partials, num_tokens, fine, sizes, C: tl.const
 
 @triton.jit
 def take_turn(turn, own, count):
-    """Return the tile and the node of a turn. From tile `own` on, each tile comes once for each node."""
+    """Return the tile and the node of a turn. From tile `own` on, each tile is repeated for each node."""
     over = tl.maximum(turn - own, 0)
     return tl.minimum(turn, own) + over // count, over % count
 
 
 @triton.jit
-def locate_path(batch, pages, turn, own, num_nodes, work, C: tl.constexpr):
-    """Return where the positions [TILE] of a turn lie in a head's cache, -1 if nothing is there."""
+def locate_path(batch, blocks, turn, own, num_nodes, work, C: tl.constexpr):
+    """Return the slots [TILE] of a turn in a head's cache, -1 where there is no entry."""
     tile, node = take_turn(turn, own, num_nodes)
     j = tile * C.TILE + tl.arange(0, C.TILE)
-    index, there = j, j < work.high
+    index, valid = j, j < work.high
     if turn >= own:
-        there = j <= tl.load(batch.positions + work.token + node)
+        valid = j <= tl.load(batch.positions + work.token + node)
         ancestors = tl.load(batch.ancestors + work.token + node)
         index = tl.minimum(j, work.low) + _nth_bit(ancestors, j - work.low)
-    return slots_of(pages, index, there & (j > work.low - C.WINDOW), C)
+    return slots_of(blocks, index, valid & (j > work.low - C.WINDOW), C)
 
 
 @triton.jit
 def _nth_bit(mask, n):
-    """Return the place of bit number n [...] of those set in a mask: 63 if there are not so many, 0 if n < 0.
-    Scalars hold how many are set in each group of 2, 4, 8, 16 and 32 bits."""
+    """Return the index of set bit number n [...] of a mask: 63 if fewer bits are set, 0 if n < 0. Scalars
+    hold the population counts of each group of 2, 4, 8, 16 and 32 bits."""
     in_2 = mask - ((mask >> 1) & 0x5555555555555555)
     in_4 = (in_2 & 0x3333333333333333) + ((in_2 >> 2) & 0x3333333333333333)
     in_8 = (in_4 + (in_4 >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -98,7 +98,7 @@ def _nth_bit(mask, n):
 def launch(
     q: Tensor, cache: Tensor, batch: Batch, window: int | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """See `attention`."""
+    """Launch the kernel of chains or of trees. See `attention`."""
     (T, num_heads, head_dim), (k, v), target = q.shape, cache, arch(q)
     num_kv_heads, _, block_size, _ = k.shape
     heads, is_tree = (num_heads, num_kv_heads, head_dim), batch.ancestors is not None
@@ -114,7 +114,7 @@ def launch(
     (_attend_tree if is_tree else paged._attend)[split.pairs, batch.num_rows, split.programs](
         paged.Operands(q, k, v, out), batch.tensors, empty_partials(q, split), T, split.fine, sizes,
         wrapped(constants), num_warps=split.warps,
-        num_stages=1 if q.dtype == torch.float32 else split.stages,  # float32, of tests, would not fit
+        num_stages=1 if q.dtype == torch.float32 else split.stages,  # float32 (tests) would not fit
         **launch_options,
     )  # fmt: skip
     return out

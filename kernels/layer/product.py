@@ -1,24 +1,23 @@
-"""The matrix product of a layer, for any number of rows, with what surrounds it; `linear.py` chooses it.
+"""The matrix product of a linear layer for any number of tokens, with fused prologue and epilogue.
 
     out [T, N] = epilogue(x [T, K] @ weight [N, K].T)         epilogue: bias, gate, residual stream
 
-The bits of a token do not depend on the number of tokens beside it: everything that fixes a sum's order
-depends on the weight's shape only. "Rows" here are those of the weight:
+The result of a token is bitwise independent of the number of tokens, because the order of its sum depends
+only on the shape of the weight. "Rows" here are rows of the weight:
 
-* K is cut into parts (`parts_of`). Each is summed in one accumulator in ascending order, and the parts are
-  added in ascending order. For few tokens the parts run *apart*: each is a program, and the one that happens
-  to finish last adds them; no floating-point atomics, no second launch. For many tokens *one* program runs
-  them all, adds a part to the total when it is done, and keeps nothing in memory.
-* The weight is the left operand: its rows are the rows of the matrix instruction, tokens the columns.
-  So the instruction is the same family for 1 token and for 2,000 (only its width differs), and few
-  tokens waste little of it.
+* K is divided into parts (`parts_of`). Each part is summed in ascending order in one accumulator, and the
+  parts are added in ascending order. For few tokens, the parts run *apart* (split K): each part is a program,
+  and the last one to finish adds them, without floating-point atomics or a second launch. For many tokens,
+  *one* program processes all parts and adds each to the total, without storing partial sums.
+* The weight is the left operand: its rows are the rows of the matrix instruction, tokens are the columns. So
+  1 token and 2,000 tokens use the same instruction except for its width, and few tokens waste little of it.
 
-RMSNorm costs no launch and nothing in the loop: norm(x) @ W.T = (x * norm_weight) @ W.T / rms(x). The kernel
-that writes x also writes x * norm_weight and sums of its squares (`stream.py`); the product of the first is
-divided by the root of the second at its end.
+RMSNorm needs no launch and no work in the loop: norm(x) @ W.T = (x * norm_weight) @ W.T / rms(x). The kernel
+that writes x also writes x * norm_weight and the sums of squares of x (`stream.py`); the epilogue divides by
+the root of their mean.
 
-Calls on one device must not overlap on several streams: they share the tickets by which the last program
-knows itself.
+Calls on one device must not overlap on several streams, because they share the tickets that determine the
+last program.
 """
 
 from collections import namedtuple
@@ -35,29 +34,29 @@ from .stream import Stream, Written, load_squares, store_squares, sum_squares, t
 
 PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes of each
-VALUES = 4096  # of a tile that a program finishes at a time
-SHORT = 1024  # columns of K that one program reads as fast as several, which wait for each other
-SHORTEST = 256  # columns of a part
-FEW = 256  # tokens up to which parts run apart; beyond, their sums are too much to write and read
+VALUES = 4096  # elements of a tile per slice of the epilogue
+SHORT = 1024  # up to this K, one program is as fast as several parts
+SHORTEST = 256  # minimum columns of a part
+FEW = 256  # tokens up to which parts run apart; for more, partial sums cost too much traffic
 
 
 class Tiling(NamedTuple):
-    """How one product runs."""
+    """The launch configuration of a product."""
 
-    rows: int  # of the weight in a program's tile
-    width: int  # tokens in it
-    block_k: int  # columns of K to a step
+    rows: int  # rows of the weight per tile
+    width: int  # tokens per tile
+    block_k: int  # columns of K per iteration
     warps: int
     stages: int
-    parts: int  # of K
-    part: int  # columns of each, but that the last may be shorter
-    apart: bool  # whether each part is a program of its own; otherwise one program does all in turn
+    parts: int  # number of parts of K
+    part: int  # columns per part; the last one may be shorter
+    apart: bool  # whether each part is a program; otherwise one program processes all parts
 
 
 def parts_of(N: int, K: int, target: str) -> tuple[int, int]:
-    """Return the number of parts of K and the columns of each but the last: as many as fill the machine with
-    programs of 64 rows, since a small step has no others. 0.6B down [1024, 3072] on 132 processors: 8."""
-    step = 128 if K % 128 == 0 else 64  # whole steps of the kernel's loop
+    """Return the number of parts of K and the columns of each except the last. Enough parts to fill the GPU
+    with programs of 64 rows in a small step: 8 for [1024, 3072] (0.6B, down) on 132 processors."""
+    step = 128 if K % 128 == 0 else 64  # a multiple of BLOCK_K
     most = K // SHORTEST if K > SHORT else 1
     count = max(min(PROCESSORS[target] // triton.cdiv(N, 64), most), 1)
     part = step * triton.cdiv(K, step * count)
@@ -66,11 +65,11 @@ def parts_of(N: int, K: int, target: str) -> tuple[int, int]:
 
 @cache
 def choose_tiling(T: int, N: int, K: int, target: str, itemsize: int) -> Tiling:
-    """Return the tiling of x [T, K] and weight [N, K]: the largest tile that occupies most of the machine."""
+    """Return the tiling for x [T, K] and weight [N, K]: the largest tile that occupies most of the GPU."""
     parts, part = parts_of(N, K, target)
     apart = parts > 1 and T <= FEW
     tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
-    if T > 64:  # the first needs the registers of sm_90, and one sum alone (of a part, or of all)
+    if T > 64:  # (256, 128) needs the registers of sm_90 and a single accumulator
         tiles = [*([(256, 128)] if target == "sm_90" and parts == 1 else []), (128, 128), *tiles]
     for rows, width in tiles:
         programs = triton.cdiv(N, rows) * triton.cdiv(T, width) * (parts if apart else 1)
@@ -78,25 +77,25 @@ def choose_tiling(T: int, N: int, K: int, target: str, itemsize: int) -> Tiling:
             break
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
     share = triton.cdiv(programs, PROCESSORS[target])
-    together = min(share, max(128 * 128 // (rows * width), 1), 3)  # on one processor, whose memory they share
+    together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs that share a processor's memory
     stages = SHARED[target] // together // ((rows + width) * block_k * itemsize)
     warps = 8 if rows * width >= 128 * 64 else 4
     return Tiling(rows, width, block_k, warps, max(min(stages, 6), 1), parts, part, apart)
 
 
-# x [T, K], weight [N, K], bias [N]; the sums of squares of `Stream` for the norm of x; for parts that run
-# apart, `partial` [tiles, parts, BLOCK_T, BLOCK_N] float32 and `tickets`, see `launch.py`.
+# x [T, K], weight [N, K], bias [N]; `squares` of `Stream` for the norm of x; if parts run apart, `partial`
+# [tiles, parts, BLOCK_T, BLOCK_N] float32 and `tickets` (see `launch.py`).
 Operands = namedtuple("Operands", "x weight bias squares partial tickets")
 
-# N: rows of the weight, or of its gate. eps: of the norm of x.
+# N: rows of the weight, or of its gate half. eps: of the norm of x.
 Sizes = namedtuple("Sizes", "N K x_stride eps")
 
-# A program's tile of tokens, block of weight rows and part of K; these tokens t [BLOCK_T] and rows [BLOCK_N],
-# and which of them exist.
+# The tile of tokens, block of weight rows and part of K of a program; its tokens t [BLOCK_T], rows [BLOCK_N],
+# and masks of those in range.
 Tile = namedtuple("Tile", "index block part t t_in rows rows_in")
 
-# What the kernel is compiled for: how the product is cut, see `Tiling`; SLICE tokens that it finishes at a
-# time; GROUPS of sums of squares; what surrounds the product, where GATE is "silu", "gelu" or "".
+# Compile-time constants: the tiling (see `Tiling`); SLICE: tokens per slice of the epilogue; GROUPS: sums
+# of squares per token; the fused operations, where GATE is "silu", "gelu" or "".
 Constants = namedtuple(
     "Constants", "PARTS APART BLOCK_T BLOCK_N BLOCK_K SLICE EVEN PRECISION PDL GROUPS BIAS GATE ADD"
 )
@@ -104,7 +103,7 @@ Constants = namedtuple(
 
 @triton.jit(do_not_specialize=["T", "steps"])
 def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
-    """Grid: tiles of tokens, blocks of weight rows, parts of K that run apart. A part has `steps` steps of
+    """Grid: (tiles of tokens, blocks of weight rows, parts of K that run apart). A part has `steps` steps of
     BLOCK_K columns."""
     release_next(C.PDL)
     index, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -113,14 +112,14 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
     i = tl.arange(0, C.BLOCK_N)
     rows = block * C.BLOCK_N + i
     column = rows
-    if C.GATE != "":  # rows `column` and N + column, 8 apart: a matrix instruction leaves both to one thread
+    if C.GATE != "":  # put rows `column` and N + column 8 apart: one thread gets both results
         column = block * (C.BLOCK_N // 2) + i // 16 * 8 + i % 8
         rows = column + i // 8 % 2 * sizes.N
     rows_in = column < sizes.N
     tile = Tile(index, block, part, t, t_in, rows, rows_in)
     prefetch_weight(operands.weight, tile, part * steps * C.BLOCK_K, sizes.K, C)
     wait_for_previous(C.PDL)
-    # Few sums of squares are loaded before the product and added behind it; many would take its registers.
+    # With few tokens, load the sums of squares before the product; with many, it needs the registers.
     scale = tl.full([1, C.BLOCK_T], 1.0, tl.float32)
     COUNT: tl.constexpr = triton.next_power_of_2(C.GROUPS)
     if C.GROUPS > 0 and C.BLOCK_T <= 32:
@@ -136,7 +135,7 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
         else:
             total = sum_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
         scale = tl.rsqrt(total / sizes.K + sizes.eps)[None, :]
-    for s in tl.static_range(C.BLOCK_T // C.SLICE):  # one after the other, because registers are dear here
+    for s in tl.static_range(C.BLOCK_T // C.SLICE):  # by slices, to save registers
         value = token_slice(acc, s, C.SLICE) * token_slice(scale, s, C.SLICE)
         if C.BIAS:
             value += tl.load(operands.bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
@@ -145,7 +144,7 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
 
 @triton.jit
 def prefetch_weight(weight, tile, first, K, C: tl.constexpr):
-    """Ask for the first cache lines of each of the tile's rows, from column `first` on."""
+    """Prefetch the first cache lines of each weight row of the tile, from column `first` on."""
     if C.PDL:
         LINES: tl.constexpr = 512 // C.BLOCK_N
         WIDTH: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
@@ -156,7 +155,7 @@ def prefetch_weight(weight, tile, first, K, C: tl.constexpr):
 
 @triton.jit
 def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr):
-    """Return the sums [BLOCK_N, BLOCK_T] of a tile over K, or a part of K where parts run apart."""
+    """Return the sums [BLOCK_N, BLOCK_T] of a tile over K, or over its part of K if parts run apart."""
     k = tl.arange(0, C.BLOCK_K)
     x_row = operands.x + tile.t.to(tl.int64)[:, None] * sizes.x_stride
     w_row = operands.weight + tile.rows.to(tl.int64)[:, None] * sizes.K
@@ -168,8 +167,8 @@ def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr):
     total = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
     acc = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
     left = steps
-    for step in range(tl.maximum(count, 1)):  # known to run, or ptxas lets no two wgmma overlap
-        column = (first + step) * C.BLOCK_K + k  # known to be aligned, unlike a running sum
+    for step in range(tl.maximum(count, 1)):  # at least one, so that ptxas lets wgmmas overlap
+        column = (first + step) * C.BLOCK_K + k  # provably aligned, unlike a running sum
         k_in = tl.full([C.BLOCK_K], True, tl.int1) if C.EVEN else column < sizes.K
         value = tl.load(x_row + column[None, :], tile.t_in[:, None] & k_in[None, :], other=0.0)
         w = tl.load(w_row + column[None, :], tile.rows_in[:, None] & k_in[None, :], other=0.0)
@@ -181,24 +180,24 @@ def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr):
                 acc = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
                 left = steps
     if C.PARTS > 1 and not C.APART:
-        acc = total + acc  # zero, or the last part, which is shorter
+        acc = total + acc  # acc: zero, or the shorter last part
     return acc
 
 
 @triton.jit
 def add_parts(acc, operands, tile, C: tl.constexpr):
-    """Store the sums of this part. Return (all parts added in ascending order, True) in the program that is
-    the last of a tile to get here, (acc, False) in the others."""
+    """Store the sums of this part. In the last program of a tile to finish, return the sum of all parts in
+    ascending order and True; in the others, return `acc` and False."""
     number = tile.block * tl.num_programs(0) + tile.index
     i, t = tl.arange(0, C.BLOCK_N)[:, None], tl.arange(0, C.BLOCK_T)[None, :]
     place = operands.partial + number * C.PARTS * C.BLOCK_N * C.BLOCK_T + t * C.BLOCK_N + i
     tl.store(place + tile.part * C.BLOCK_N * C.BLOCK_T, acc, tile.t_in[None, :])
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.debug_barrier()  # all threads have stored before one takes a ticket
     last = tl.atomic_add(operands.tickets + number, 1, sem="acq_rel") == C.PARTS - 1
     if last:
         tl.store(operands.tickets + number, 0)  # ready for the next launch
         acc = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
-        for part in tl.static_range(C.PARTS):  # unrolled, so that their loads are under way together
+        for part in tl.static_range(C.PARTS):  # unrolled, so that the loads overlap
             at = place + part * C.BLOCK_N * C.BLOCK_T
             acc += tl.load(at, tile.t_in[None, :], other=0.0, cache_modifier=".cg")
     return acc, last
@@ -206,8 +205,8 @@ def add_parts(acc, operands, tile, C: tl.constexpr):
 
 @triton.jit
 def token_slice(tile, INDEX: tl.constexpr, SLICE: tl.constexpr):
-    """Return the tokens INDEX * SLICE and on of a tile [rows, tokens]. Registers cannot be indexed, so it is
-    halved along its tokens until SLICE are left; both halves of a value's pair lie in the same thread."""
+    """Return slice number INDEX, of SLICE tokens, of a tile [rows, tokens]. Registers cannot be indexed, so
+    the tile is halved along its tokens repeatedly, which moves no data between threads."""
     WIDTH: tl.constexpr = tile.shape[1]
     if WIDTH > SLICE:
         left, right = tl.split(tl.permute(tl.reshape(tile, [tile.shape[0], 2, WIDTH // 2]), [0, 2, 1]))
@@ -221,12 +220,12 @@ def token_slice(tile, INDEX: tl.constexpr, SLICE: tl.constexpr):
 
 @triton.jit
 def finish(value, new, tile, s, T, N, C: tl.constexpr):
-    """Write the outputs of slice `s` of a tile, whose sums are `value` [BLOCK_N, SLICE]."""
+    """Apply the epilogue to slice `s` of a tile, with sums `value` [BLOCK_N, SLICE], and store it."""
     if C.GATE != "":
         halves = tl.reshape(value, [C.BLOCK_N // 16, 2, 8, C.SLICE])
         gate, up = tl.split(tl.permute(halves, [0, 2, 3, 1]))
         turn = gate  # silu(x) = x / (1 + e^-x)
-        if C.GATE == "gelu":  # and gelu, by tanh: x / (1 + e^-y) with this y
+        if C.GATE == "gelu":  # gelu(x) (tanh approximation) = x / (1 + e^-y) for this y
             turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         value = tl.reshape(gate / (1.0 + tl.exp(-turn)) * up, [C.BLOCK_N // 2, C.SLICE])
     COLUMNS: tl.constexpr = value.shape[0]
@@ -249,30 +248,31 @@ def finish(value, new, tile, s, T, N, C: tl.constexpr):
 def product(
     source: Tensor | Stream, weight: Tensor, bias: Tensor | None, gate: str = "", new: Written | None = None
 ) -> Tensor:
-    """Return `source`, a tensor or a stream's norm, @ weight.T + bias; or act(g) * u of its halves [g; u].
-    It goes to `new` if that is given, plus its residual."""
+    """Return `source` (a tensor, or the norm of a stream) @ weight.T + bias, or act(g) * u of its halves
+    [g; u]. If `new` is given, store the result in it, plus its residual."""
     if isinstance(source, Tensor):
         x, squares, eps = source, None, 0.0
     else:
         x, squares, eps = source.scaled, source.squares, source.norm.eps
-        assert x is not None  # as it is where `embed` took its kernel
+        assert x is not None  # set if `embed` used its kernel
     (T, K), N, target = x.shape, len(weight), arch(x)
     if new is None:
         new = Written(x.new_empty(T, N // 2 if gate else N))
     if T == 0:
         return new.x
-    cut, given = choose_tiling(T, N, K, target, x.itemsize), options(x)
-    tiles, blocks, apart = triton.cdiv(T, cut.width), triton.cdiv(N, cut.rows), cut.parts if cut.apart else 1
-    partial = x.new_empty(tiles * blocks * apart * cut.apart, cut.rows * cut.width, dtype=torch.float32)
+    rows, width, block_k, warps, stages, parts, part, apart = choose_tiling(T, N, K, target, x.itemsize)
+    tiles, blocks, programs = triton.cdiv(T, width), triton.cdiv(N, rows), parts if apart else 1
+    partial = x.new_empty(tiles * blocks * programs * apart, rows * width, dtype=torch.float32)
+    launch_options = options(x)
     constants = Constants(
-        cut.parts, cut.apart, cut.width, cut.rows, cut.block_k, min(cut.width, 32, VALUES // cut.rows),
-        EVEN=K % cut.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PDL=given.pop("PDL"), GROUPS=0 if squares is None else len(squares), BIAS=bias is not None,
+        parts, apart, width, rows, block_k, SLICE=min(width, 32, VALUES // rows),
+        EVEN=K % block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=launch_options.pop("PDL"), GROUPS=0 if squares is None else len(squares), BIAS=bias is not None,
         GATE=gate, ADD=new.residual is not None,
     )  # fmt: skip
-    _gemm[tiles, blocks, apart](
+    _gemm[tiles, blocks, programs](
         Operands(x, weight, bias, squares, partial, tickets(x.device, "product")), new, T,
-        cut.part // cut.block_k, Sizes(N // 2 if gate else N, K, x.stride(0), eps), wrapped(constants),
-        num_warps=cut.warps, num_stages=cut.stages, **given, **ONE_SHAPE.get(target, {}),
+        part // block_k, Sizes(N // 2 if gate else N, K, x.stride(0), eps), wrapped(constants),
+        num_warps=warps, num_stages=stages, **launch_options, **ONE_SHAPE.get(target, {}),
     )  # fmt: skip
     return new.x

@@ -1,24 +1,24 @@
-"""Between the qkv projection and attention: per-head q/k norm, rotary embedding, cache write.
+"""Per-head q/k norm, rotary embedding and cache write: the operations between qkv projection and attention.
 
-    qkv           [T, (Hq + 2 Hkv) * D]                   the projection: all q heads, k heads, v heads
+    qkv           [T, (Hq + 2 Hkv) * D]                   output of the projection: q heads, k heads, v heads
     cache         [2, Hkv, num_blocks, block_size, D]     keys, values of one layer
     angles        [T, D] float32                          cos of the D/2 angles of each token, then sin
     q (returned)  [T, Hq, D]
 
 Rotary embedding rotates pairs (x[i], x[i + D/2]) by position * theta_i ("rotate half", the layout of
-Hugging Face checkpoints). The rotated keys and the values go to the cache at `batch.slots`; a token
-with slot -1 writes nothing. Per-head RMSNorm of q and k (Qwen3) comes before the rotation. Even head
-dimensions up to 256.
+Hugging Face checkpoints). The rotated keys and the values are written to the cache at `batch.slots`; tokens
+with slot -1 are not written. A per-head RMSNorm of q and k (Qwen3) is applied before the rotation. Supports
+even head dimensions up to 256.
 
-A value that is not finite never gets to the cache: 0 * NaN would reach queries that do not see its token, as
-those before a rejected draft. NaN becomes 0 and infinity the largest number. Where x is not finite, a query
-that sees the token still gets NaN, from its key, since the norm makes all of q, k and v NaN; where v alone is
-not (an overflow in fp16, NaN in its weights), the query gets the finite number. Only the kernels and the C++
-for CPUs promise this: `naive` leaves values as they are and its attention adds its mask and multiplies by 0,
-so that there a draft whose token is NaN in the embedding reaches the query before it.
+Values in the cache are always finite, because 0 * NaN would affect queries that do not attend to the token,
+such as those before a rejected draft. NaN is replaced by 0 and infinity by the largest number. If x is not
+finite, queries that attend to the token still get NaN from its key, because the norm makes all of q, k and v
+NaN. If only v is not finite (fp16 overflow, NaN in its weights), they get the finite replacement. Only the
+Triton kernels and the C++ guarantee this: `naive` stores values unchanged, and its attention multiplies
+masked values by 0, so a draft token with a NaN embedding affects the queries before it.
 
-Kernel: one program per token and group of heads, all in float32 between load and store (`naive` rounds
-in between). A head's arithmetic involves no other head or token, so neither do its bits.
+Kernel: one program per token and group of heads, in float32 between load and store (`naive` rounds in
+between). The result of a head depends on no other head or token.
 """
 
 from collections import namedtuple
@@ -32,13 +32,13 @@ from ..batch import Batch
 from ..launch import options, release_next, use_triton, wait_for_previous
 from .stream import Norm, naive_norm, tree_sum
 
-HEADS = tl.constexpr(8)  # per program: few fill the machine with one token, many make wide accesses
+HEADS = tl.constexpr(8)  # per program: fewer give more programs for a single token, more give wider loads
 
 Norms = tuple[Norm, Norm] | None  # of q and of k
 
 
 def rope_cache(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms) -> Tensor:
-    """Rotate q and k, after their `norms` if there are any, write k and v to the cache, return q."""
+    """Normalize (if `norms` is set) and rotate q and k, write k and v to the cache, and return q."""
     return (launch if use_triton(qkv) else naive)(qkv, cache, batch, angles, norms)
 
 
@@ -59,22 +59,22 @@ def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms
     return qk[:, :num_heads]
 
 
-# The norms are weights [D], or None.
+# The arguments of the kernel. The norms are weights [D] or None.
 Rope = namedtuple("Rope", "angles slots q cache q_norm k_norm")
 
-# Elements between tokens of qkv and between heads of the cache; eps of the norms.
+# token_stride: elements between tokens of qkv. head_stride: between heads of the cache. eps: of the norms.
 Sizes = namedtuple("Sizes", "token_stride head_stride num_heads num_kv_heads eps")
 
 
 @triton.jit
 def _rope_cache(qkv, rope, sizes, NORM: tl.constexpr, HEAD_DIM: tl.constexpr, PDL: tl.constexpr):
-    """Grid: tokens, groups of HEADS heads, of q, then k, then v. Each is taken as its two halves."""
+    """Grid: (tokens, groups of HEADS heads of q, then k, then v). A head is processed as two halves."""
     wait_for_previous(PDL)
-    release_next(PDL)  # only now, since attention reads before its wait
+    release_next(PDL)  # only now, because attention reads before its wait
     HALF: tl.constexpr = HEAD_DIM // 2
     t = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    kv_head = head - sizes.num_heads  # of the cache: all of k, then all of v
+    kv_head = head - sizes.num_heads  # head of the cache: all of k, then all of v
     is_q, is_v = kv_head < 0, kv_head >= sizes.num_kv_heads
     i = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     inside = (kv_head < 2 * sizes.num_kv_heads) & (i < HALF)
@@ -99,7 +99,7 @@ def _rope_cache(qkv, rope, sizes, NORM: tl.constexpr, HEAD_DIM: tl.constexpr, PD
 
 @triton.jit
 def load_halves(at, inside, HALF: tl.constexpr):
-    """Load numbers and those HALF behind them, in float32."""
+    """Load elements and those at an offset of HALF, in float32."""
     first, second = tl.load(at, inside, other=0.0), tl.load(at + HALF, inside, other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
@@ -112,8 +112,8 @@ def store_halves(at, first, second, inside, HALF: tl.constexpr):
 
 @triton.jit
 def finite(x, dtype: tl.constexpr):
-    """Return the nearest finite numbers of `dtype` to x [...] float32, 0 for NaN."""
-    LARGEST: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895e38  # the latter fits bf16
+    """Clamp x [...] float32 to the finite numbers of `dtype`; 0 for NaN."""
+    LARGEST: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895e38  # the latter is finite in bf16
     return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
 
 

@@ -1,20 +1,20 @@
-"""How attention divides the KV cache among programs, and adds up what they find.
+"""Divides the KV cache among the programs of attention, and reduces their partial results (flash decoding).
 
-A state is what is known of some columns (a column is a query of one head) after some cache positions:
+A state holds the partial result of some columns (a column is a query of one head) over some cache positions:
 
-    m    [columns]               the largest score in units of log 2, rounded up to an integer
+    m    [columns]               the maximum score in units of log 2, rounded up to an integer
     z    [TILE // 16, columns]   sums of 2^(score - m), one for each 16 positions of a tile
     acc  [D, columns]            sums of 2^(score - m) * value
 
-All are float32. As m is an integer, rescaling multiplies by a power of two, which is exact, so z and acc are
-plain sums in order, to which a tile of which a column sees nothing adds zeros: the tiles of a span, then the
-spans. These sums do not depend on how the spans or tiles are divided among programs. Where the compiler could
-choose to fuse, a fused multiply-add is written out.
+All are float32. As m is an integer, rescaling multiplies by a power of two, which is exact. So z and acc are
+plain sums in a fixed order: the tiles of a span, then the spans. A fully masked tile adds zeros. The sums do
+not depend on how spans or tiles are divided among programs. Fused multiply-adds are explicit where the
+compiler could otherwise choose.
 
-Estimated for D = 128 in bf16 on an H200 (132 multiprocessors of 2 programs each), not measured: one row is
-bound by latency, so each tile has its own program. From 256 programs on, spans are as fast. Programs without
-a unit end at once but cost perhaps a microsecond: never more than 32768 / columns of them. Many wide tiles of
-queries, as of a prompt, fill the machine by themselves, and each program adds up its own spans.
+Estimated, not measured, for D = 128 in bf16 on an H200 (132 multiprocessors with 2 programs each): a single
+row is limited by latency, so each tile gets its own program. From 256 programs on, spans are as fast.
+Programs without a unit exit at once but cost about a microsecond, so there are at most 32768 / columns. The
+many wide tiles of queries of a prompt fill the GPU without splitting: each program adds up its own spans.
 """
 
 from collections import namedtuple
@@ -28,12 +28,12 @@ from torch import Tensor
 from ..launch import next_power_of_2, tickets
 
 SPAN = tl.constexpr(512)  # positions
-FLOOR = tl.constexpr(-8388608.0)  # -2^23, less than any m; integers are exact down to it
-UNROLL = tl.constexpr(8)  # partial results that a program fetches at once
+FLOOR = tl.constexpr(-8388608.0)  # -2^23, below any m; float32 represents integers exactly down to it
+UNROLL = tl.constexpr(8)  # partial results loaded at once
 
-# (most columns, cache positions per tile, warps, stages) by architecture, then by padded head dimension:
-# enough loads in flight to hide the memory's latency, no spilled registers. The most columns, which are
-# prompts and long drafts, take 8 warps. The tile fixes the order of sums.
+# (maximum columns, cache positions per tile, warps, stages) by architecture and padded head dimension: enough
+# loads in flight to hide the memory latency, without register spills. With the maximum columns (prompts, long
+# drafts) 8 warps are used. The tile determines the order of sums.
 CONFIGS = {
     "sm_80": {64: (32, 64, 4, 4), 128: (32, 64, 4, 3), 256: (32, 32, 8, 3)},
     "sm_90": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (32, 64, 8, 3)},
@@ -44,19 +44,19 @@ CONFIGS = {
 State = namedtuple("State", "m z acc")
 
 # States of units in memory, float32: m [units, T, Hq], z [units, T, Hq, TILE // 16], acc [units, T, Hq, D];
-# and counters of the programs that have finished, see `launch.py`. All None without SPLIT.
+# counters of finished programs, see `launch.py`. All None without SPLIT.
 Partials = namedtuple("Partials", "m z acc tickets")
 
 
 class Split(NamedTuple):
-    """How attention is divided among programs."""
+    """The division of attention among programs."""
 
-    columns: int  # of a program's tile of queries: queries times query heads to a KV head, padded
-    pairs: int  # tiles of queries of a row times KV heads
-    programs: int  # that share the cache for such a pair; one alone adds up the spans as it goes
-    fine: int  # rows that see at most so many tiles are divided into tiles, others into spans
-    units: int  # partial results that each query has room for
-    tile: int  # cache positions at a time
+    columns: int  # columns of a tile of queries: queries * query heads per KV head, padded
+    pairs: int  # tiles of queries of a row * KV heads
+    programs: int  # programs that share the cache for such a pair; if 1, it accumulates the spans directly
+    fine: int  # rows of at most this many tiles are divided into tiles, others into spans
+    units: int  # number of partial results per query
+    tile: int  # cache positions per tile
     block_d: int  # the padded head dimension
     warps: int
     stages: int
@@ -65,10 +65,10 @@ class Split(NamedTuple):
 def split_kv(
     rows: int, q_len: int, kv_len: int, heads: tuple[int, int, int], target: str, tree: bool = False
 ) -> Split:
-    """Divide rows of up to `q_len` queries on up to `kv_len` positions; `heads` are (Hq, Hkv, D).
+    """Divide rows of up to `q_len` queries over up to `kv_len` positions; `heads` are (Hq, Hkv, D).
 
-    Nodes of trees take turns with their own tiles, so fewer share a program; the cache is divided as for
-    chains, and so are the partial results."""
+    For trees, tiles of queries are smaller, because nodes take turns with the tiles of their drafts. The
+    cache and the partial results are divided as for chains."""
     num_heads, num_kv_heads, head_dim = heads
     group = num_heads // num_kv_heads
     block_d = max(next_power_of_2(head_dim), 64)
@@ -88,7 +88,7 @@ def split_kv(
 
 
 def empty_partials(q: Tensor, split: Split) -> Partials:
-    """Return room for the partial results of q [T, Hq, D], none if one program has the whole cache."""
+    """Return memory for the partial results of q [T, Hq, D]; all None if one program has the whole cache."""
     if split.programs == 1:
         return Partials(None, None, None, None)
     size = split.units, *q.shape[:2]
@@ -99,14 +99,14 @@ def empty_partials(q: Tensor, split: Split) -> Partials:
 
 @triton.jit
 def empty_state(COLUMNS: tl.constexpr, C: tl.constexpr):
-    """Return the state before any position."""
+    """Return the state of no positions."""
     z = tl.zeros([C.TILE // 16, COLUMNS], tl.float32)
     return State(tl.full([COLUMNS], FLOOR, tl.float32), z, tl.zeros([C.BLOCK_D, COLUMNS], tl.float32))
 
 
 @triton.jit
 def add_tile(state, s, v, scale, C: tl.constexpr):
-    """Add a tile with scores s [TILE, columns], to be multiplied by `scale`, and values v [TILE, D]."""
+    """Add a tile with scores s [TILE, columns], still to be scaled by `scale`, and values v [TILE, D]."""
     tile_m = tl.maximum(tl.ceil(tl.max(s, 0) * scale), FLOOR)
     p = tl.exp2(tl.fma(s, scale, -tile_m[None, :]))
     z = sum_pairs(p, C.TILE // 16, 4)
@@ -125,8 +125,8 @@ def add_states(first, second, C: tl.constexpr):
 
 @triton.jit
 def sum_pairs(x, GROUPS: tl.constexpr, STEPS: tl.constexpr):
-    """Sum groups of 2^STEPS rows by pairs: [rows, columns] -> [GROUPS, columns], in the same order for any
-    layout. Tensor cores leave their results so that 16 rows need no exchange between warps."""
+    """Sum groups of 2^STEPS rows by pairs: [rows, columns] -> [GROUPS, columns], in an order that does not
+    depend on the layout. In the layout of tensor cores, 16 rows need no exchange between warps."""
     COLUMNS: tl.constexpr = x.shape[1]
     for step in tl.static_range(STEPS):
         x = tl.sum(tl.reshape(x, [GROUPS, 2, (1 << STEPS) >> (step + 1), COLUMNS]), 1)
@@ -142,29 +142,29 @@ def power_of_2(k):
 
 @triton.jit
 def rows_of(work, first, COLUMNS: tl.constexpr, C: tl.constexpr):
-    """Return the rows of q [T * Hq, D] that the columns from `first` on are, counted from `work.row`, and
-    which of these there are."""
+    """Return the rows of q [T * Hq, D], relative to `work.row`, of the columns from `first` on, and a mask of
+    the columns in range."""
     column = first + tl.arange(0, COLUMNS)
     return (column // C.GROUP * work.num_kv_heads) * C.GROUP + column % C.GROUP, column < work.num_columns
 
 
 @triton.jit
-def numbers_of(rows, there, C: tl.constexpr):
-    """Return where rows of D numbers lie, as columns [D, columns], and which of these there are."""
+def numbers_of(rows, valid, C: tl.constexpr):
+    """Return the offsets [D, columns] of the elements of rows, and a mask of those in range."""
     d = tl.arange(0, C.BLOCK_D)
-    return rows[None, :] * C.HEAD_DIM + d[:, None], there[None, :] & (d < C.HEAD_DIM)[:, None]
+    return rows[None, :] * C.HEAD_DIM + d[:, None], valid[None, :] & (d < C.HEAD_DIM)[:, None]
 
 
 @triton.jit
 def end_unit(partials, unit, total, state, work, C: tl.constexpr):
-    """Add the state of a unit to the total, or store it if other programs have more."""
+    """Add the state of a unit to the total, or store it if other programs have further units."""
     if C.SPLIT:
         if work.count > 1:
-            rows, there = rows_of(work, 0, C.COLUMNS, C)
+            rows, valid = rows_of(work, 0, C.COLUMNS, C)
             m, z, acc = part_of(partials, unit, rows, work, C)
-            tl.store(m, state.m, there)
-            tl.store(z, state.z, there[None, :])
-            at, inside = numbers_of(rows, there, C)
+            tl.store(m, state.m, valid)
+            tl.store(z, state.z, valid[None, :])
+            at, inside = numbers_of(rows, valid, C)
             tl.store(acc + at, state.acc, inside)
         total = state
     else:
@@ -174,7 +174,7 @@ def end_unit(partials, unit, total, state, work, C: tl.constexpr):
 
 @triton.jit
 def part_of(partials, unit, rows, work, C: tl.constexpr):
-    """Return where m and z of these rows of a unit lie, and where its `acc` begins."""
+    """Return pointers to m and z of these rows of a unit, and to the beginning of its `acc`."""
     base = work.row + unit * work.stride
     z = rows[None, :] * (C.TILE // 16) + tl.arange(0, C.TILE // 16)[:, None]
     return partials.m + base + rows, partials.z + base * (C.TILE // 16) + z, partials.acc + base * C.HEAD_DIM
@@ -182,7 +182,7 @@ def part_of(partials, unit, rows, work, C: tl.constexpr):
 
 @triton.jit
 def finish(partials, out, total, work, C: tl.constexpr):
-    """Write the result, if need be from the units of all programs, by the last of them."""
+    """Store the output. If the units are split, the last program to finish reduces and stores them."""
     alone = True
     if C.SPLIT:
         alone = work.count == 1
@@ -198,17 +198,17 @@ def finish(partials, out, total, work, C: tl.constexpr):
 
 @triton.jit
 def write(out, state, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
-    """Write the mean of the values to `out` [T * Hq, D], for the columns from `first` on."""
-    rows, there = rows_of(work, first, COLUMNS, C)
-    at, inside = numbers_of(rows, there, C)
-    z = tl.where(there[None, :], sum_pairs(state.z, 1, C.TILE // 32), 1.0)
+    """Store acc / sum(z) to `out` [T * Hq, D] for the columns from `first` on."""
+    rows, valid = rows_of(work, first, COLUMNS, C)
+    at, inside = numbers_of(rows, valid, C)
+    z = tl.where(valid[None, :], sum_pairs(state.z, 1, C.TILE // 32), 1.0)
     tl.store(out + work.row * C.HEAD_DIM + at, (state.acc / z).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def sum_units(partials, out, work, C: tl.constexpr):
     """Add up all units in order, the tiles of each span and then the spans; a few columns at a time, so that
-    their states can be on the way together."""
+    the loads of several states overlap."""
     COLUMNS: tl.constexpr = 512 // C.BLOCK_D
     for first in range(0, work.num_columns, COLUMNS):
         total, span = empty_state(COLUMNS, C), empty_state(COLUMNS, C)
@@ -217,7 +217,7 @@ def sum_units(partials, out, work, C: tl.constexpr):
             for i in tl.static_range(UNROLL):
                 states += (load_state(partials, begin + i, first, COLUMNS, work, C),)
             for i in tl.static_range(UNROLL):
-                one = State(states[i][0], states[i][1], states[i][2])  # triton 3.6 forgot the names
+                one = State(states[i][0], states[i][1], states[i][2])  # triton 3.6 loses the field names
                 span = add_states(span, one, C)
                 if (work.first + begin + i + 1) * work.size % (SPAN // C.TILE) == 0:
                     total = add_states(total, span, C)
@@ -227,11 +227,11 @@ def sum_units(partials, out, work, C: tl.constexpr):
 
 @triton.jit
 def load_state(partials, unit, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
-    """Load what another program stored, past the L1 cache; an empty state if there is no such unit."""
-    rows, there = rows_of(work, first, COLUMNS, C)
+    """Load a unit's state, bypassing the L1 cache; an empty state if there is no such unit."""
+    rows, valid = rows_of(work, first, COLUMNS, C)
     m, z, acc = part_of(partials, unit, rows, work, C)
-    there &= unit < work.count
-    at, inside = numbers_of(rows, there, C)
-    m = tl.load(m, there, FLOOR, cache_modifier=".cg")
-    z = tl.load(z, there[None, :], 0.0, cache_modifier=".cg")
+    valid &= unit < work.count
+    at, inside = numbers_of(rows, valid, C)
+    m = tl.load(m, valid, FLOOR, cache_modifier=".cg")
+    z = tl.load(z, valid[None, :], 0.0, cache_modifier=".cg")
     return State(m, z, tl.load(acc + at, inside, 0.0, cache_modifier=".cg"))

@@ -1,25 +1,25 @@
-"""The residual stream x [T, H] and RMSNorm, which reads it.
+"""The residual stream x [T, H] and the RMSNorm that is applied to it.
 
     RMSNorm(x) = x / rms(x) * weight,  rms(x) = sqrt(mean(x^2) + eps)         (Zhang & Sennrich, 2019)
 
-The weight [H] is in x's dtype, or in float32 (1 + w of Gemma).
+The weight [H] has x's dtype, or float32 (1 + w of Gemma).
 
-RMSNorm(x) @ W.T = (x * weight) @ W.T / rms(x), so a kernel that writes x also writes `scaled`, x * weight,
-and `squares`, and the product that reads them has a plain operand and one factor per token at its end.
+RMSNorm(x) @ W.T = (x * weight) @ W.T / rms(x). So a kernel that writes x also writes `scaled`, x * weight,
+and `squares`; the next product has `scaled` as a plain operand and one factor per token in its epilogue.
 
-Rounding: x * weight is rounded once to x's dtype, where `rms_norm` rounds x / rms(x) and its product;
-everything after is float32 up to the output. In fp16, |x * weight| must stay below 65504. The sums of squares
-are those of x as rounded, by a tree over each group of 64 columns, then by a tree over the groups: the same
-bits whatever tile wrote them. (A square of bf16 or fp16 is exact in float32, so it does not matter where the
-compiler fuses it with the addition.)
+Rounding: x * weight is rounded once to x's dtype, whereas `rms_norm` rounds both x / rms(x) and the product.
+Everything after is float32 up to the output. In fp16, |x * weight| must stay below 65504. The squares are
+those of the rounded x, summed by a tree over each group of 64 columns, then by a tree over the groups, so
+that the sum does not depend on the tiling. (Squares of bf16 and fp16 are exact in float32, so it does not
+matter whether the compiler fuses them with the addition.)
 
-`residual_add` is for what a product cannot add itself: x + h, or x + RMSNorm(h) with a norm of its own
-(Gemma), which needs whole rows; h [T, H] is the sum of `parts` [N, T, H], which N ranks computed of one
-product. They are added in their order in float32 and rounded once, so h depends neither on the rank nor on T.
-Without x, its kernel serves `embed`, which makes the first stream, and `rms_norm`, the end of the model.
+`residual_add` is for additions that a product cannot fuse: x + h with h from several ranks, and
+x + RMSNorm(h), which needs whole rows (Gemma). h [T, H] is the sum of `parts` [N, T, H], the partial products
+of N ranks, in this order in float32, rounded once; it depends neither on the rank nor on T. Without x, the
+same kernel serves `embed`, which creates the first stream, and `rms_norm`, the final norm of the model.
 
-Kernel: one program per token, which holds the whole row; all in float32 but for h. Launch and code depend on
-N and H only, so a token's bits do not depend on its neighbours.
+Kernel: one program per token holds the whole row, in float32 except for h. Launch and code depend on N and H
+only, so the result of a token does not depend on other tokens.
 """
 
 from collections import namedtuple
@@ -34,10 +34,10 @@ from torch import Tensor
 
 from ..launch import next_power_of_2, options, release_next, use_triton, wait_for_previous
 
-GROUP = tl.constexpr(64)  # columns to a sum of squares
+GROUP = tl.constexpr(64)  # columns per sum of squares
 
-# What a kernel writes: x and, for a norm with `weight`, scaled and squares of `Stream`; `residual` is the x
-# that it adds to.
+# The output of a kernel: x and, for the next norm with `weight`, `scaled` and `squares` as in `Stream`;
+# `residual` is the stream that it adds to.
 Written = namedtuple("Written", "x residual weight scaled squares", defaults=[None, None, None, None])
 
 
@@ -47,12 +47,12 @@ class Norm(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The residual stream before a norm.
+    """The residual stream ahead of a norm.
 
     Attributes:
         x: [T, H].
-        norm: the one that comes next.
-        scaled: [T, H], x * norm.weight in x's dtype. None on the naive path, as is `squares`.
+        norm: the next norm.
+        scaled: [T, H], x * norm.weight in x's dtype. None on the naive path, like `squares`.
         squares: [ceil(H / 64), T] float32.
     """
 
@@ -63,30 +63,30 @@ class Stream(NamedTuple):
 
     @classmethod
     def empty(cls, T: int, norm: Norm, like: Tensor) -> "Stream":
-        """Return one for a kernel to write to."""
+        """Return an uninitialized stream for a kernel to write to."""
         H = norm.weight.shape[0]
         squares = torch.empty(triton.cdiv(H, GROUP.value), T, dtype=torch.float32, device=like.device)
         return cls(like.new_empty(T, H), norm, like.new_empty(T, H), squares)
 
     def written(self, residual: Tensor | None) -> Written:
-        """Return the tensors that a kernel writes."""
+        """Return the output arguments of a kernel that adds to `residual`."""
         return Written(self.x, residual, self.norm.weight, self.scaled, self.squares)
 
 
 def embed(ids: Tensor, table: Tensor | Callable[[Tensor], Tensor], norm: Norm, scale: float = 1.0) -> Stream:
-    """Return the embeddings of `ids` [T], each in 0 .. V - 1, times `scale`, for the first norm. `table`:
-    [V, H], or a function that returns its rows [T, H] for ids."""
+    """Return the stream of the embeddings of `ids` [T], each in 0 .. V - 1, times `scale`. `norm`: the first
+    norm. `table`: [V, H], or a function that returns the rows [T, H] of ids."""
     rows = F.embedding(ids, table) if isinstance(table, Tensor) else table(ids)
     return residual_add((rows if scale == 1 else rows * scale)[None], None, norm)
 
 
 def residual_add(parts: Tensor, x: Tensor | None, norm: Norm, own: Norm | None = None) -> Stream:
-    """Return x (None: zeros) plus h, or plus its `own` norm, for the `norm` that comes next."""
+    """Return x (None: zeros) + h, or x + RMSNorm(h) by the norm `own`. `norm`: the next norm."""
     if not use_triton(parts):
         return Stream(naive(parts, x, own), norm)
     N, T, H = parts.shape
     new = Stream.empty(T, norm, parts)
-    warps = min(max(next_power_of_2(H) // 512, 1), 16)  # up to 16 numbers per thread in rows of 8192
+    warps = min(max(next_power_of_2(H) // 512, 1), 16)  # up to 16 elements per thread for H = 8192
     _residual_add[(T,)](
         parts, own, new.written(x), PARTS=N, ADD=x is not None, H=H, num_warps=warps, **options(parts)
     )
@@ -99,11 +99,11 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def total(parts: Tensor) -> Tensor:
-    """Return the sum of parts [N, ...] in their order, in float32 at least, rounded once."""
-    found = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+    """Return the sum of parts [N, ...] in order, accumulated in at least float32 and rounded once."""
+    result = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
     for part in parts[1:]:
-        found = found + part  # which widens it: one kernel on a GPU
-    return found.to(parts.dtype)
+        result = result + part  # converts in the same kernel on a GPU
+    return result.to(parts.dtype)
 
 
 def naive(parts: Tensor, x: Tensor | None, own: Norm | None = None) -> Tensor:
@@ -119,7 +119,7 @@ def naive_norm(x: Tensor, norm: Norm) -> Tensor:
 
 @triton.jit
 def tree_sum(x):
-    """Sum x [rows, width] over width by adjacent pairs, in the same order for any layout."""
+    """Sum x [rows, width] over width by adjacent pairs, in an order that does not depend on the layout."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     for step in tl.static_range(0, 16):
@@ -131,7 +131,7 @@ def tree_sum(x):
 
 @triton.jit
 def store_squares(x, squares, first, t, T, H):
-    """Write the sums of squares of a tile x [columns from `first` on, tokens t] of x.T, zero outside."""
+    """Store the sums of squares of a tile x [columns from `first` on, tokens t] of x.T, zero outside."""
     GROUPS: tl.constexpr = x.shape[0] // GROUP
     WIDTH: tl.constexpr = x.shape[1]
     rows = tl.reshape(tl.trans(x * x), [WIDTH * GROUPS, GROUP])
@@ -143,8 +143,8 @@ def store_squares(x, squares, first, t, T, H):
 
 @triton.jit
 def load_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.constexpr):
-    """Load the sums of squares [WIDTH, COUNT] of the tokens t [WIDTH], of the groups from `first` on, which
-    end at GROUPS. COUNT is a power of two."""
+    """Load the sums of squares [WIDTH, COUNT] of tokens t [WIDTH] for the groups from `first` on, 0 beyond
+    GROUPS. COUNT is a power of two."""
     group = first + tl.arange(0, COUNT)
     inside = t_in[:, None] & (group < GROUPS)[None, :]
     return tl.load(squares + group[None, :] * T + t[:, None], inside, other=0.0)
@@ -152,8 +152,8 @@ def load_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.con
 
 @triton.jit
 def sum_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.constexpr):
-    """Return `tree_sum` of `load_squares`, but load a few groups at a time: those of many tokens would not
-    fit the registers."""
+    """Return `tree_sum` of `load_squares`, loading a few groups at a time: for many tokens, all groups would
+    not fit in registers."""
     if COUNT > 8:
         HALF: tl.constexpr = COUNT // 2
         left = sum_squares(squares, first, t, t_in, T, GROUPS, HALF)
@@ -174,7 +174,7 @@ def _residual_add(
     wait_for_previous(PDL)
     token, T = tl.program_id(0), tl.num_programs(0)
     at = token.to(tl.int64) * H + i
-    if ADD:  # before the reduction: one wait for memory, and triton 3.6 spills on sm_100 if it comes after
+    if ADD:  # load before the reduction: one memory latency, and no spills with triton 3.6 on sm_100
         residual = tl.load(new.residual + at, i < H, other=0.0)
     h = tl.load(parts + at, i < H, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):

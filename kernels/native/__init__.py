@@ -1,20 +1,20 @@
-"""The operations of a CPU step in C++, compiled once on the user's machine and kept in the user's cache.
+"""C++ implementations of the operations of a CPU step, compiled on first use and cached per user.
 
-    library()            the loaded library, or None where it cannot be had; a warning says why, once
+    library()            the loaded library, or None with a warning if it cannot be compiled
     call(name, *values)  call one of its functions
 
-Functions take one structure of words of 8 bytes, each the address of a tensor or a number (`structs.h`,
-`step.h`). All tensors must be contiguous, as tables, batches and proposals are, but for `Rows` of structs.h.
+A function takes one structure of 8-byte words, each the address of a tensor or a number (`structs.h`,
+`step.h`). All tensors must be contiguous, except those passed as `Rows` of structs.h.
 
-Compiling needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes some ten seconds. It is for this
-processor, unless CXX names another, as CXX="g++ -march=x86-64-v3" does (any with AVX2). The sources use
-nothing of torch. The file's name has a hash of sources, options and processor, so a library outlives the
-compiler that made it.
+Compilation needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes about ten seconds. It targets this
+processor unless CXX sets another one: CXX="g++ -march=x86-64-v3" is for any processor with AVX2. The sources
+do not depend on torch. The library is cached under a hash of sources, options and processor, independent of
+the compiler, which may be removed afterwards.
 
-To be read in this order: this file, `step.h`, the types at the beginning of `arithmetic.h` and `structs.h`
-(what is passed), `models/cpu.py` (the caller); then the forward pass, `decoder.cpp`, and below it
-`attention.h`, `cache.h`, `product.h`, `arithmetic.h` (or `amx.h`) and `threads.h`; beside it `sampling.cpp`,
-`step.cpp` and `ngram.cpp`. `packed.py` lays weights and the KV cache out, on large pages.
+Reading order: this file; `step.h`, the types at the beginning of `arithmetic.h`, and `structs.h` (the
+arguments); `models/cpu.py` (the caller); `decoder.cpp` (the forward pass), and below it `attention.h`,
+`cache.h`, `product.h`, `arithmetic.h` (or `amx.h`) and `threads.h`; then `sampling.cpp`, `step.cpp` and
+`ngram.cpp`. `packed.py` defines the layouts of weights and KV cache, and allocates them on huge pages.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ FLAGS = ("-std=c++20", "-O3", "-pthread", "-shared", "-fPIC", "-Wno-psabi")
 
 @cache
 def library(insist: bool = False) -> ctypes.CDLL | None:
-    """Return the library, compiled if need be. With `insist`, raise OSError where it cannot be had."""
+    """Return the compiled library. On failure, raise OSError if `insist`, else warn and return None."""
     try:
         return ctypes.CDLL(str(built(cache_folder())))
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:  # ValueError: of CXX
-        failure = "The C++ for CPUs could not be compiled"
-        # The first line of the compiler's output that tells of an error.
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:  # ValueError: malformed CXX
+        failure = "Could not compile the C++ kernels"
+        # The first line of the compiler's output that contains an error.
         lines = (getattr(error, "stderr", None) or "").strip().splitlines() or [str(error)[-200:]]
         reason = next((line for line in lines if "error" in line), lines[0])[:200]
-        remedy = f"install g++ 11 or newer, or name it in CXX ({reason})."
+        remedy = f"install g++ 11 or newer, or set CXX ({reason})."
         if insist:
-            raise OSError(f"{failure}, which NANOSPEC_KERNELS=native asks for; {remedy}") from None
-        slower = "so PyTorch runs instead, at less than half the speed"
+            raise OSError(f"{failure}, which NANOSPEC_KERNELS=native requires; {remedy}") from None
+        slower = "falling back to PyTorch at less than half the speed"
         warnings.warn(f"{failure}, {slower}; {remedy}", stacklevel=2)
         return None
 
 
 def call(name: str, *values: Word) -> array[int]:
-    """Call a function of the library. Return the words, some of which it may have changed."""
-    found = words(*values)
-    getattr(library(insist=True), name)(ctypes.c_void_p(found.buffer_info()[0]))
-    return found
+    """Call a function of the library. Return its arguments as words, which may contain results."""
+    args = words(*values)
+    getattr(library(insist=True), name)(ctypes.c_void_p(args.buffer_info()[0]))
+    return args
 
 
 def words(*values: Word) -> array[int]:
@@ -74,59 +74,59 @@ def words(*values: Word) -> array[int]:
 
 
 def target() -> str:
-    """Return the name of the instructions that the library multiplies with."""
-    function = getattr(library(insist=True), "nanospec_target")  # noqa: B009 (or mypy asks for None)
+    """Return the name of the instruction set of the matrix products."""
+    function = getattr(library(insist=True), "nanospec_target")  # noqa: B009 (for mypy: may be None)
     function.restype = ctypes.c_char_p
     return str(function().decode())
 
 
 def built(folder: Path) -> Path:
-    """Return the library's file in `folder`, compiled if there is none as long as its name says: to load one
-    that is cut off would end the process (SIGBUS). OSError or CalledProcessError if that fails."""
+    """Return the path of the library in `folder`, compiled if needed; raise OSError or CalledProcessError if
+    that fails. Its name contains the size, because loading a truncated file would kill the process."""
     name = f"native-{fingerprint()}"
     for file in folder.glob(f"{name}-*.so"):
         if file.stem == f"{name}-{file.stat().st_size}":
             return file
     command = [*find_compiler(), *FLAGS, *map(str, SOURCES)]
     folder.mkdir(parents=True, exist_ok=True)
-    print("Compiling the C++ for this processor, once ...", file=sys.stderr)
+    print("Compiling the C++ kernels (first use only) ...", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder) as partial:
         result = Path(partial) / "native.so"
         _compile([*command, "-o", str(result)], partial)
-        # At once: another process may be doing the same.
+        # Atomically, because another process may be compiling as well.
         return result.replace(folder / f"{name}-{result.stat().st_size}.so")
 
 
 def _compile(command: list[str], folder: str) -> None:
-    """Run the compiler, with its temporary files in the folder. It starts processes of its own, and all of
-    them end when this one is interrupted."""
+    """Run the compiler with its temporary files in `folder`. If interrupted, kill it and its child
+    processes."""
     pipe, env = subprocess.PIPE, {**os.environ, "TMPDIR": folder}
     with subprocess.Popen(
         command, stderr=pipe, text=True, errors="replace", env=env, start_new_session=True
     ) as process:
         try:
-            _, said = process.communicate()
+            _, output = process.communicate()
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=output)
 
 
 def find_compiler() -> list[str]:
-    """Return the command of a C++ compiler, for this processor if it names no other."""
+    """Return the command of a C++ compiler, with `-march=native` unless CXX sets `-march`."""
     name, *options = shlex.split(os.environ.get("CXX", "")) or [""]
     names = [name] if name else ["g++", "c++"]
     if not any(option.startswith("-march=") for option in options):
         options.append("-march=native")
     for name in names:
-        if found := shutil.which(name):
-            return [found, *options]
-    raise FileNotFoundError(f"there is no {' or '.join(names)}")
+        if path := shutil.which(name):
+            return [path, *options]
+    raise FileNotFoundError(f"{' or '.join(names)} not found")
 
 
 def fingerprint() -> str:
-    """Return a hash of what a library is made from: sources, options, and what `-march=native` depends on."""
+    """Return a hash of the sources, the options, and the processor that `-march=native` depends on."""
     options = shlex.split(os.environ.get("CXX", ""))[1:]
     sources = (path.read_text() for path in (*SOURCES, *HEADERS))
     processor = {platform.processor()}
@@ -138,9 +138,9 @@ def fingerprint() -> str:
 
 
 def cache_folder() -> Path:
-    """Return the user's own, or one of this process alone where that cannot be written to. (A common one,
-    such as in /tmp, would let others put code there.)"""
-    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+    """Return the user's cache folder, or a temporary one of this process if that is not writable. (A shared
+    folder such as /tmp would let other users place code there.)"""
+    with suppress(OSError, RuntimeError):  # RuntimeError: no home directory
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanospec"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

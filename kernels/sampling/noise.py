@@ -2,14 +2,14 @@
 
     naive(seed, position, tokens) = log E,   E ~ Exp(1), independent for different arguments
 
-Sampling picks argmax(score - T log E): the Gumbel-max trick (Gumbel, 1954), as -log E is a Gumbel
-variate. Since no generator state exists, the token drawn at a position depends neither on the batch
-nor on how many tokens are verified at once, which is what makes speculation lossless here.
+Sampling uses argmax(score - T log E), the Gumbel-max trick (Gumbel, 1954): -log E is a Gumbel variate.
+There is no generator state, so the token sampled at a position depends neither on the batch nor on the
+number of tokens verified at once. This is what makes speculation lossless.
 
-The bits come from a 32-bit integer mixer (two multiplications and three shifts, constants by C.
-Wellons, "Prospecting for Hash Functions", 2018). Seed and position make two 32-bit keys, the token is
-mixed with both. `naive` and `log_e`, its version for kernels, have the same bits; their logarithms may
-differ in the last place, which changes the drawn token with a probability of about 1e-7.
+The random bits come from a 32-bit integer hash (two multiplications and three shifts, constants by C.
+Wellons, "Prospecting for Hash Functions", 2018). Seed and position yield two 32-bit keys, and the token ID
+is mixed with both. `naive` and `log_e`, its version for kernels, have identical bits; their logarithms may
+differ in the last place, which changes the sampled token with a probability of about 1e-7.
 """
 
 from typing import TypeVar
@@ -26,12 +26,12 @@ MULTIPLIER_2 = tl.constexpr(0x846CA68B)
 SEED_LOW = tl.constexpr(0x9E3779B9)  # arbitrary odd constants keep the key streams apart
 SEED_HIGH = tl.constexpr(0x85EBCA6B)
 SECOND_KEY = tl.constexpr(0xC2B2AE35)
-SMALL = tl.constexpr(1e-3)  # below this, -log(1 - u) is summed as a series
+SMALL = tl.constexpr(1e-3)  # below this, -log(1 - u) is computed by its series
 
 
 def naive(seed: Ints, position: Ints, tokens: Tensor) -> Tensor:
-    """Return log E, float32 [..., N] between -22.2 and 3.1, of token ids [N] or [..., N], for a seed and a
-    position, which are numbers or int64 tensors [...]."""
+    """Return log E, float32 [..., N] between -22.2 and 3.1, for token ids [N] or [..., N] and a seed and a
+    position, which are integers or int64 tensors [...]."""
     first, second = keys(seed, position)
     if isinstance(first, Tensor):
         first, second = first[..., None], second[..., None]
@@ -39,15 +39,15 @@ def naive(seed: Ints, position: Ints, tokens: Tensor) -> Tensor:
 
 
 def log_exponential(bits: Tensor) -> Tensor:
-    """Return log E of E = -log(1 - u), where u = (bits + 1/2) / 2^31 is uniform in (0, 1)."""
+    """Return log E for E = -log(1 - u), where u = (bits + 1/2) / 2^31 is uniform in (0, 1)."""
     u = (bits.float() + 0.5) * 2.0**-31
-    # Small E decide which token wins, so they keep full relative precision.
+    # Small values of E determine the argmax, so they need full relative precision.
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
     return torch.where(u < SMALL.value, series, -torch.log((1.0 - u).clamp(min=2.0**-32))).log()
 
 
 def keys(seed: Ints, position: Ints) -> tuple[Ints, Ints]:
-    """Return two 32-bit keys, numbers or int64, of a seed, of which all 64 bits matter, and a position."""
+    """Return two 32-bit keys, integers or int64 tensors, of a 64-bit seed and a position."""
     low = mix((seed & _MASK) ^ SEED_LOW.value)
     high = mix((seed >> 32 & _MASK) ^ SEED_HIGH.value)
     first = mix(mix(low ^ position) ^ high)
@@ -56,7 +56,7 @@ def keys(seed: Ints, position: Ints) -> tuple[Ints, Ints]:
 
 
 def mix(x: Ints) -> Ints:
-    """Mix the bits of 32-bit integers, numbers or int64. (A product that wraps keeps its lower 32 bits.)"""
+    """Mix the bits of 32-bit integers, given as int or int64. (Overflow keeps the low 32 bits correct.)"""
     x = (x ^ x >> 16) * MULTIPLIER_1.value & _MASK
     x = (x ^ x >> 15) * MULTIPLIER_2.value & _MASK
     return x ^ x >> 16
@@ -64,7 +64,7 @@ def mix(x: Ints) -> Ints:
 
 @triton.jit
 def log_e(seed, position, tokens):
-    """`naive` of a block of token ids for one int64 seed and one int32 position."""
+    """Return `naive` of a block of token ids for an int64 seed and an int32 position."""
     first, second = block_keys(seed, position)
     bits = block_mix(block_mix(tokens.to(tl.uint32) ^ first) ^ second)
     u = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
@@ -75,7 +75,7 @@ def log_e(seed, position, tokens):
 
 @triton.jit
 def block_keys(seed, position):
-    """`keys` of scalars."""
+    """Return `keys` of scalars."""
     position = position.to(tl.uint32)
     low = block_mix(seed.to(tl.uint32) ^ SEED_LOW)
     high = block_mix((seed >> 32).to(tl.uint32) ^ SEED_HIGH)
@@ -86,7 +86,7 @@ def block_keys(seed, position):
 
 @triton.jit
 def block_mix(x):
-    """`mix` of uint32 values."""
+    """Return `mix` of uint32 values."""
     x = (x ^ (x >> 16)) * MULTIPLIER_1
     x = (x ^ (x >> 15)) * MULTIPLIER_2
     return x ^ (x >> 16)

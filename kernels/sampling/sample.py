@@ -1,16 +1,16 @@
-"""The target's own token at every scored position: the first half of verification.
+"""Sample the target's own token at every scored position: the first half of verification.
 
     logits   [T, V]       bf16, fp16 or fp32, one row per token of the batch
-    targets  [T] int32    the token drawn; NAN_TOKEN where a score is NaN or the largest is infinite;
-                          padding tokens unspecified
+    targets  [T] int32    the sampled token; NAN_TOKEN if a score is NaN or the largest is infinite;
+                          unspecified for padding tokens
 
-A query at absolute position p draws the token for position p + 1, assuming that the drafts before it
-are right: penalties count them. In this order, as in vLLM: logit bias, barred stop tokens and
-penalties (`scores.py`); top-k, top-p over what top-k left, min-p (`top_k_top_p.py`). Then
-argmax(score - T log E) with the noise of `noise.py`: a draw from softmax(score / T), and plain argmax
-for temperature 0. Ties go to the lowest id.
+A query at absolute position p samples the token of position p + 1, given that the drafts before it are
+accepted: penalties count them. The order is that of vLLM: logit bias, barred stop tokens and penalties
+(`scores.py`); top-k, then top-p over the tokens that top-k keeps, min-p (`top_k_top_p.py`). The target is
+argmax(score - T log E) with the noise of `noise.py`, which is a sample of softmax(score / T), and plain
+argmax if the temperature T is 0. Ties are broken by the lowest token ID.
 
-`scan.py` does so on a GPU, where V <= 262144; `native/sampling.cpp` on a CPU, a row to a task.
+On a GPU this runs in `scan.py` (V <= 262144), on a CPU in `native/sampling.cpp`, one task per row.
 """
 
 import torch
@@ -27,7 +27,7 @@ from .scores import scores_of
 
 
 def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
-    """Draw the target's token at each position. On a CPU only at those that verification will read."""
+    """Return the target's tokens [T] int32. On a CPU, only those that verification reads are sampled."""
     if use_triton(logits):
         return launch(logits, table, batch)
     compiled = use_native(logits, torch.bfloat16, torch.float32)
@@ -35,13 +35,13 @@ def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
 
 
 def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
-    """With `lazy`, draw only the targets that verification will read, up to the first wrong draft: `walk`
-    yields a place, then reads its target. The others stay the plain argmax."""
+    """Sample the targets. With `lazy`, only those that verification reads, up to the first rejected draft
+    (`walk` yields a place before it reads its target); the others remain the argmax of the logits."""
     targets = argmax(logits)
     draws = ((table.temperature > 0) | table.penalized).tolist()
     for row in rows_of(batch):
         if row.request < 0 or not draws[row.request]:
-            continue  # argmax is enough
+            continue  # the argmax is the target
         for place in row.walk(targets) if lazy else range(len(row.ids)):
             scores, position = scores_of(logits, table, batch, row, place)
             targets[row.start + place] = draw(scores, row.request, position, table)
@@ -49,24 +49,24 @@ def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Ten
 
 
 def draw(scores: Tensor, s: int, position: int, table: Table) -> Tensor:
-    """Draw a token from scores [V] with the temperature, top-k, top-p, min-p and noise of request row s."""
+    """Sample a token from scores [V] with the sampling parameters and the seed of request row s."""
     temperature = float(table.temperature[s])
     if temperature > 0 and scores.amax().isfinite():
-        left_out = scores < top_k_top_p.naive(scores, s, table)
+        filtered = scores < top_k_top_p.naive(scores, s, table)
         log_e = noise.naive(int(table.seed[s]), position, torch.arange(len(scores), device=scores.device))
-        scores = (scores - temperature * log_e).masked_fill_(left_out, float("-inf"))
+        scores = (scores - temperature * log_e).masked_fill_(filtered, float("-inf"))
     return argmax(scores[None])[0]
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return [N] int32: the lowest id of the largest in each row [N, V], NAN_TOKEN if that is no number."""
+    """Return the argmax [N] int32 of rows [N, V], ties by the lowest ID; NAN_TOKEN if not finite."""
     best, token = logits.float().max(-1)
     return token.masked_fill_(~best.isfinite(), NAN_TOKEN).int()
 
 
 def native(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
-    """`naive`; with `lazy` not even the argmax of queries that are not read is taken: those targets are 0."""
+    """Run `nanospec_sample` of `native/sampling.cpp`. With `lazy`, the other targets are 0."""
     targets, is_bf16 = batch.rows.new_empty(len(logits)), logits.dtype == torch.bfloat16
-    given = logits, logits.stride(0), is_bf16, lazy, targets, torch.get_num_threads()
-    call("nanospec_sample", *table, *batch.words, *given)
+    args = logits, logits.stride(0), is_bf16, lazy, targets, torch.get_num_threads()
+    call("nanospec_sample", *table, *batch.words, *args)
     return targets

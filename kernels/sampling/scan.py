@@ -1,10 +1,10 @@
-"""Draw the targets on a GPU, in two launches; the specification is `sample.naive`.
+"""Sample the targets on a GPU, in two launches; the specification is `sample.naive`.
 
-`scan` reads the logits once. Each program takes a chunk of 2048 tokens of one query (so a single query still
-fills the GPU) and leaves what is known of the chunk: its winner where a request draws from all tokens; for
-requests with top-k, top-p or min-p, whose chunks cannot have a winner yet, the probability mass and the
-largest scores of groups of tokens. `_finish` compares the chunks' winners, or draws with `top_k_top_p`.
-Chunks and groups depend on V alone, so a query's bits do not depend on what runs beside it.
+`scan` reads the logits once. Each program reduces a chunk of 2048 tokens of one query, so that a single query
+still fills the GPU. If the request samples from all tokens, it stores the winner of the chunk. With top-k,
+top-p or min-p the winner is not known yet, so it stores the probability mass of the chunk and the maxima of
+groups of tokens. `_finish` compares the winners of the chunks, or samples with `top_k_top_p`. Chunks and
+groups depend on V only, so the result of a query does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MAX_GROUPS = 1024  # per query; 64 to 256 tokens each
 
 
 class Scan(NamedTuple):
-    """The inputs, and what chunks tell about themselves, [N, CHUNKS] each, and about groups, [N, GROUPS].
+    """The inputs, and the results per chunk, [N, CHUNKS] each, and per group, [N, GROUPS].
 
-    The winner's value, NaN if a logit is, and its token; the largest score, NaN likewise; with top-k, top-p
-    or min-p the mass sum(exp((score - largest) / T)) and the groups' largest scores. GROUP: tokens per group.
+    `value` and `token` of the winner; `largest`, the maximum score; with top-k, top-p or min-p `mass`,
+    sum(exp((score - largest) / T)), and the maxima of `groups`. NaN if a logit is. GROUP: tokens per group.
     """
 
     inputs: Inputs
@@ -48,7 +48,7 @@ class Scan(NamedTuple):
 
 @triton.jit
 def leaves_out(table, s):
-    """Return whether request row s leaves tokens out when it draws: has top-k, top-p or min-p."""
+    """Return whether request row s filters tokens: samples with top-k, top-p or min-p."""
     top_k = tl.load(table.top_k + s)
     by_count = (top_k > 0) & (top_k < table.vocab_size)
     by_mass = (tl.load(table.top_p + s) < 1) | (tl.load(table.min_p + s) > 0)
@@ -68,7 +68,7 @@ def _scan(scan):
     out, temperature = query.line * scan.CHUNKS + chunk, tl.load(scan.inputs.table.temperature + query.s)
     tl.store(scan.largest + out, tl.where(invalid, float("nan"), largest))
     if leaves_out(scan.inputs.table, query.s):
-        below = tl.where(scores == largest, 0.0, scores - largest)  # 0 also where all are -inf
+        below = tl.where(scores == largest, 0.0, scores - largest)  # 0 also if all are -inf
         tl.store(scan.mass + out, tl.sum(tl.exp(below / temperature)))
         groups = tl.max(tl.reshape(scores, [CHUNK // scan.GROUP, scan.GROUP]), 1)
         g = out.to(tl.int64) * (CHUNK // scan.GROUP) + tl.arange(0, CHUNK // scan.GROUP)
@@ -84,7 +84,7 @@ def _scan(scan):
 
 @triton.jit
 def best_score(scan, query):
-    """Return the largest score at a query, and whether it says that there is nothing to draw from."""
+    """Return the largest score of a query, and whether it is invalid: NaN or infinite."""
     largest = of_chunks(scan, query, scan.largest)
     best = tl.max(tl.where(largest == largest, largest, float("-inf")))
     invalid = tl.max((largest != largest).to(tl.int32)) > 0
@@ -92,7 +92,7 @@ def best_score(scan, query):
 
 
 def scan(inputs: Inputs, max_q_len: int) -> Scan:
-    """Launch the scan of up to max_q_len queries per row."""
+    """Launch the scan of up to `max_q_len` queries per row."""
     N, V = inputs.logits.shape
     B, chunks = len(inputs.batch.rows), triton.cdiv(V, CHUNK.value)
     group = max(64, next_power_of_2(triton.cdiv(V, MAX_GROUPS)))
@@ -100,10 +100,10 @@ def scan(inputs: Inputs, max_q_len: int) -> Scan:
     f32, i32 = torch.float32, torch.int32
     shapes = ((chunks, f32), (chunks, i32), (chunks, f32), (chunks, f32), (groups, f32))
     tensors = (inputs.logits.new_empty(N, columns, dtype=dtype) for columns, dtype in shapes)
-    found = Scan._make((inputs, *tensors, *map(tl.constexpr, (chunks, groups, group))))
+    result = Scan._make((inputs, *tensors, *map(tl.constexpr, (chunks, groups, group))))
     if N and B:
-        _scan[(max_q_len, B, chunks)](found, num_warps=4)
-    return found
+        _scan[(max_q_len, B, chunks)](result, num_warps=4)
+    return result
 
 
 @triton.jit
@@ -123,9 +123,9 @@ def _finish(scan, targets):
 
 
 def launch(logits: Tensor, table: Table, batch: Batch) -> Tensor:
-    found = scan(Inputs.of(logits, table, batch), batch.max_q_len)
+    scanned = scan(Inputs.of(logits, table, batch), batch.max_q_len)
     targets = batch.rows.new_empty(len(logits))
     if batch.num_rows and len(targets):
-        # Fewer warps would spill.
-        _finish[(batch.max_q_len, batch.num_rows)](found, targets, num_warps=16)
+        # Fewer warps would spill registers.
+        _finish[(batch.max_q_len, batch.num_rows)](scanned, targets, num_warps=16)
     return targets

@@ -1,14 +1,14 @@
-"""The scores that a query draws from: its logits after logit bias, barred stop tokens and penalties.
+"""The scores that a query samples from: logits after logit bias, barred stop tokens and penalties.
 
-For a token that occurs c times in the output (committed output and the drafts before the position):
+For a token that occurs c times in the output (the committed output and the drafts before the position):
     score += bias
     score  = -inf                               for stop tokens while position < min_len
     score  = score / repetition if score > 0 else score * repetition     if c > 0 or in the prompt
     score -= frequency * c + presence * (c > 0)
-Repetition penalty: Keskar et al., 2019 (CTRL); the order is vLLM's. Requests that are not `penalized` keep
-their logits.
+The repetition penalty is that of Keskar et al., 2019 (CTRL); the order is vLLM's. The scores of requests that
+are not `penalized` are their logits.
 
-Here too is what all kernels that read logits share: their `Inputs` and the `Query` of a program.
+Also defines the arguments (`Inputs`) and the `Query` that all kernels that read logits share.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from ..batch import Batch, Row, Tensors
 from ..table import Table
 
 MAX_VOCAB = 262144
-NO_TOKEN = tl.constexpr(2147483647)  # behind all others
+NO_TOKEN = tl.constexpr(2147483647)  # larger than any token ID
 
 
 def scores_of(logits: Tensor, table: Table, batch: Batch, row: Row, place: int) -> tuple[Tensor, int]:
-    """Return the scores [V] float32 of the query at a place of a row, and the position it draws for."""
+    """Return the scores [V] float32 of the query at a place of a row, and its target's position."""
     t, s = row.start + place, row.request
     scores, position = logits[t].float(), int(batch.positions[t]) + 1
     if table.penalized[s]:
@@ -36,7 +36,7 @@ def scores_of(logits: Tensor, table: Table, batch: Batch, row: Row, place: int) 
 
 
 def penalize(scores: Tensor, s: int, position: int, drafts: Sequence[int], table: Table) -> Tensor:
-    """Return the penalized scores [V] of request row s for an absolute position, given the drafts before."""
+    """Return the penalized scores [V] of request row s at an absolute position, after `drafts`."""
     scores = scores + table.bias[s]
     stop_ids = table.stop_ids[s].long()
     if position < int(table.min_len[s]):
@@ -53,9 +53,9 @@ def penalize(scores: Tensor, s: int, position: int, drafts: Sequence[int], table
 
 
 class Inputs(NamedTuple):
-    """What the kernels read: logits [N, V], the table of request rows, the batch. Logits of drafts have a
-    `pitch`, which else is 0: those of draft j of batch row b are in line b * pitch + j, and penalties count
-    no drafts before them."""
+    """The inputs of the kernels: logits [N, V], the request rows and the batch. `pitch` is 0 except for the
+    logits of a draft model: those of draft j of batch row b are in line b * pitch + j, and penalties ignore
+    the preceding drafts."""
 
     logits: Tensor
     stride: int
@@ -66,13 +66,13 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, table: Table, batch: Batch, pitch: int = 0) -> "Inputs":
         if (V := logits.shape[1]) > MAX_VOCAB:
-            raise ValueError(f"A vocabulary of {V} exceeds the sampling kernel's limit of {MAX_VOCAB}.")
+            raise ValueError(f"The vocabulary size {V} exceeds the sampling kernel's limit of {MAX_VOCAB}.")
         return cls(logits, logits.stride(0), pitch, table, batch.tensors)
 
 
 class Query(NamedTuple):
-    """A scored token: its request row (-1: none), the position that a token is drawn for, the line of its
-    logits, the first flat index of its batch row, its place in the batch row, the batch row's length."""
+    """A scored token: its request row (-1: none), the position of its target, the line of its logits, the
+    first flat index of its batch row, its place in the batch row, and the length of the batch row."""
 
     s: Any
     position: Any
@@ -84,7 +84,7 @@ class Query(NamedTuple):
 
 @triton.jit
 def this_query(inputs):
-    """Return the query of this program, (place, batch row) of the grid."""
+    """Return the query of this program; the grid is (place, batch row)."""
     place, b, pitch = tl.program_id(0), tl.program_id(1), inputs.pitch
     start, n = tl.load(inputs.batch.q_start + b), tl.load(inputs.batch.q_len + b)
     s = tl.where(place < n, tl.load(inputs.batch.rows + b), -1)
@@ -95,7 +95,7 @@ def this_query(inputs):
 
 @triton.jit
 def load_scores(inputs, query, ids):
-    """Return the scores of a block of token ids at a query, -inf for ids beyond the vocabulary."""
+    """Load the scores of a block of token ids at a query; -inf for ids outside the vocabulary."""
     row = inputs.logits + query.line.to(tl.int64) * inputs.stride
     scores = tl.load(row + ids, ids < inputs.table.vocab_size, other=float("-inf")).to(tl.float32)
     if tl.load(inputs.table.penalized + query.s):
@@ -133,14 +133,14 @@ def _penalize(scores, table, batch, query, ids):
 
 @triton.jit
 def best_of(values, ids):
-    """Return the largest of a block of values, and the lowest id that has it."""
+    """Return the maximum of a block of values, and the lowest id that attains it."""
     largest = tl.max(values)
     return largest, tl.min(tl.where(values == largest, ids, NO_TOKEN))
 
 
 @triton.jit
 def better_of(best, token, values, ids):
-    """Return the better of a value with its token and the best of a block."""
+    """Combine the best value and token so far with those of a block."""
     high, lowest = best_of(values, ids)
     better = (high > best) | ((high == best) & (lowest < token))
     return tl.where(better, high, best), tl.where(better, lowest, token)
@@ -148,6 +148,6 @@ def better_of(best, token, values, ids):
 
 @triton.jit
 def of_chunks(scan, query, values, other=float("-inf")):
-    """Return what the chunks of a query left in values [N, CHUNKS], padded with `other` to a power of 2."""
+    """Load the values [N, CHUNKS] of the chunks of a query, padded with `other` to a power of 2."""
     c = tl.arange(0, triton.next_power_of_2(scan.CHUNKS))
     return tl.load(values + query.line * scan.CHUNKS + c, c < scan.CHUNKS, other=other)

@@ -1,17 +1,17 @@
-"""Top-k, top-p and min-p as one threshold: the tokens of a request whose score reaches it are kept.
+"""Top-k, top-p and min-p as one threshold: tokens whose score is at least the threshold are kept.
 
-* top-k keeps the tokens that fewer than k others exceed.
-* top-p keeps the tokens that less than the share p of the probability exceeds, among what top-k left
-  (Holtzman et al., 2020): the smallest set of likeliest tokens that holds p.
-* min-p keeps the tokens at least p times as likely as the likeliest (Nguyen et al., 2024).
+* top-k keeps tokens with fewer than k larger scores.
+* top-p is applied to the tokens that top-k keeps. It keeps tokens for which the probability of all larger
+  scores is less than p (Holtzman et al., 2020): the smallest set of most likely tokens whose sum reaches p.
+* min-p keeps tokens at least p times as likely as the most likely one (Nguyen et al., 2024).
 
-Equal scores share their fate, so k equal scores at the threshold may keep more than k tokens, and the
-result depends on no order of sorting.
+Tokens with equal scores are kept or dropped together. So top-k may keep more than k tokens, and the result
+does not depend on a sorting order.
 
-Kernel: nothing is sorted but the largest scores of groups of 64 to 256 tokens, which the pass over the
-logits leaves behind (`scan.py`). Groups are opened in that order until those that stay shut can
-hold no survivor; a peaked distribution is decided by a few of them. Among the tokens of open groups
-the threshold is found exactly, 4 bits of its order-preserving integer at a time.
+Kernel: it sorts only the maxima of groups of 64 to 256 tokens, which `scan.py` computes while it reads the
+logits. Groups are opened in descending order until the remaining ones cannot contain a kept token; for
+a peaked distribution, a few suffice. A radix search over the tokens of the open groups then determines the
+threshold exactly, 4 bits of an order-preserving integer at a time.
 """
 
 import math
@@ -26,13 +26,13 @@ from ..table import Table
 from . import noise
 from .scores import better_of, load_scores, of_chunks
 
-PIVOTS = tl.constexpr(16)  # thresholds tried at once; 4 bits of the answer
+PIVOTS = tl.constexpr(16)  # thresholds tried at once: 4 bits of the result
 TILE = tl.constexpr(1024)  # tokens per iteration
 
 
 def naive(scores: Tensor, s: int, table: Table) -> Tensor:
-    """Return the least of scores [V] float32 that request row s keeps, 0-d float32. Its temperature is not 0
-    and the largest score is finite."""
+    """Return the smallest of scores [V] float32 that request row s keeps, 0-d float32. Requires a temperature
+    other than 0 and a finite maximum."""
     temperature, top_k, top_p, min_p = (
         column[s].item() for column in (table.temperature, table.top_k, table.top_p, table.min_p)
     )
@@ -44,7 +44,7 @@ def naive(scores: Tensor, s: int, table: Table) -> Tensor:
     if top_p < 1:
         weights = ((scores - best) / temperature).exp()
         mass = float(weights.sum())
-        # Only a shortcut, since sorting is slow: all tokens below this weight hold less than 1 - top_p.
+        # To sort fewer tokens: all tokens below this weight together have less than 1 - top_p.
         near = weights >= (1 - top_p) * mass / V
         scores, order = scores[near].sort(descending=True)
         weights = weights[near][order].double()
@@ -56,16 +56,16 @@ def naive(scores: Tensor, s: int, table: Table) -> Tensor:
 
 
 class Open(NamedTuple):
-    """The open groups: the first `count` of `order`, all groups by their largest score."""
+    """The open groups: the first `count` of `order`, which lists all groups by descending maximum."""
 
     order: Any
     count: Any
 
 
 class Weighing(NamedTuple):
-    """How tokens are weighed: each counts 1 where `by_count`, else exp((score - best) / temperature).
+    """The weight of a token: 1 if `by_count`, else exp((score - best) / temperature).
 
-    `target`: the sum of weights that must be reached.
+    `target`: the sum of weights that the kept tokens must reach.
     """
 
     by_count: Any
@@ -76,21 +76,21 @@ class Weighing(NamedTuple):
 
 @triton.jit
 def order_key(x):
-    """Return the uint32 that orders as the float does."""
+    """Return a uint32 that orders like the float."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def threshold(scan, query, best):
-    """Return the groups that hold all that a query keeps, and its least key; `best` is its largest score."""
+    """Return the groups with all kept tokens of a query, and its smallest kept key. `best`: its maximum."""
     table, s = scan.inputs.table, query.s
     temperature = tl.load(table.temperature + s)
     top_k, top_p, min_p = tl.load(table.top_k + s), tl.load(table.top_p + s), tl.load(table.min_p + s)
     by_count = (top_k > 0) & (top_k < table.vocab_size)
     floor = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
     floor = order_key(tl.where(min_p > 0, floor, float("-inf")))
-    # The mass of the whole vocabulary.
+    # Sum of the weights of the whole vocabulary.
     largest = of_chunks(scan, query, scan.largest)
     mass = of_chunks(scan, query, scan.mass, 0.0)
     mass = tl.sum(mass * tl.exp((largest - best) / temperature))
@@ -100,20 +100,20 @@ def threshold(scan, query, best):
     key = tl.full([], 0, tl.uint32)
     if by_count:
         key = _search(scan, query, opened, weighing, key, False)
-        target = top_p  # of the mass of what top-k leaves
+        target = top_p  # times the sum over the tokens that top-k keeps
     if top_p < 1:
         weighing = Weighing(False, best, temperature, target)
         found = _search(scan, query, opened, weighing, key, by_count)
-        # Never nothing: the likeliest token stays even for a top-p of 0.
+        # Keep at least the most likely token, even if top_p is 0.
         key = tl.minimum(tl.maximum(found, key), order_key(best))
     return opened, tl.maximum(key, floor)
 
 
 @triton.jit
 def draw(scan, query, best):
-    """Return the token drawn at a query from what its request keeps. `best` is its largest score."""
+    """Sample a token from those that a query keeps. `best`: its largest score."""
     opened, least = threshold(scan, query, best)
-    # Kept in the query, the position spills on sm_80.
+    # Using query.position would spill registers on sm_80.
     position = tl.load(scan.inputs.batch.positions + query.line) + 1
     temperature = tl.load(scan.inputs.table.temperature + query.s)
     seed = tl.load(scan.inputs.table.seed + query.s)
@@ -128,7 +128,7 @@ def draw(scan, query, best):
 
 @triton.jit
 def _open_groups(scan, query, weighing, floor):
-    """Open groups until the tokens in them that exceed all tokens of the others are enough."""
+    """Open groups until their tokens above the maximum of all other groups reach the target weight."""
     g = tl.arange(0, triton.next_power_of_2(scan.GROUPS))
     groups = scan.groups + query.line.to(tl.int64) * scan.GROUPS
     key = order_key(tl.load(groups + g, g < scan.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
@@ -151,14 +151,14 @@ def _open_groups(scan, query, weighing, floor):
 
 @triton.jit
 def _search(scan, query, opened, weighing, least, is_share):
-    """Return the largest key that open tokens of the target weight reach, of those that reach `least`.
+    """Return the largest key such that the open tokens with at least this key, and at least the key `least`,
+    reach the target weight: a radix search from the highest bits down, with 16 pivots per step.
 
-    Found from the highest bits down: the largest of 16 pivots that is reached by enough. Where `is_share`,
-    the target is a share of all that reaches `least`.
+    If `is_share`, the target is a fraction of the weight of all tokens with at least the key `least`.
     """
     steps = 8
     if scan.inputs.logits.dtype.element_ty == tl.bfloat16:
-        # The lower half of such a logit's key tells nothing, unless penalties have changed it.
+        # The lower half of the key of a bf16 logit has no information unless penalties have changed it.
         steps = tl.where(tl.load(scan.inputs.table.penalized + query.s), 8, 4)
     found, target = tl.full([], 0, tl.uint32), weighing.target
     digits = tl.arange(0, PIVOTS)
@@ -166,7 +166,7 @@ def _search(scan, query, opened, weighing, least, is_share):
         pivots = found + (digits << (28 - 4 * step)).to(tl.uint32)
         above = _weigh(scan, query, opened, weighing, pivots, least)
         if (step == 0) & is_share:
-            target *= tl.max(above)  # the first pivot is 0, which all reach
+            target *= tl.max(above)  # the first pivot is 0: the weight of all
         digit = tl.max(tl.where(above >= target, digits, 0))
         found += (digit << (28 - 4 * step)).to(tl.uint32)
     return found
@@ -174,7 +174,7 @@ def _search(scan, query, opened, weighing, least, is_share):
 
 @triton.jit
 def _weigh(scan, query, opened, weighing, pivots, least):
-    """Return for each pivot the weight of the open tokens that reach it and `least`."""
+    """Return for each pivot the weight of the open tokens whose key is at least the pivot and `least`."""
     above = tl.zeros([PIVOTS], tl.float32)
     for first in range(0, opened.count * scan.GROUP, TILE):
         _, scores = _load_open(scan, query, opened, first)
@@ -187,10 +187,10 @@ def _weigh(scan, query, opened, weighing, pivots, least):
 
 @triton.jit
 def _load_open(scan, query, opened, first):
-    """Return token ids and scores of a tile of the open groups, from their `first` token on."""
+    """Load token ids and scores of a tile of the open groups, starting at their token number `first`."""
     j = first + tl.arange(0, TILE)
     inside = j < opened.count * scan.GROUP
     group = tl.gather(opened.order, tl.where(inside, j // scan.GROUP, 0), 0)
     token = group * scan.GROUP + j % scan.GROUP
-    ids = tl.where(inside, token, scan.inputs.table.vocab_size)  # beyond: scores -inf
+    ids = tl.where(inside, token, scan.inputs.table.vocab_size)  # else out of range: score -inf
     return ids, load_scores(scan.inputs, query, ids)

@@ -1,14 +1,14 @@
 """Move the keys and values of accepted tree nodes into place, in all layers at once.
 
-    kv_cache  [num_layers, 2, Hkv, num_blocks, block_size, D], or in tiles   updated in place
+    kv_cache  [num_layers, 2, Hkv, num_blocks, block_size, D], or tiled (`native/packed.py`); updated in place
 
-A tree's node i wrote its key and value to cache index base_len + i. When the path of accepted nodes (see
-`verify.py`) is 0, 3, 7, the committed text needs node 3 at base_len + 1 and node 7 at base_len + 2. A
-chain needs no moves: its path is 0, 1, 2.
+Node i of a tree wrote its key and value to cache index base_len + i. If the path of accepted nodes (see
+`verify.py`) is 0, 3, 7, node 3 must move to base_len + 1 and node 7 to base_len + 2. A chain needs no
+moves: its path is 0, 1, 2.
 
-Nodes come after their parents, so path[e] >= e and paths ascend: moving in order overwrites nothing
-that is still to be moved. Kernel: one program per (row, layer, key or value, head) moves one node
-after the other; each thread owns the same channels of all of them, so it needs no barriers.
+Nodes come after their parents, so paths ascend and path[e] >= e: moving in order never overwrites an entry
+that is still to be moved. Kernel: one program per (layer, key or value, head) and row moves one node after
+the other. Each thread handles the same channels of all nodes, so no barriers are needed.
 """
 
 import torch
@@ -24,7 +24,7 @@ from .verify import Verdict
 
 
 def kv_move(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
-    """Move the entries of each row's path to consecutive cache indices from base_len on."""
+    """Move the cache entries on the path of each row to consecutive indices from base_len on."""
     if is_tiled(kv_cache):
         path = verdict.path
         words = *batch.words, *cache_words(kv_cache), verdict.num_emitted, path, path.shape[1]
@@ -37,11 +37,11 @@ def naive(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
     path, place = verdict.path, torch.arange(verdict.path.shape[1], device=verdict.path.device)
     moves = (place < verdict.num_emitted[:, None]) & (path != place)
     b, to = moves.nonzero(as_tuple=True)
-    base, pages, block_size = batch.base_len[b], batch.block_table, kv_cache.shape[4]
-    source = slots_of(pages, b, base + path[b, to], block_size)
-    target = slots_of(pages, b, base + to, block_size)
+    base, blocks, block_size = batch.base_len[b], batch.block_table, kv_cache.shape[4]
+    source = slots_of(blocks, b, base + path[b, to], block_size)
+    target = slots_of(blocks, b, base + to, block_size)
     flat = kv_cache.flatten(3, 4)  # [num_layers, 2, Hkv, slots, D]
-    flat[:, :, :, target] = flat[:, :, :, source]  # all are read before any is written
+    flat[:, :, :, target] = flat[:, :, :, source]  # indexing copies, so all are read before any is written
 
 
 @triton.jit
@@ -51,20 +51,20 @@ def _kv_move(
     b, d = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK)
     table_stride, path_stride, head_stride = strides
     cache = kv_cache + tl.program_id(0).to(tl.int64) * head_stride
-    pages = batch.block_table + b * table_stride
+    blocks = batch.block_table + b * table_stride
     base = tl.load(batch.base_len + b)
     for to in range(1, tl.load(verdict.num_emitted + b)):
         node = tl.load(verdict.path + b * path_stride + to)
         if node != to:
-            source = _slot(pages, base + node, BLOCK_SIZE)
-            target = _slot(pages, base + to, BLOCK_SIZE)
+            source = _slot(blocks, base + node, BLOCK_SIZE)
+            target = _slot(blocks, base + to, BLOCK_SIZE)
             value = tl.load(cache + source * DIM + d, d < DIM)
             tl.store(cache + target * DIM + d, value, d < DIM)
 
 
 @triton.jit
-def _slot(pages, index, BLOCK_SIZE: tl.constexpr):
-    return tl.load(pages + index // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + index % BLOCK_SIZE
+def _slot(blocks, index, BLOCK_SIZE: tl.constexpr):
+    return tl.load(blocks + index // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + index % BLOCK_SIZE
 
 
 def launch(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:

@@ -1,22 +1,23 @@
-"""Guess the next tokens by looking the last ones up in the request's own history (prompt lookup).
+"""Propose drafts by n-gram lookup: copy the tokens that followed the last n tokens earlier in the text.
 
-Which match wins: the longest suffix of length min_n <= n <= max_n that occurs earlier; among equally
-long ones the latest, because recent text predicts best. The occurrence may overlap the suffix itself,
-and when copying runs into the end of the text it goes on copying from the match, as in LZ77
-(Ziv & Lempel, 1977): a text of period p then drafts full length. The method is prompt lookup decoding
-(Saxena, 2023), https://github.com/apoorvumang/prompt-lookup-decoding.
+The method is prompt lookup decoding (Saxena, 2023), https://github.com/apoorvumang/prompt-lookup-decoding.
 
-A row gets as many drafts as it has `room` for where a match was found, else none. Beyond the drafts, tokens
-are 0 and sources -1; without drafts the length of the match is 0.
+The match is the longest suffix of min_n to max_n tokens that also occurs earlier; among equally long ones,
+the latest, because recent text predicts best. The occurrence may overlap the suffix. When copying reaches the
+end of the text, it restarts at the match, as in LZ77 (Ziv & Lempel, 1977), so that even a text with a short
+period fills all drafts.
 
-Trees: up to `Table.width` matches are used, best first, each with another next token, so that all
-chains begin at the root. Each gets half of the drafts that are left (rounded up), the last one all of them:
-a tree accepts at least as many tokens as a chain of half its drafts. A match longer than LONG_MATCH is
-mostly right and stays alone: a branch would take drafts from its chain. A chain is a tree of width 1.
+A row with a match gets `room` drafts, a row without one gets none. Unused entries of the result hold token 0
+and source -1. Without drafts, the match length is 0.
 
-Kernel: one program per row. It compares `max_n` shifted copies of `BLOCK` tokens of the history at a time and
-keeps the best match, its length and index packed in one integer so that the larger is the better; once for
-each chain of a tree. Limits: max_context <= 2^24, max_n <= 127, k <= 63.
+Trees: up to `Table.width` matches with different next tokens each start a branch at the root, best match
+first. A branch gets half of the remaining drafts (rounded up), and the last one gets them all. So a tree
+accepts at least as many tokens as a chain with half its drafts. A match longer than LONG_MATCH is usually
+right and gets all drafts: a second branch would only shorten it. A chain is a tree of width 1.
+
+Kernel: one program per row. It compares `BLOCK` tokens of the text at `max_n` shifts at a time, and keeps the
+best match as one integer (length, then index), so that the maximum is the best. A tree takes one search per
+branch. Limits: max_context <= 2^24, max_n <= 127, k <= 63.
 """
 
 import torch
@@ -31,15 +32,15 @@ from ..table import Table
 from .proposal import Proposal, empty_proposal, room, room_of
 
 LONG_MATCH = tl.constexpr(3)  # tokens
-INDEX_BITS = tl.constexpr(24)  # of a packed (match length, index)
+INDEX_BITS = tl.constexpr(24)  # low bits of a packed (match length, index)
 INDEX_MASK = tl.constexpr((1 << 24) - 1)
 DRAFTS = tl.constexpr(MAX_DRAFTS + 1)  # a power of 2
 BLOCK = 4096  # tokens per iteration
 
 
 def propose(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) -> Proposal:
-    """Draft up to `k` tokens for each of `rows` [B] int32, request rows or -1: chains, or trees if
-    `max_width` > 1. `max_n` and `max_width` are upper bounds of those in the table."""
+    """Propose up to `k` drafts for each request row in `rows` [B] int32 (-1: inactive): chains, or trees if
+    `max_width` > 1. `max_n` and `max_width` are upper bounds of the values in the table."""
     if use_triton(rows):
         return launch(table, rows, k, max_n, max_width)
     return (native if use_native(rows, torch.int32) else naive)(table, rows, k, max_n, max_width)
@@ -53,21 +54,20 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) ->
     for b, s in enumerate(rows.tolist()):
         text = table.tokens[s, : int(table.num_tokens[s])]
         starts, n = matches(text, int(table.min_n[s]), int(table.max_n[s]))
-        wanted = int(room(table, rows[b : b + 1], k)) if n else 0
+        num_drafts = int(room(table, rows[b : b + 1], k)) if n else 0
         width = 1 if n > LONG_MATCH.value else max(int(table.width[s]), 1)
-        if wanted:
-            source, parents = tree(text, starts, wanted, width)
-            proposal.drafts[b, :wanted], proposal.source[b, :wanted] = text[source], source
-            proposal.num_drafts[b], proposal.match_len[b] = wanted, n
+        if num_drafts:
+            source, parents = tree(text, starts, num_drafts, width)
+            proposal.drafts[b, :num_drafts], proposal.source[b, :num_drafts] = text[source], source
+            proposal.num_drafts[b], proposal.match_len[b] = num_drafts, n
             if proposal.parents is not None:
-                proposal.parents[b, :wanted] = parents
+                proposal.parents[b, :num_drafts] = parents
     return proposal
 
 
 def matches(text: Tensor, min_n: int, max_n: int) -> tuple[Tensor, int]:
-    """Find where suffixes of text [L] of min_n to max_n tokens occurred earlier. Return the indices of the
-    tokens that followed them, longest and then latest first ([C] int64), and the length of the first match,
-    0 if there is none."""
+    """Find earlier occurrences of the suffixes of `text` [L] of min_n to max_n tokens. Return the indices of
+    the tokens after them ([C] int64, longest and then latest first) and the longest length (0 if none)."""
     L = len(text)
     suffix = text[max(L - max_n, 0) :].flip(0).tolist()  # latest token first
     after = torch.arange(1, max(L, 1), device=text.device)
@@ -79,21 +79,21 @@ def matches(text: Tensor, min_n: int, max_n: int) -> tuple[Tensor, int]:
     return order % max(L, 1), int(order[0]) // L if len(order) else 0
 
 
-def tree(text: Tensor, starts: Tensor, wanted: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return [wanted] int64 each: the indices that drafts are copied from after matches at `starts`, and the
-    place that each follows. Draft i is place i + 1, so a chain's are 0, 1, 2, ..."""
-    place = torch.arange(wanted, device=text.device)
+def tree(text: Tensor, starts: Tensor, num_drafts: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the index that each draft is copied from, given the matches `starts`, and its parent place,
+    [num_drafts] int64 each. Draft i is place i + 1, so the parents of a chain are 0, 1, 2, ..."""
+    place = torch.arange(num_drafts, device=text.device)
     source, parents, begin = place.clone(), place.clone(), 0
-    while len(starts) and width and begin < wanted:
-        source[begin:] = starts[0] + place[: wanted - begin] % (len(text) - starts[0])
+    while len(starts) and width and begin < num_drafts:
+        source[begin:] = starts[0] + place[: num_drafts - begin] % (len(text) - starts[0])
         parents[begin] = 0
-        begin += (wanted - begin + 1) // 2
+        begin += (num_drafts - begin + 1) // 2
         width, starts = width - 1, starts[text[starts] != text[starts[0]]]
     return source, parents
 
 
 def native(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) -> Proposal:
-    """By `native/ngram.cpp`."""
+    """Run `nanospec_ngram` of `native/ngram.cpp`."""
     result = empty_proposal(rows, k, tree=max_width > 1)
     call("nanospec_ngram", *table, *result[:6], *result.drafts.shape, rows)
     return result
@@ -101,11 +101,11 @@ def native(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) -
 
 @triton.jit
 def _best_match(text, length, min_n, max_n, taken, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the best match of min_n to max_n tokens whose next token is none of `taken`, as its length and
-    index, packed; -1 if there is none."""
+    """Return the best match of min_n to max_n tokens whose next token is not in `taken`, as its packed length
+    and index, or -1 if there is none."""
     p, best = tl.arange(0, BLOCK), tl.full([BLOCK], -1, tl.int32)
     for _ in range(0, length, BLOCK):
-        # matched: how many tokens before p equal the last tokens of the text.
+        # Number of tokens before p that equal the last tokens of the text.
         matched = tl.zeros([BLOCK], tl.int32)
         alive = p < length  # a match that ends at `length` would be the suffix itself
         for i in tl.static_range(1, MAX_N + 1):
@@ -128,10 +128,10 @@ def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, SLOTS: tl.constexpr,
     row, room = tl.maximum(s, 0), room_of(table, s, k)
     text, length = table.tokens + row.to(tl.int64) * table.max_context, tl.load(table.num_tokens + row)
     min_n, max_n = tl.load(table.min_n + row), tl.load(table.max_n + row)
-    taken = tl.full([SLOTS], -1, tl.int32)  # the first token of each chain
-    sources, parents, match_len, begin, chains = tl.full([DRAFTS], -1, tl.int32), j, 0, 0, 0
+    taken = tl.full([SLOTS], -1, tl.int32)  # the first token of each branch
+    sources, parents, match_len, begin, branches = tl.full([DRAFTS], -1, tl.int32), j, 0, 0, 0
     width = tl.maximum(tl.load(table.width + row), 1)
-    while (chains < width) & (begin < room):
+    while (branches < width) & (begin < room):
         best = _best_match(text, length, min_n, max_n, taken, MAX_N, BLOCK)
         if best < 0:
             width = 0
@@ -139,17 +139,17 @@ def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, SLOTS: tl.constexpr,
             start, n = best & INDEX_MASK, best >> INDEX_BITS
             sources = tl.where(j >= begin, start + (j - begin) % (length - start), sources)
             parents = tl.where(j == begin, 0, parents)
-            taken = tl.where(slot == chains, tl.load(text + start), taken)
+            taken = tl.where(slot == branches, tl.load(text + start), taken)
             match_len, width = tl.maximum(match_len, n), tl.where(n > LONG_MATCH, 1, width)
             begin += (room - begin + 1) // 2
-            chains += 1
-    made = tl.where(chains > 0, room, 0)
-    sources = tl.where(j < made, sources, -1)
+            branches += 1
+    num_drafts = tl.where(branches > 0, room, 0)
+    sources = tl.where(j < num_drafts, sources, -1)
     tl.store(proposal.drafts + b * k + j, tl.load(text + sources, sources >= 0, other=0), j < k)
     tl.store(proposal.source + b * k + j, sources, j < k)
     if SLOTS > 1:
-        tl.store(proposal.parents + b * k + j, tl.where(j < made, parents, 0), j < k)
-    tl.store(proposal.num_drafts + b, made)
+        tl.store(proposal.parents + b * k + j, tl.where(j < num_drafts, parents, 0), j < k)
+    tl.store(proposal.num_drafts + b, num_drafts)
     tl.store(proposal.match_len + b, match_len)
     tl.store(proposal.drafter + b, 0)
 

@@ -1,15 +1,15 @@
-"""What a drafter hands over, guessed tokens of the rows of a step, and the batch that scores them.
+"""The drafts that a drafter proposes for the rows of a step, and the batch that scores them.
 
-A row's drafts are places 1 .. num_drafts of its row in the step; place 0 is its last committed token. In
-a chain each draft follows the one before. A tree says for each draft which place it follows; parents
-come before their children, so the first n drafts of a tree are a tree too, and siblings differ.
+Place 0 of a row is its last committed token; places 1 .. num_drafts are its drafts. In a chain, each draft
+follows the previous one. In a tree, `parents` gives the place that each draft follows. Parents come before
+their children, so the first n drafts of a tree form a tree too. Siblings are different tokens.
 
-`lay_out` gives every row K + 1 tokens, in the padded layout of `batch.py`. It does not trust the drafter:
-drafts beyond the request's `max_len` are dropped, and so are all from the first outside the vocabulary or
-without an earlier parent. Padding rows (-1) and rows whose request has ended get q_len 0, slots of -1 and a
-request row of -1, so that later operations skip them. Drafts that form trees get the positions of their
-depth, and each the mask of its ancestors. `lay_out_text` is `Batch.of_grid` in one launch: tokens of the
-rows' own texts, for a drafter that writes ahead. Kernel: one program per row and 1024 pages.
+`lay_out` builds a batch of K + 1 tokens per row, in the padded layout of `batch.py`. It validates the drafts:
+those beyond the request's `max_len` are dropped, as are all from the first one that is outside the vocabulary
+or has no earlier parent. Padding rows (-1) and finished rows get q_len 0, slots of -1 and request row -1, so
+that later operations skip them. The position of a tree node follows from its depth, and its mask from its
+ancestors. `lay_out_text` is `Batch.of_grid` in one launch: a batch of tokens of the rows' own texts, for
+drafters that run a model. Kernel: one program per row and 1024 cache blocks.
 """
 
 from dataclasses import replace
@@ -27,37 +27,37 @@ from ..native import call
 from ..table import Table
 
 _RUNNING = tl.constexpr(RUNNING)
-PAGES = tl.constexpr(1024)  # per program
+BLOCKS = tl.constexpr(1024)  # entries of the block table per program
 
 
 class Proposal(NamedTuple):
-    """Drafts for B rows, at most K each."""
+    """Up to K drafts for each of B rows."""
 
-    drafts: Tensor  # [B, K] int32, the guesses, anything beyond their number
+    drafts: Tensor  # [B, K] int32, draft tokens; those beyond num_drafts are ignored
     num_drafts: Tensor  # [B] int32
-    source: Tensor  # [B, K] int32, index in the row's history that each draft was copied from, else GUESSED
-    match_len: Tensor  # [B] int32, length of the n-gram match, 0 where there is none
-    drafter: Tensor  # [B] int32, its index in the method ("ngram+draft": 0, 1); unused without drafts
-    parents: Tensor | None = None  # [B, K] int32, trees only: the place (0 .. K) that each draft follows
-    logits: Tensor | None = None  # [B, K, V], just what the drafts were drawn from, if a model drew them
-    sampled: Tensor | None = None  # [B] bool, rows that were drawn from `logits`; None: all, if chains
+    source: Tensor  # [B, K] int32, index in the history that a draft was copied from, else GUESSED
+    match_len: Tensor  # [B] int32, length of the n-gram match, 0 if none
+    drafter: Tensor  # [B] int32, index of the drafter in a method ("ngram+draft": 0, 1); unused if no drafts
+    parents: Tensor | None = None  # [B, K] int32, trees only: the place 0 .. K that each draft follows
+    logits: Tensor | None = None  # [B, K, V], the logits that a model drew the drafts from, if it did
+    sampled: Tensor | None = None  # [B] bool, rows drawn from `logits`; None: all if chains, else none
 
 
 def empty_proposal(rows: Tensor, k: int, tree: bool) -> Proposal:
-    """Return memory for a proposal of `rows` [B]."""
+    """Return an uninitialized proposal for `rows` [B]."""
     B = len(rows)
     return Proposal(*map(rows.new_empty, [(B, k), (B,), (B, k), (B,), (B,), *[(B, k)] * tree]))
 
 
 def merge(in_first: Tensor, first: Proposal, second: Proposal) -> Proposal:
-    """Return the rows of `first` where `in_first` [B] is true, else those of `second`. The logits are those
-    of `second` if it has any; drafts drawn from other logits count as not drawn."""
+    """Select rows of `first` where `in_first` [B] is true, and of `second` elsewhere. The result has the
+    logits of `second` if set, else of `first`; drafts from other logits are marked as not drawn."""
 
     def choose(one: Tensor, other: Tensor) -> Tensor:
         return torch.where(in_first if one.dim() == 1 else in_first[:, None], one, other)
 
-    def drawn(given: Proposal) -> Any:  # from `logits`: [B] bool, or a bool for all rows
-        return given.logits is logits and (given.parents is None if given.sampled is None else given.sampled)
+    def drawn(part: Proposal) -> Any:  # whether rows are drawn from `logits`: [B] bool or bool
+        return part.logits is logits and (part.parents is None if part.sampled is None else part.sampled)
 
     is_tree = first.parents is not None or second.parents is not None
     parents = choose(parents_of(first), parents_of(second)) if is_tree else None
@@ -68,7 +68,7 @@ def merge(in_first: Tensor, first: Proposal, second: Proposal) -> Proposal:
 
 
 def parents_of(proposal: Proposal) -> Tensor:
-    """Return the parents [B, K] of a proposal; a chain is a tree as well."""
+    """Return the parents [B, K] of a proposal, for a chain those of the equivalent tree."""
     if proposal.parents is not None:
         return proposal.parents
     B, k = proposal.drafts.shape
@@ -76,27 +76,27 @@ def parents_of(proposal: Proposal) -> Tensor:
 
 
 def room(table: Table, rows: Tensor, k: int) -> Tensor:
-    """Return how many of k drafts each request row can use, [B] int32; 0 for rows that take no part. A row
-    with one token left to `max_len` can use none, as the target gives that one."""
+    """Return how many of k drafts each request row can use, [B] int32; 0 for inactive rows. A row that is one
+    token short of `max_len` can use none, because the target always emits one token."""
     index = rows.clamp(min=0)
     left = torch.minimum(table.limit[index], table.max_len[index] - table.num_tokens[index] - 1)
-    takes_part = (rows >= 0) & (table.finished[index] == RUNNING)
-    return torch.where(takes_part, left.clamp(0, k), 0)
+    active = (rows >= 0) & (table.finished[index] == RUNNING)
+    return torch.where(active, left.clamp(0, k), 0)
 
 
 @triton.jit
 def room_of(table, s, k):
-    """`room` of one request row."""
+    """Return `room` of one request row."""
     row = tl.maximum(s, 0)
     left = tl.load(table.max_len + row) - tl.load(table.num_tokens + row) - 1
     left = tl.minimum(left, tl.load(table.limit + row))
-    takes_part = (s >= 0) & (tl.load(table.finished + row) == _RUNNING)
-    return tl.where(takes_part, tl.minimum(tl.maximum(left, 0), k), 0)
+    active = (s >= 0) & (tl.load(table.finished + row) == _RUNNING)
+    return tl.where(active, tl.minimum(tl.maximum(left, 0), k), 0)
 
 
 def lay_out(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False) -> Batch:
-    """Return the padded batch of `rows` [B] int32, request rows or -1, and their drafts; or the packed one.
-    Never waits for the device on a GPU, unless packed."""
+    """Return the batch that scores the drafts of request rows `rows` [B] int32 (-1: inactive), in the padded
+    or packed layout. On a GPU, synchronizes only if packed."""
     if not use_triton(rows) and use_native(rows, torch.int32):
         return native(table, rows, proposal, packed)
     batch = (launch if use_triton(rows) else naive)(table, rows, proposal)
@@ -106,7 +106,7 @@ def lay_out(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False
 def lay_out_text(
     table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
 ) -> Batch:
-    """See `Batch.of_grid`."""
+    """Return `Batch.of_grid` of the same arguments."""
     if not use_triton(rows):
         return Batch.of_grid(table, rows, first, count, width, bound)
     return _fill(_empty(table, rows, width, bound=bound), table, rows, (first, count))
@@ -129,18 +129,18 @@ def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     return replace(chain, input_ids=input_ids, positions=positions, ancestors=ancestors, parents=parents)
 
 
-def num_valid(proposal: Proposal, fit: Tensor, vocab_size: int) -> Tensor:
-    """Return how many drafts of each row take part, [B] int32, of which at most `fit` [B] do."""
+def num_valid(proposal: Proposal, limit: Tensor, vocab_size: int) -> Tensor:
+    """Return the number of valid drafts of each row, at most `limit` [B], [B] int32."""
     drafts, parents = proposal.drafts, proposal.parents
     valid = (drafts >= 0) & (drafts < vocab_size)
     if parents is not None:
         valid &= (parents >= 0) & (parents <= torch.arange(parents.shape[1], device=parents.device))
-    return proposal.num_drafts.minimum(fit).minimum(valid.int().cumprod(1).sum(1)).clamp(min=0).int()
+    return proposal.num_drafts.minimum(limit).minimum(valid.int().cumprod(1).sum(1)).clamp(min=0).int()
 
 
 def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [B, K + 1] int32, the depth of each place of trees [B, K], and [B * (K + 1)] int64, the mask of
-    its ancestors. Parents come before their children."""
+    """Return the depth [B, K + 1] int32 and the ancestor mask [B * (K + 1)] int64 of each place of trees with
+    `parents` [B, K]."""
     depths, masks = [], []
     for tree in parents.tolist():
         depth, mask = [0], [1]
@@ -153,7 +153,7 @@ def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False) -> Batch:
-    """By `native/step.cpp`."""
+    """Run `nanospec_lay_out` of `native/step.cpp`."""
     batch = _empty(table, rows, proposal.drafts.shape[1] + 1, proposal.parents is not None)
     words = *proposal[:6], *proposal.drafts.shape, rows, packed, *batch.words
     T, longest, kv_len = call("nanospec_lay_out", *table, *words, 0, 0, 0)[-3:]
@@ -162,8 +162,8 @@ def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False)
 
 @triton.jit
 def _depths_and_masks_of(parents, n, k, WIDTH: tl.constexpr):
-    """`_depths_and_masks` of one tree, [WIDTH] each; `parents` points to those of its k drafts, of which n
-    take part."""
+    """Return `_depths_and_masks` of one tree, [WIDTH] each. `parents` points to those of its k drafts, of
+    which the first n are used."""
     i, depth = tl.arange(0, WIDTH), tl.zeros([WIDTH], tl.int32)
     mask = tl.full([WIDTH], 1, tl.int64)
     for node in range(1, k + 1):
@@ -175,45 +175,45 @@ def _depths_and_masks_of(parents, n, k, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["width"])
-def _lay_out(table, rows, given, batch, width, TEXT: tl.constexpr, WIDTH: tl.constexpr):
-    """`given`: a proposal or, with TEXT, the index of the first token and the number of tokens."""
+def _lay_out(table, rows, inputs, batch, width, TEXT: tl.constexpr, WIDTH: tl.constexpr):
+    """`inputs`: a proposal; with TEXT, the first index and the number of tokens of each row."""
     b, i, block_size = tl.program_id(0), tl.arange(0, WIDTH), table.block_size
     s = tl.load(rows + b)
     row = tl.maximum(s, 0).to(tl.int64)
-    text, pages = table.tokens + row * table.max_context, table.block_table + row * table.max_blocks
+    text, blocks = table.tokens + row * table.max_context, table.block_table + row * table.max_blocks
     if TEXT:
-        base, n = tl.load(given[0] + b), tl.where(s >= 0, tl.load(given[1] + b), 0)
+        base, n = tl.load(inputs[0] + b), tl.where(s >= 0, tl.load(inputs[1] + b), 0)
     else:
         base = tl.maximum(tl.load(table.num_tokens + row) - 1, 0)
         drafted, is_draft = b * (width - 1) + i - 1, (i > 0) & (i < width)
-        draft = tl.load(given.drafts + drafted, is_draft, other=0)
+        draft = tl.load(inputs.drafts + drafted, is_draft, other=0)
         valid = (draft >= 0) & (draft < table.vocab_size)
         if batch.TREE:
-            parent = tl.load(given.parents + drafted, is_draft, other=0)
+            parent = tl.load(inputs.parents + drafted, is_draft, other=0)
             valid &= (parent >= 0) & (parent < tl.maximum(i, 1))
-        fit = tl.load(table.max_len + row) - base - 2
-        most = tl.minimum(tl.minimum(tl.load(given.num_drafts + b), fit), width - 1)
-        drafts = tl.minimum(tl.maximum(most, 0), tl.min(tl.where(valid, WIDTH, i - 1)))
+        limit = tl.load(table.max_len + row) - base - 2
+        limit = tl.minimum(tl.minimum(tl.load(inputs.num_drafts + b), limit), width - 1)
+        drafts = tl.minimum(tl.maximum(limit, 0), tl.min(tl.where(valid, WIDTH, i - 1)))
         n = tl.where((s >= 0) & (tl.load(table.finished + row) == _RUNNING), drafts + 1, 0)
-    # The row's pages, as far as the step reads them.
-    j = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
+    # Copy the part of the row's block table that the step reads.
+    j = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     used = (j < table.max_blocks) & (j * block_size < base + n)
     out = batch.block_table + b.to(tl.int64) * table.max_blocks
-    tl.store(out + j, tl.load(pages + j, used, other=0), used)
+    tl.store(out + j, tl.load(blocks + j, used, other=0), used)
     if tl.program_id(1) == 0:
         tl.store(batch.rows + b, tl.where(n > 0, s, -1))
         tl.store(batch.q_start + b, b * width)
         tl.store(batch.q_len + b, n)
         tl.store(batch.base_len + b, base)
         at, depth, index = b * width + i, i, tl.where(i < n, base + i, 0)
-        slot = tl.load(pages + index // block_size, i < n, other=0) * block_size + index % block_size
+        slot = tl.load(blocks + index // block_size, i < n, other=0) * block_size + index % block_size
         tl.store(batch.slots + at, tl.where(i < n, slot, -1), i < width)
         if TEXT:
             token = tl.load(text + index, i < width)
         else:
             token = tl.where(i > 0, tl.where(i <= drafts, draft, 0), tl.load(text + base))
             if batch.TREE:
-                depth, mask = _depths_and_masks_of(given.parents + b * (width - 1), drafts, width - 1, WIDTH)
+                depth, mask = _depths_and_masks_of(inputs.parents + b * (width - 1), drafts, width - 1, WIDTH)
                 tl.store(batch.ancestors + at, mask, i < width)
                 tl.store(batch.parents + at, tl.where(i <= drafts, parent, 0), i < width)
         tl.store(batch.input_ids + at, token, i < width)
@@ -226,17 +226,17 @@ def launch(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
 
 
 def _empty(table: Table, rows: Tensor, width: int, tree: bool = False, bound: int | None = None) -> Batch:
-    """Return memory for `width` tokens per row."""
+    """Return an uninitialized batch of `width` tokens per row."""
     B, T, new = len(rows), len(rows) * width, rows.new_empty
     tensors = new(B), new(T), new(T), new(T), new(B, table.max_blocks), new(B), new(B), new(B)
     trees = (new(T, dtype=torch.int64), new(T)) if tree else ()
     return Batch(*tensors, width, bound or table.max_context, *trees)
 
 
-def _fill(batch: Batch, table: Table, rows: Tensor, given: Proposal | tuple[Tensor, Tensor]) -> Batch:
-    """Launch the kernel."""
+def _fill(batch: Batch, table: Table, rows: Tensor, inputs: Proposal | tuple[Tensor, Tensor]) -> Batch:
+    """Launch the kernel to fill `batch`."""
     if len(rows):
-        grid, width = (len(rows), triton.cdiv(table.max_blocks, PAGES.value)), batch.max_q_len
-        constants = {"TEXT": not isinstance(given, Proposal), "WIDTH": next_power_of_2(width)}
-        _lay_out[grid](table, rows, given, batch.tensors, width, **constants, num_warps=4)
+        grid, width = (len(rows), triton.cdiv(table.max_blocks, BLOCKS.value)), batch.max_q_len
+        constants = {"TEXT": not isinstance(inputs, Proposal), "WIDTH": next_power_of_2(width)}
+        _lay_out[grid](table, rows, inputs, batch.tensors, width, **constants, num_warps=4)
     return batch

@@ -1,22 +1,22 @@
-"""Compare the drafts with the target's own tokens, append what holds to the history, and report it.
+"""Verify the drafts against the target's own tokens, and append the emitted tokens to the history.
 
-    targets      [T] int32            the target's token after each scored token (`sample`), NAN_TOKEN if none
-    report       [B, 6 + 2 Q] int32   a line per row for the host, see `report.py`
-    num_emitted  [B] int32            accepted drafts + 1, before the cut below; 0 for rows of length 0
-    path         [B, Q] int32         place in its row of the query that drew each emitted token, so that
-                                      the KV of accepted tree nodes can be moved into place; 0 beyond
+    targets      [T] int32            the target's token after each scored token (`sample`), or NAN_TOKEN
+    report       [B, 6 + 2 Q] int32   one line per row for the host, see `report.py`
+    num_emitted  [B] int32            accepted drafts + 1, before truncation; 0 for rows of length 0
+    path         [B, Q] int32         place in the row of the query that drew each emitted token, then zeros;
+                                      `kv_move` moves the K/V of accepted tree nodes accordingly
 
-The rule: the target draws its own token x at each position. A draft is accepted iff it equals x; the
-first that does not is replaced by x; if all match, the last x is the bonus. In a tree, go from each
-node to the first child that carries x. So the emitted tokens are exactly those of decoding without
-drafts.
+The rule: the target draws its own token x at each position. A draft is accepted iff it equals x. The first
+draft that differs is replaced by x; if all match, the last x is the bonus token. In a tree, verification
+goes from each node to the first child whose token is x. The emitted tokens are therefore exactly those of
+decoding without speculation.
 
-The run of emitted tokens is cut after the first stop token and where the request holds `max_len` tokens,
-whichever comes first. At NAN_TOKEN the row ends; it and later tokens are dropped. `tokens`, `num_tokens`,
-`output_counts` and `finished` of the table are updated in place. A row that has finished is left alone, so
-that the device may run ahead of the host that retires it. No two batch rows may be the same request.
+The emitted tokens are truncated after the first stop token, or where the request reaches `max_len` tokens,
+whichever comes first. At NAN_TOKEN the request ends; this and later tokens are dropped. `tokens`,
+`num_tokens`, `output_counts` and `finished` of the table are updated in place. Finished rows are not
+changed, so the device may run ahead of the host. A request must not occur in two batch rows.
 
-Kernel: one program of one warp per row, of at most 64 tokens.
+Kernel: one program of one warp per row of at most 64 tokens.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from .proposal import Proposal
 
 _RUNNING, _STOPPED, _LENGTH, _NAN = map(tl.constexpr, (RUNNING, STOPPED, LENGTH, NAN))
 _NAN_TOKEN, _OWN, STOPS = map(tl.constexpr, (NAN_TOKEN, OWN, MAX_STOP_IDS))
-COUNTS = tl.constexpr(6)  # columns of a report before the tokens
+COUNTS = tl.constexpr(6)  # columns of a report that precede the tokens
 
 
 class Verdict(NamedTuple):
@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
 
 
 def commit(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
-    """Walk each row's drafts along the target's tokens, and append the tokens passed to its history."""
+    """Verify the drafts of each row and append the emitted tokens to its history."""
     if use_triton(targets):
         return launch(targets, batch, table, proposal)
     return (native if use_native(targets, torch.int32) else naive)(targets, batch, table, proposal)
@@ -55,14 +55,14 @@ def commit(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> V
 
 def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     drawn, Q = targets.tolist(), batch.max_q_len
-    given = (proposal.drafter.tolist(), proposal.match_len.tolist(), proposal.source.tolist())
+    proposed = (proposal.drafter.tolist(), proposal.match_len.tolist(), proposal.source.tolist())
     lines, num_emitted, paths = [], [], []
-    for row, drafter, match_len, source in zip(rows_of(batch), *given, strict=True):
+    for row, drafter, match_len, source in zip(rows_of(batch), *proposed, strict=True):
         path = list(row.walk(drawn))
         run = [drawn[row.start + place] for place in path]
         kept, code = _append(table, row.request, run)
         counts = [kept, max(len(row.ids) - 1, 0), max(len(run) - 1, 0), drafter, match_len, code]
-        # Token i of the run was the draft at place path[i + 1]; the last was none.
+        # Emitted token i was the draft at place path[i + 1]; the last one was not a draft.
         drafted = [source[place - 1] for place in path[1:]]
         lines.append(counts + run + [-1] * (Q - len(run)) + drafted + [OWN] * (Q - len(drafted)))
         num_emitted.append(len(run))
@@ -72,7 +72,7 @@ def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Ve
 
 
 def _append(table: Table, s: int, run: list[int]) -> tuple[int, int]:
-    """Append a run of tokens to request row s. Return how many were kept, and the row's code afterwards."""
+    """Append emitted tokens to request row s. Return the number kept, and the new value of `finished`."""
     kept, code = 0, int(table.finished[s]) if s >= 0 else RUNNING
     if s < 0 or not run or code != RUNNING:
         return 0, code
@@ -95,7 +95,7 @@ def _append(table: Table, s: int, run: list[int]) -> tuple[int, int]:
 
 
 def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
-    """By `native/step.cpp`."""
+    """Run `nanospec_commit` of `native/step.cpp`."""
     verdict = _empty(batch)
     words = *batch.words, *proposal[:6], *proposal.drafts.shape
     call("nanospec_commit", *table, *words, targets, *verdict)
@@ -109,8 +109,8 @@ def _empty(batch: Batch) -> Verdict:
 
 @triton.jit
 def _walk(targets, batch, WIDTH: tl.constexpr):
-    """Return the length of this program's row, the tokens that it emits [WIDTH], their number and their
-    places [WIDTH]."""
+    """Return the length of this program's row, its emitted tokens [WIDTH], their number, and their places
+    [WIDTH]."""
     b, place = tl.program_id(0), tl.arange(0, WIDTH)
     start, n = tl.load(batch.q_start + b), tl.load(batch.q_len + b)
     inside = place < n
@@ -121,7 +121,7 @@ def _walk(targets, batch, WIDTH: tl.constexpr):
         parent = tl.load(batch.parents + start + place, draft, other=-1)
     path, emitted = tl.zeros([WIDTH], tl.int32), tl.full([WIDTH], -1, tl.int32)
     count, node = n * 0, tl.where(n > 0, 0, WIDTH)
-    while (node < WIDTH) & (count < n):  # ends a walk in a circle too
+    while (node < WIDTH) & (count < n):  # ends even if parents form a cycle
         drawn = tl.sum(tl.where(place == node, x, 0))
         path = tl.where(place == count, node, path)
         emitted = tl.where(place == count, drawn, emitted)
@@ -132,7 +132,7 @@ def _walk(targets, batch, WIDTH: tl.constexpr):
 
 @triton.jit
 def _append_run(table, s, emitted, count, WIDTH: tl.constexpr):
-    """`_append` of the first `count` of the `emitted` [WIDTH] tokens."""
+    """Run `_append` on the first `count` of the `emitted` tokens [WIDTH]."""
     never = 2 * WIDTH
     place, m = tl.arange(0, WIDTH), tl.arange(0, STOPS)
     stops = tl.load(table.stop_ids + s * table.num_stops + m, m < table.num_stops, other=-1)
@@ -150,7 +150,7 @@ def _append_run(table, s, emitted, count, WIDTH: tl.constexpr):
     keep = place < kept
     row = s.to(tl.int64)
     tl.store(table.tokens + row * table.max_context + start + place, emitted, keep)
-    # Atomic, since a token may occur twice in the run.
+    # Atomic, because a token may be emitted twice.
     tl.atomic_add(table.output_counts + row * table.vocab_size + emitted, 1, keep, sem="relaxed")
     tl.store(table.num_tokens + s, start + kept)
     tl.store(table.finished + s, code.to(tl.int8))
@@ -177,7 +177,7 @@ def _commit(targets, batch, table, proposal, verdict, sizes, WIDTH: tl.constexpr
     tl.store(line + 5, code)
     tl.store(line + COUNTS + place, emitted, place < Q)
     source = tl.load(proposal.source + b * K + path - 1, (place > 0) & (place < count), other=_OWN)
-    before = tl.where(place > 0, place - 1, Q - 1)  # of the token drafted here; the last one gets OWN
+    before = tl.where(place > 0, place - 1, Q - 1)  # column of this draft; the last column gets OWN
     tl.store(line + COUNTS + Q + before, source, place < Q)
 
 
