@@ -1,11 +1,11 @@
-// `multiply` of arithmetic.h by the matrix unit of Intel's processors (AMX). One of its instructions multiplies 16 rows of
-// 32 numbers with 16 columns, in an order of its own: it adds up the even and the odd numbers, and their sums to what
-// there was. So that a row's bits do not depend on the rows beside it, it also multiplies single rows.
+// `multiply` of arithmetic.h with AMX, the matrix unit of Intel processors. An instruction multiplies 16 rows of 32
+// elements with 16 columns. Its order of summation is different: even and odd elements are summed separately and then
+// added to the accumulator. It is therefore used for single rows too, so that results do not depend on the batch.
 
 #pragma once
 #include "arithmetic.h"
 
-constexpr long AT_ONCE = 2 * LANES;  // rows
+constexpr long AT_ONCE = 2 * LANES;  // maximum number of rows
 
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
@@ -13,21 +13,21 @@ constexpr long AT_ONCE = 2 * LANES;  // rows
 
 #include <algorithm>
 
-// Whether the system lets this process use the unit's registers.
+// Returns whether the operating system permits the use of the AMX registers.
 inline bool has_amx() {
     static const bool permitted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
     return permitted;
 }
 
-// What a thread has told its unit: that registers 0 and 1 hold sums of `upper` rows, 2 and 3 of `lower` ones, 4 and 5
-// such rows of x, and 6 and 7 so many pairs of rows of the matrix.
+// The tile configuration of a thread: registers 0 and 1 hold the sums of `upper` rows, 2 and 3 those of `lower` rows, 4
+// and 5 these rows of x, and 6 and 7 `pairs` pairs of rows of the matrix.
 struct Shape {
     int upper = 0, lower = 0, pairs = 0;
 
     void set(int upper, int lower, int pairs) {
         if (upper == this->upper && lower == this->lower && pairs == this->pairs) return;
         *this = {upper, lower, pairs};
-        const uint8_t line = LANES * 4, run = pairs * 4;  // bytes of a register's row
+        const uint8_t line = LANES * 4, run = pairs * 4;  // bytes per row of a register
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t bytes[16];
@@ -36,11 +36,11 @@ struct Shape {
         const int more = std::max(lower, 1);  // a register without rows is an error
         const int rows[] = {upper, upper, more, more, upper, more, pairs, pairs};
         std::copy(rows, rows + 8, all.rows);
-        asm volatile("" ::: "memory");  // GCC does not know that all of it is read
+        asm volatile("" ::: "memory");  // GCC does not know that the instruction reads all of it
         _tile_loadconfig(&all);
     }
 
-    void forget() {
+    void release() {
         if (pairs) _tile_release();
         *this = {};
     }
@@ -48,14 +48,14 @@ struct Shape {
 
 inline constinit thread_local Shape shape;
 
-// `multiply` for m <= AT_ONCE rows, if RUN divides `pairs`.
+// `multiply` for m <= AT_ONCE rows. RUN must divide `pairs`.
 template <class Matrix>
 static void multiply_amx(long m, const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
     constexpr long RUN = Matrix::RUN;
     const long row = stride * sizeof(bf16), step = matrix.stride(), to = sums.stride * sizeof(float);
     const int upper = std::min<long>(m, LANES), lower = m - upper;
     shape.set(upper, lower, RUN);
-    asm volatile("" ::: "memory");  // nor that these instructions read memory at all
+    asm volatile("" ::: "memory");  // GCC does not know that these instructions read memory
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -85,11 +85,11 @@ template <class Matrix>
 static void multiply_amx(long, const bf16*, long, const Matrix&, long, Sums) {}
 #endif
 
-// What a thread holds while it multiplies. (A thread is switched more slowly while the matrix unit's registers are in use.)
+// Sets the floating-point mode of a thread for products. Finally releases AMX, which slows down context switches.
 struct Unit {
 #ifdef __SSE__
-    // Sums too small for a normal float are 0, as instructions for bfloat16 have it anyway; those for floats would take ten
-    // times as long for them.
+    // Flushes denormals to zero, as bfloat16 instructions always do; with float instructions, denormals take ten times
+    // as long.
     const unsigned before = _mm_getcsr();
     Unit() { _mm_setcsr(before | 0x8040 /* flush to zero, denormals are zero */); }
 #endif
@@ -98,7 +98,7 @@ struct Unit {
         _mm_setcsr(before);
 #endif
 #ifdef __AMX_BF16__
-        shape.forget();
+        shape.release();
 #endif
     }
 };

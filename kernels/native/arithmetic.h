@@ -1,5 +1,5 @@
-// bfloat16 numbers, vectors of 16 lanes, and `multiply`, the product that all others consist of (for a matrix unit see
-// amx.h).
+// bfloat16 conversion, vectors of 16 lanes, and `multiply`, the inner kernel of all matrix products (the AMX version is
+// in amx.h).
 
 #pragma once
 #include <algorithm>
@@ -16,8 +16,8 @@ typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 
-// Only AMD's processors have SSE4a. The instruction that multiplies pairs of bfloat16 numbers is used on those alone: on
-// Intel's it is half as fast as the instructions for floats (bench/LOG.md).
+// Only AMD processors have SSE4a. The instruction that multiplies pairs of bfloat16 numbers is used on AMD only: on
+// Intel it is half as fast as float instructions (bench/LOG.md).
 #ifdef __SSE4A__
 constexpr bool AMD = true;
 #ifdef __AVX512BF16__
@@ -30,7 +30,7 @@ constexpr bool AMD = false;
 constexpr float LOG2_E = 1.44269504f;
 constexpr int LANES = 16;
 
-// A vector of the processor's own width. GCC keeps wider ones in memory and compares them number by number.
+// Vector size of the processor. GCC keeps wider vectors in memory and compares them element by element.
 #ifdef __AVX512F__
 constexpr int BYTES = 64;
 #elif defined(__AVX__)
@@ -42,8 +42,8 @@ typedef float Part __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef uint32_t PartWords __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int32_t PartInts __attribute__((vector_size(BYTES), aligned(4), may_alias));
 
-// Returns f of the parts of the vectors at a, b, ..., part by part. By address: a reference would promise 64-byte
-// alignment, which templates assume of their arguments.
+// Applies f to vectors of the processor's size, part by part. The arguments are pointers because in templates,
+// references would imply an alignment of 64 bytes.
 template <class F, class... Vectors>
 static inline Floats by_parts(F f, const Vectors*... of) {
     Floats result;
@@ -56,7 +56,7 @@ static inline float to_float(bf16 x) {
     return std::bit_cast<float>(uint32_t(x) << 16);
 }
 
-static inline bf16 to_bf16(float value) {  // to the nearest, ties to even
+static inline bf16 to_bf16(float value) {  // rounds to nearest, ties to even
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     return value == value ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0;
 }
@@ -65,7 +65,7 @@ static inline Floats splat(float value) { return Floats{} + value; }
 
 static inline Floats load(const float* from) { return *(const Floats*)from; }
 
-// memcpy, as one instruction if it is the whole of a vector.
+// memcpy, compiled to a single instruction if `bytes` is a whole vector.
 template <long WHOLE>
 static inline void copy_some(void* to, const void* from, long bytes) {
     bytes == WHOLE ? memcpy(to, from, WHOLE) : memcpy(to, from, bytes);
@@ -90,7 +90,7 @@ static inline void store(Floats values, bf16* to, long n = LANES) {
     copy_some<sizeof halves>(to, &halves, n * sizeof(bf16));
 }
 
-// Exchanges each lane i with lane i ^ step.
+// Returns v with lane i exchanged with lane i ^ step.
 static inline Floats swapped(Floats v, int step) {
     Ints lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i ^ step;
@@ -107,7 +107,7 @@ static inline Floats larger(Floats a, Floats b) {
 
 static inline Floats negative(Floats x) { return (Floats)((Words)x | 0x80000000); }  // -|x|
 
-static inline float sum(Floats v) {  // by a tree
+static inline float sum(Floats v) {  // pairwise
 #pragma GCC unroll 3
     for (int step : {8, 4, 2}) v += swapped(v, step);
     return v[0] + v[1];
@@ -129,7 +129,7 @@ static inline Part exp2_of(Part x) {
     return (Part)_mm512_scalef_ps(r, w);
 #else
     Part whole = x < -126 ? Part{} - 126 : x;
-    whole = (whole + 12582912) - 12582912;  // rounded: 1.5 * 2^23 has no bits for fractions
+    whole = (whole + 12582912) - 12582912;  // rounds to an integer: 1.5 * 2^23 has no fraction bits
     Part f = x - whole, y = Part{} + 1.5403530e-4f;
     for (float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) y = y * f + c;
     const PartWords power = PartWords(__builtin_convertvector(whole, PartInts) + 127) << 23;
@@ -146,39 +146,39 @@ static inline Floats tanh_of(Floats x) {  // to 4e-7
     return (Floats)((Words)size ^ ((Words)x & 0x80000000));
 }
 
-// Where the sums of some rows are written, 32 for each.
+// The output of `multiply`: 32 sums per row.
 struct Sums {
     float* data;
-    long stride;  // numbers from one row to the next
+    long stride;  // elements between rows
 
     float* operator[](long m) const { return data + m * stride; }
 };
 
-// 32 columns of a matrix as `multiply` reads them: by pairs of rows, where a word holds both numbers of a column. Columns
-// 0..15 of pair p are at left(p), columns 16..31 at right(p). Within each RUN of pairs, a pair's columns lie stride()
-// bytes behind those of the pair before. prefetch(p, n) is called with n pairs from p and prefetches later data.
+// 32 columns of a matrix, as pairs of rows: a word holds two consecutive elements of a column. Columns 0..15 of pair p
+// are at left(p), columns 16..31 at right(p). Within a RUN of pairs, consecutive pairs are stride() bytes apart.
+// prefetch(p, n) is called when pairs p .. p + n - 1 are processed, and prefetches later data.
 struct Strip {
     const Words* data;  // [pairs][32]
-    const char* ahead;  // data to prefetch, `step` bytes for each pair
+    const char* ahead;  // data to prefetch, `step` bytes per pair
     long step;
     static constexpr long RUN = 16;
 
     static long stride() { return WIDTH * sizeof(uint32_t); }
     const void* left(long p) const { return data + 2 * p; }
     const void* right(long p) const { return data + 2 * p + 1; }
-    void prefetch(long p, long count) const {  // to the second-level cache: a strip may be larger than the first
+    void prefetch(long p, long count) const {  // into L2: a strip may be larger than L1
         for (long i = p * step; i < (p + count) * step; i += 64) __builtin_prefetch(ahead + i, 0, 2);
     }
 };
 
-// A part of M rows of x. add(sums, m, w) adds the products of row m's current pair of numbers with 16 columns; next()
-// moves to the next pair.
+// A part of M rows of x. add(sums, m, w) returns `sums` plus the product of the current pair of row m with 16 columns;
+// next() advances to the next pair.
 #ifdef BY_PAIRS
 constexpr long PART = 1 << 30;  // pairs
 
 template <int M>
 struct RowsPart {
-    const bf16* at[(M + 2) / 3];  // three rows to an address: the processor adds the stride once or twice
+    const bf16* at[(M + 2) / 3];  // one address per three rows: addressing modes add the stride
     const long stride;
 
     RowsPart(const bf16* x, long stride, long) : stride(stride) {
@@ -188,7 +188,7 @@ struct RowsPart {
 #pragma GCC unroll 4
         for (int i = 0; i < (M + 2) / 3; i++) {
             at[i] += 2;
-            asm("" : "+r"(at[i]));  // else GCC keeps the addresses as a vector in memory: a sixth slower
+            asm("" : "+r"(at[i]));  // otherwise GCC keeps the addresses in a vector in memory, 1/6 slower
         }
     }
     Floats add(Floats sums, int m, Words w) const {
@@ -198,7 +198,7 @@ struct RowsPart {
     }
 };
 #else
-constexpr long PART = 64;  // pairs: the floats of 12 rows, 6 KB, then stay in the first-level cache
+constexpr long PART = 64;  // pairs; the floats of 12 rows, 6 KB, then stay in the L1 cache
 static_assert(PART % LANES == 0);
 
 template <int M>
@@ -222,11 +222,11 @@ struct RowsPart {
 };
 #endif
 
-// Computes sums[m] = x[m] @ matrix for M rows x of 2 * pairs numbers, `stride` apart, and 32 columns of a matrix. Pairs
-// are added in ascending order for every M, so a row's bits do not depend on the other rows.
+// Computes sums[m] = x[m] @ matrix for M rows x of 2 * pairs elements, `stride` apart, and 32 columns of a matrix. Pairs
+// are added in ascending order for every M, so the result of a row does not depend on the other rows.
 template <class Matrix, int M>
 static void multiply(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
-    Floats s[M][2] = {};  // in registers, if both loops over it are unrolled
+    Floats s[M][2] = {};  // in registers, because the loops over m are unrolled
     for (long from = 0; from < pairs; from += PART) {
         const long end = std::min(from + PART, pairs);
         RowsPart<M> rows(x + 2 * from, stride, end - from);
@@ -244,9 +244,9 @@ static void multiply(const bf16* x, long stride, const Matrix& matrix, long pair
     for (int m = 0; m < M; m++) *(Floats*)sums[m] = s[m][0], *(Floats*)(sums[m] + LANES) = s[m][1];
 }
 
-// `multiply` for processors whose vectors are narrower, with the same bits as there without bfloat16 instructions.
+// `multiply` for processors with narrower vectors; bitwise identical to `multiply` without bfloat16 instructions.
 #ifndef __AVX512F__
-constexpr int FEW = 4;  // rows at once, measured with 16 registers of 32 bytes
+constexpr int FEW = 4;  // rows at once; the best with 16 registers of 32 bytes, by measurement
 
 template <class Matrix, int M>
 static void multiply_narrow(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {

@@ -1,13 +1,12 @@
-// Attention over the pages of the KV cache: scores (queries times keys), softmax, and weights times values.
+// Attention over the paged KV cache: scores (queries times keys), softmax, and weights times values.
 //
-// Both products use `multiply` of arithmetic.h directly on the tiles of the cache, for all query heads that share a
-// head of keys and values. The positions that a query sees are cut into spans with fixed borders. The results of the
-// spans are joined in order, so a query's bits depend neither on the other queries of the batch nor on which thread
-// computed which span.
+// Both products use `multiply` of arithmetic.h directly on the tiles of the cache, for all query heads that share a KV
+// head. The cache is divided into spans at fixed positions, and the partial results of the spans are combined in order.
+// So the output of a query depends neither on the other queries of the batch nor on the assignment of spans to threads.
 //
-// In a tree, a node of depth d must get the same bits as in a chain of its ancestors. So its ancestors' keys and values
-// are copied to positions base .. base + d of temporary tiles (`fold`). Spans that end before `base` are the same for
-// all nodes and are computed together; only the last one or two are computed for each node.
+// In a tree, the output of a node at depth d is bitwise identical to that in a chain of its ancestors: their keys and
+// values are copied to positions base .. base + d of temporary tiles (`fold`). Spans that end before `base` are the same
+// for all nodes and are computed together; only the last one or two are computed per node.
 
 #pragma once
 #include <cmath>
@@ -16,23 +15,23 @@
 #include "cache.h"
 #include "product.h"
 
-constexpr long SPAN = 256;     // positions of a span
-constexpr long TOGETHER = 96;  // rows of a piece (queries times the heads of a group), unless one group has more
-constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // as models/cpu.py has them
-constexpr long MAX_NODES = 64, COPIES = MAX_NODES / LANES + 1;  // nodes of a tree; tiles that hold copies of them
-constexpr long APART = 64 << 20;                                // bytes that the results of spans may take
+constexpr long SPAN = 256;     // positions per span
+constexpr long TOGETHER = 96;  // maximum rows of a piece (queries * heads of a group), unless one group has more
+constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // same as in models/cpu.py
+constexpr long MAX_NODES = 64, COPIES = MAX_NODES / LANES + 1;  // nodes of a tree; tiles for copies of them
+constexpr long APART = 64 << 20;                                // maximum bytes of the partial results of spans
 
-// A unit of work: some queries of one row, for one head of keys and values and the query heads that share it.
+// A unit of work: some queries of one row, for one KV head and the query heads that share it.
 struct Piece {
     long row, head, first, count;  // queries first .. first + count - 1 of the row
     long begin, end;               // cache indices
 };
 
-// What a query sees: positions low .. high - 1.
+// The positions that a query attends to: low .. high - 1.
 struct Seen {
     long low, high;
 
-    // Sets the scores of unseen positions, of the 32 from `first` on, to -infinity.
+    // Sets the scores of the other positions to -infinity, among the 32 from `first` on.
     void hide(float* scores, long first) const {
         if (first >= low && first + WIDTH <= high) return;
         for (long n = 0; n < WIDTH; n++) scores[n] = first + n >= low && first + n < high ? scores[n] : -INFINITY;
@@ -44,8 +43,8 @@ inline Seen seen_by(const Batch& batch, long row, long i, long window) {
     return {window ? std::max(position - window + 1, 0L) : 0, position + 1};
 }
 
-// The result of some positions: the sum of their values [dim] weighted by exp2(score - largest), and `total`, the sum
-// of the weights.
+// The partial result of some positions: the sum of their values [dim] weighted by exp2(score - largest), and the sum of
+// the weights.
 struct Partial {
     float largest, total;
     alignas(64) float sums[MAX_DIM];
@@ -61,12 +60,12 @@ struct Partial {
 };
 constexpr Partial NOTHING{-1e30f, 0, {}};
 
-// 16 positions in the cache: keys [dim / 2][16][2] and values [8][dim][2].
+// 16 positions of the cache: keys [dim / 2][16][2] and values [8][dim][2].
 struct Tile {
     bf16 *keys, *values;
 };
 
-// The keys of two tiles as a matrix of 32 columns. Prefetches the values of the same tiles, which are needed next.
+// The keys of two tiles as a matrix of 32 columns. Prefetches the values of the same tiles, which are read next.
 struct Keys {
     Tile one, other;
     static constexpr long RUN = 16;
@@ -82,7 +81,7 @@ struct Keys {
     }
 };
 
-// The numbers first .. first + 31 of each value as a matrix of 32 columns. Prefetches keys of the `next` tiles.
+// Elements first .. first + 31 of each value as a matrix of 32 columns. Prefetches the keys of the `next` tiles.
 struct Values {
     const Tile *tiles, *next;
     long first, dim;
@@ -106,76 +105,76 @@ struct Attention {
     const Cache& cache;
     long layer, window;
     Rows qkv;  // q rotated
-    Rows out;  // heads * dim numbers each
+    Rows out;  // [T, heads * dim]
 
     const long dim = model.head_dim, group = model.heads / model.kv_heads;
     const float cap = model.softcap, root = std::sqrt(float(model.query_scalar));
 
     // The working memory of one thread.
     struct Scratch {
-        // Padded: rows a multiple of 512 bytes apart would compete for the same lines of the first-level cache.
+        // Padded: rows with a stride of a multiple of 512 bytes would compete for the same lines of the L1 cache.
         static constexpr long ROWS = std::max(TOGETHER, MAX_GROUP), SCORES = SPAN + LANES, WEIGHTS = SPAN + WIDTH;
         alignas(64) float scores[ROWS][SCORES];
         alignas(64) bf16 weights[ROWS][WEIGHTS], q[ROWS * MAX_DIM];
         Tile tiles[SPAN / LANES], next[SPAN / LANES];  // of this span and the next one
-        alignas(64) bf16 room[COPIES][2][LANES * MAX_DIM];
+        alignas(64) bf16 copies[COPIES][2][LANES * MAX_DIM];
         Seen seen[ROWS];
         Partial part[ROWS], total[ROWS];
     };
 
-    // Returns the tile that holds cache index j of a row.
+    // Returns the tile that contains cache index j of a row.
     Tile tile(const Head& head, long row, long j) const {
         const int block = batch.block_table[row * batch.max_blocks + (j >> __builtin_ctzl(cache.block_size))];
         bf16* keys = head.tile(block, j & (cache.block_size - 1));  // the size is a power of two
-        return {keys, keys + head.page()};
+        return {keys, keys + head.to_values()};
     }
 
-    // Finds the tiles of the SPAN cache indices from `begin`, a multiple of 16; beyond the end of the piece its last
+    // Looks up the tiles of SPAN cache indices from `begin` on, a multiple of 16. Past the end of the piece, its last
     // tile is repeated.
     void find(const Piece& p, long begin, Tile* tiles) const {
         const Head head(cache, layer, p.head);
         for (long n = 0; n < SPAN; n += LANES) *tiles++ = tile(head, p.row, std::min(begin + n, p.end - 1));
     }
 
-    // Returns whether each query of a piece follows the one before, so that the cache holds what they see in order.
+    // Returns whether each query of a piece is the child of the previous one, so that the cache is in order of depth.
     bool is_chain(const Piece& p) const {
         if (!batch.ancestors) return true;
         const uint64_t path = batch.ancestors[batch.q_start[p.row] + p.first + p.count - 1];
-        return !(path & (path + 1));  // true if the last query has all others as ancestors
+        return !(path & (path + 1));  // true if all other queries are ancestors of the last
     }
 
-    // Replaces the tiles of a span that hold tokens of this step by copies that hold the ancestors of query i alone, at
-    // consecutive positions.
+    // Replaces the tiles of a span that contain tokens of this step by copies that contain the ancestors of query i only,
+    // at consecutive positions.
     void fold(const Piece& p, long i, long begin, long end, Scratch& at) const {
         const Head head(cache, layer, p.head);
         const long base = batch.base_len[p.row], first = std::max(base / LANES * LANES, begin);
         uint64_t path = batch.ancestors[batch.q_start[p.row] + i];  // bits in order of depth, as parents come first
-        for (long j = base; j < first; j++) path &= path - 1;       // skips the ancestors in the span before
+        for (long j = base; j < first; j++) path &= path - 1;       // skips the ancestors in the previous span
         for (long n = 0, from = first; from < end; n++, from += LANES) {
-            const Tile cached = tile(head, p.row, from), copy{at.room[n][0], at.room[n][1]};
+            const Tile cached = tile(head, p.row, from), copy{at.copies[n][0], at.copies[n][1]};
             memcpy(copy.keys, cached.keys, LANES * dim * sizeof(bf16));
             memcpy(copy.values, cached.values, LANES * dim * sizeof(bf16));
             for (long j = std::max(base, from); j < std::min(from + LANES, end); j++, path &= path - 1) {
                 const long node = base + __builtin_ctzll(path);
-                const Tile found = tile(head, p.row, node);
-                head.copy(Head::key_in(found.keys, node), head.value_in(found.values, node),
+                const Tile source = tile(head, p.row, node);
+                head.copy(Head::key_in(source.keys, node), head.value_in(source.values, node),
                           Head::key_in(copy.keys, j), head.value_in(copy.values, j));
             }
             at.tiles[(from - begin) / LANES] = copy;
         }
     }
 
-    // Returns the border of spans at which a piece begins; `p.end` or more if the window excludes all of it.
+    // Returns the first span boundary of a piece within the window; `p.end` or more if the window excludes it all.
     long start(const Piece& p) const {
         long low = p.end;
-        for (long i = 0; i < p.count; i++) {  // all of them: in a tree the first need not see the least
+        for (long i = 0; i < p.count; i++) {  // in a tree, the minimum need not be that of the first query
             const Seen seen = seen_by(batch, p.row, p.first + i, window);
             low = std::min(low, seen.low);
         }
         return std::max(p.begin, low / SPAN * SPAN);
     }
 
-    // Computes the results of positions begin .. end - 1, at most SPAN, for rows first .. first + rows - 1 of q.
+    // Computes the partial results of positions begin .. end - 1, at most SPAN, for rows first .. first + rows - 1 of q.
     void span(long begin, long end, long first, long rows, Scratch& at, Partial* result) const {
         const float scale = cap ? LOG2_E * cap : LOG2_E / root;
         const long tiles = (end - begin + LANES - 1) / LANES;
@@ -207,7 +206,7 @@ struct Attention {
             result[i].total = sum(total);
         }
         for (long d = 0; d < dim; d += WIDTH) {
-            const long from = std::min(d, dim - WIDTH);  // the last columns may overlap those before
+            const long from = std::min(d, dim - WIDTH);  // the last columns may overlap the previous ones
             const Values values{at.tiles, at.next, from, dim};
             in_parts(rows, most_rows<Values>(tiles * LANES / 2), [&](long i, long m, long) {
                 const Sums sums{result[i].sums + from, sizeof(Partial) / sizeof(float)};
@@ -216,7 +215,7 @@ struct Attention {
         }
     }
 
-    // `span` for the nodes of a tree, which see different positions: one node after the other.
+    // `span` for the nodes of a tree, one after the other, as they attend to different positions.
     void folded_span(const Piece& p, long begin, Scratch& at, Partial* result) const {
         for (long i = 0; i < p.count; i++) {
             const long first = i * group, end = std::min(begin + SPAN, at.seen[first].high);
@@ -225,7 +224,7 @@ struct Attention {
         }
     }
 
-    // Computes a piece, span by span, into `result` [count * group]. `after` is the piece that this thread computes next.
+    // Computes a piece, span by span, into `result` [count * group]. `after`: the next piece of this thread, to prefetch.
     void operator()(const Piece& p, const Piece& after, Scratch& at, Partial* result) const {
         const long rows = p.count * group, first = start(p);
         const long shared = is_chain(p) ? p.end : batch.base_len[p.row];
@@ -259,20 +258,20 @@ struct Attention {
     }
 };
 
-// The pieces that attention of a batch is cut into, the same for all layers. Where there are too few for all threads,
-// they are `apart`: each span is a piece of its own.
+// The division of a batch into pieces, which is the same for all layers. If there are too few pieces for all threads,
+// they run `apart`: each span is a separate piece.
 struct Plan {
     std::vector<Piece> pieces;
-    std::vector<long> first;  // index in `pieces` of the first part of each whole piece, then the number of all
+    std::vector<long> first;  // index in `pieces` of the first part of each whole piece, followed by the total number
     bool apart;
-    long rows = 0;  // the largest number of rows of a piece
+    long rows = 0;  // maximum number of rows of a piece
 
     Plan(const Model& model, const Batch& batch, int threads) {
         const long group = model.heads / model.kv_heads, most = std::max(TOGETHER / group, 1L);
         std::vector<Piece> whole;
         long spans = 0;
         for (long row = 0; row < batch.num_rows; row++)
-            for (long head = 0; head < model.kv_heads; head++)  // outside of queries: its keys and values stay in the cache
+            for (long head = 0; head < model.kv_heads; head++)  // outer loop, so that its K/V stay in the CPU's cache
                 for (long i = 0; i < batch.q_len[row]; i += most) {
                     const long count = std::min(most, batch.q_len[row] - i);
                     whole.push_back({row, head, i, count, 0, batch.base_len[row] + i + count});

@@ -1,8 +1,8 @@
 // `Model.forward` of models/decoder.py for bfloat16 on a CPU, in one call: all threads go through all layers together.
-// decoder.py, rope_cache.py and attention.py specify what is computed.
+// The specification is in decoder.py, rope_cache.py and attention.py.
 //
-// A token's bits depend on the token and on what it sees alone, not on other tokens or rows of the batch nor on the
-// number of threads: the order of every sum follows from the shape of a weight or from absolute positions.
+// The result of a token is bitwise independent of other rows, of tokens that it does not attend to, and of the number of
+// threads: the order of every sum depends only on the shape of a weight or on absolute positions.
 
 #include <memory>
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-// out = norm(x), or out += that
+// out = norm(x); with ADD, out += norm(x)
 template <bool ADD = false>
 void normalise(const bf16* x, long n, Norm weight, float eps, bf16* out) {
     Floats squares{};
@@ -30,14 +30,14 @@ void rms_norm(Team& team, const Model& m, Rows x, long tokens, Norm weight, Rows
     team.each(tokens, [&](long t, long) { normalise(x[t], m.hidden, weight, m.eps, out[t]); });
 }
 
-// Adds h @ weight.T + bias to `to`, or its norm if there is one.
-void linear_add(Team& team, const Model& m, const Weight& w, Norm norm, Rows h, long tokens, Rows room, Rows to) {
+// to += h @ weight.T + bias, or to += norm(h @ weight.T + bias) with a norm.
+void linear_add(Team& team, const Model& m, const Weight& w, Norm norm, Rows h, long tokens, Rows buffer, Rows to) {
     if (!norm) return linear<true>(team, w, h, tokens, to);
-    linear(team, w, h, tokens, room);
-    team.each(tokens, [&](long t, long) { normalise<true>(room[t], m.hidden, norm, m.eps, to[t]); });
+    linear(team, w, h, tokens, buffer);
+    team.each(tokens, [&](long t, long) { normalise<true>(buffer[t], m.hidden, norm, m.eps, to[t]); });
 }
 
-// Normalises a head, if there is a norm, and rotates it by the angles of its position (RoPE).
+// Normalises a head if it has a norm, and applies RoPE.
 void rotate(const Model& m, bf16* x, Norm norm, const float* cos_sin) {
     if (norm) normalise(x, m.head_dim, norm, m.eps, x);
     const long half = m.head_dim / 2;
@@ -48,7 +48,7 @@ void rotate(const Model& m, bf16* x, Norm norm, const float* cos_sin) {
     }
 }
 
-// Rotates q and k in place and writes k and v to the layer's cache. A row of qkv holds q, k and v of a token.
+// Rotates q and k in place, and writes k and v to the cache of layer i. A row of qkv holds q, k and v of a token.
 void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& batch, Rows qkv, const Cache& cache, long i) {
     const long dim = m.head_dim;
     team.each(batch.num_tokens, [&](long t, long) {
@@ -63,18 +63,18 @@ void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& bat
     });
 }
 
-constexpr int PHASES = 11;  // of a layer, at most
+constexpr int PHASES = 11;  // maximum per layer
 
-// Rows a multiple of 4 KB apart would compete for the same few lines of the first-level cache, so such rows are padded.
-// Rows begin at lines of the cache: else each would be read in one line more.
+// A matrix in memory. Rows with a stride of a multiple of 4 KB would compete for the same few lines of the L1 cache, so
+// they are padded. Data is aligned to cache lines, to avoid reading one more line per row.
 constexpr long FOUR_KB = 4096 / sizeof(bf16);
 
-struct Room : Rows {
+struct Buffer : Rows {
     struct alignas(64) Line { bf16 numbers[WIDTH]; };
     std::unique_ptr<Line[]> lines;
 
-    Room(long rows, long columns) : Rows{nullptr, columns % FOUR_KB ? columns : columns + WIDTH} {
-        lines.reset(new Line[rows * stride / WIDTH + 1]);  // not initialised
+    Buffer(long rows, long columns) : Rows{nullptr, columns % FOUR_KB ? columns : columns + WIDTH} {
+        lines.reset(new Line[rows * stride / WIDTH + 1]);  // uninitialised
         data = lines[0].numbers;
     }
 };
@@ -83,7 +83,7 @@ struct Forward {
     const Model* model;
     Batch batch;
     Cache cache;
-    Rows hidden;  // after the final norm; null if only keys and values are wanted
+    Rows hidden;  // output after the final norm; null to compute keys and values only
     long threads;
 };
 
@@ -102,15 +102,15 @@ struct Move {
 
 }  // namespace
 
-extern "C" void nanospec_forward(const Forward* given) {
-    const Model& m = *given->model;
-    const Batch& batch = given->batch;
-    const Cache& cache = given->cache;
+extern "C" void nanospec_forward(const Forward* args) {
+    const Model& m = *args->model;
+    const Batch& batch = args->batch;
+    const Cache& cache = args->cache;
     const long T = batch.num_tokens, H = m.hidden, D = m.head_dim;
-    const Room x(T, H), normed(T, H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
-    const Plan plan(m, batch, given->threads);
+    const Buffer x(T, H), normed(T, H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
+    const Plan plan(m, batch, args->threads);
     const std::unique_ptr<Partial[]> parts(plan.apart ? new Partial[plan.pieces.size() * plan.rows] : nullptr);
-    run(given->threads, PHASES * m.num_layers + 2, [&](Team& team) {
+    run(args->threads, PHASES * m.num_layers + 2, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
         const Unit unit;
         team.each(T, [&](long t, long) {
@@ -125,7 +125,7 @@ extern "C" void nanospec_forward(const Forward* given) {
             rms_norm(team, m, x, T, layer.input_norm, normed);
             linear(team, layer.qkv, normed, T, qkv);
             rope_cache(team, m, layer, batch, qkv, cache, i);
-            if (!given->hidden.data && i + 1 == m.num_layers) return;
+            if (!args->hidden.data && i + 1 == m.num_layers) return;
             const Attention attend{m, batch, cache, i, layer.window, qkv, out};
             attention(team, attend, plan, scratch, parts.get());
             linear_add(team, m, layer.o, layer.o_norm, out, T, normed, x);
@@ -133,11 +133,11 @@ extern "C" void nanospec_forward(const Forward* given) {
             swiglu(team, layer.gate_up, m.gelu, normed, T, inner);
             linear_add(team, m, layer.down, layer.down_norm, inner, T, normed, x);
         }
-        rms_norm(team, m, x, T, m.norm, given->hidden);
+        rms_norm(team, m, x, T, m.norm, args->hidden);
     });
 }
 
-// Returns the name of the instructions that multiply.
+// Returns the name of the instruction set of the products.
 extern "C" const char* nanospec_target() {
     if (has_amx()) return "AMX";
 #ifdef BY_PAIRS
@@ -152,17 +152,17 @@ extern "C" const char* nanospec_target() {
 }
 
 // kernels/speculation/kv_move.py
-extern "C" void nanospec_kv_move(const Move* given) {
-    const Batch& batch = given->batch;
-    const Cache& cache = given->cache;
+extern "C" void nanospec_kv_move(const Move* args) {
+    const Batch& batch = args->batch;
+    const Cache& cache = args->cache;
     for (long b = 0; b < batch.num_rows; b++) {
         const int* blocks = batch.block_table + b * batch.max_blocks;
         const auto slot = [&](long place) {
             const long i = batch.base_len[b] + place;
             return blocks[i / cache.block_size] * cache.block_size + i % cache.block_size;
         };
-        for (long to = 1; to < given->num_emitted[b]; to++) {
-            const long from = given->path[b * given->width + to];
+        for (long to = 1; to < args->num_emitted[b]; to++) {
+            const long from = args->path[b * args->width + to];
             if (from == to) continue;
             for (long layer = 0; layer < cache.num_layers; layer++)
                 for (long h = 0; h < cache.kv_heads; h++) Head(cache, layer, h).move(slot(from), slot(to));
@@ -170,9 +170,9 @@ extern "C" void nanospec_kv_move(const Move* given) {
     }
 }
 
-extern "C" void nanospec_linear(const Linear* given) {
-    run(given->threads, 1, [&](Team& team) {
+extern "C" void nanospec_linear(const Linear* args) {
+    run(args->threads, 1, [&](Team& team) {
         const Unit unit;
-        linear(team, given->weight, given->x, given->tokens, given->out);
+        linear(team, args->weight, args->x, args->tokens, args->out);
     });
 }

@@ -1,4 +1,4 @@
-// Lookup of drafts on a CPU: speculation/ngram.py says what is computed.
+// N-gram lookup on a CPU. The specification is in speculation/ngram.py.
 
 #include <algorithm>
 #include <utility>
@@ -8,15 +8,15 @@
 
 namespace {
 
-constexpr int LONG_MATCH = 3;  // longer matches are not branched
+constexpr int LONG_MATCH = 3;  // a longer match gets all drafts
 
 struct Lookup {
     Table table;
-    Proposal out;  // with parents: a tree
+    Proposal out;  // trees if `parents` is set
     const int* rows;
 };
 
-// Returns the best match of the last min_n to max_n tokens of a text whose next token is none of `taken`: its length, 0
+// Returns the best match of the last min_n to max_n tokens of a text whose next token is not in `taken`: its length, or 0
 // if there is none, and the index of the next token.
 std::pair<int, int> best_match(const int* text, int length, int min_n, int max_n, const std::vector<int>& taken) {
     std::pair<int, int> best{0, 0};
@@ -30,17 +30,17 @@ std::pair<int, int> best_match(const int* text, int length, int min_n, int max_n
 
 }  // namespace
 
-extern "C" void nanospec_ngram(const Lookup* given) {
-    const Table& table = given->table;
-    const Proposal& out = given->out;
+extern "C" void nanospec_ngram(const Lookup* args) {
+    const Table& table = args->table;
+    const Proposal& out = args->out;
     const long k = out.k;
-    std::vector<int> taken;  // the first token of each chain
+    std::vector<int> taken;  // the first token of each branch
     for (long b = 0; b < out.num_rows; b++) {
-        const long at = b * k, s = std::max(given->rows[b], 0);
+        const long at = b * k, s = std::max(args->rows[b], 0);
         const int *text = table.tokens + s * table.max_context, length = table.num_tokens[s];
         const int left = std::min(table.limit[s], table.max_len[s] - length - 1);
-        const bool takes_part = given->rows[b] >= 0 && table.finished[s] == RUNNING;
-        const int room = takes_part ? std::clamp<int>(left, 0, k) : 0;
+        const bool active = args->rows[b] >= 0 && table.finished[s] == RUNNING;
+        const int room = active ? std::clamp<int>(left, 0, k) : 0;
         std::fill_n(out.drafts + at, k, 0);
         std::fill_n(out.source + at, k, -1);
         if (out.parents) std::fill_n(out.parents + at, k, 0);

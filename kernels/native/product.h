@@ -1,4 +1,4 @@
-// Products of some tokens with a packed weight, and what is done with the sums before they are forgotten.
+// Products of tokens with a packed weight, with a fused epilogue.
 
 #pragma once
 #include <algorithm>
@@ -7,7 +7,7 @@
 #include "structs.h"
 #include "threads.h"
 
-// Products of M rows, by M, with some kind of matrix.
+// `multiply` for M rows, indexed by M.
 template <class Matrix>
 using Multiply = void (*)(const bf16*, long, const Matrix&, long, Sums);
 #ifdef __AVX512F__
@@ -21,26 +21,26 @@ constexpr Multiply<Matrix> MULTIPLY[] = {
     OF<Matrix, 7>, OF<Matrix, 8>, OF<Matrix, 9>, OF<Matrix, 10>, OF<Matrix, 11>, OF<Matrix, 12>,
 };
 
-constexpr long IN_REGISTERS = std::size(MULTIPLY<Strip>) - 1;  // rows whose sums, two vectors each, fit into registers
+constexpr long IN_REGISTERS = std::size(MULTIPLY<Strip>) - 1;  // rows whose sums, two vectors each, fit in registers
 
-// Whether the matrix unit multiplies with so many pairs of rows of a matrix. It then does so for any number of rows.
+// Returns whether AMX is used for this number of pairs of rows of a matrix; if so, for any number of rows of x.
 template <class Matrix>
 bool by_amx(long pairs) { return has_amx() && pairs % Matrix::RUN == 0; }
 
-// How many rows are multiplied with such a matrix at once.
+// Returns the maximum number of rows of x that can be multiplied at once.
 template <class Matrix>
 long most_rows(long pairs) {
     return by_amx<Matrix>(pairs) ? AT_ONCE : IN_REGISTERS;
 }
 
-// Products of m <= most_rows rows.
+// `multiply` for m <= most_rows rows.
 template <class Matrix>
 void multiply_rows(long m, const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
     if (by_amx<Matrix>(pairs)) return multiply_amx(m, x, stride, matrix, pairs, sums);
     MULTIPLY<Matrix>[m](x, stride, matrix, pairs, sums);
 }
 
-// Cuts `count` rows into as few parts of at most `most` as there can be, of nearly the same size: f(first, size, i).
+// Divides `count` rows into the minimum number of parts of at most `most`, of nearly equal size: f(first, size, i).
 template <class F>
 void in_parts(long count, long most, F f) {
     const long parts = (count + most - 1) / most;
@@ -50,12 +50,12 @@ void in_parts(long count, long most, F f) {
     }
 }
 
-// The rows of x, one for each token, times those of a weight: done(t, m, row, sums) gets the sums of m tokens from t on
-// and 32 rows of the weight from `row` on. With PAIR, those of the rows that lie half the weight further come with them.
+// Computes x @ weight.T. done(t, m, row, sums) receives the sums of m tokens from t on and 32 rows of the weight from
+// `row` on; with PAIR, also those of the corresponding rows in the second half of the weight.
 //
-// A task is a strip with some tokens: so many that reading the strip is worth it, so few that they stay in the cache and
-// that there are tasks for all threads. While it is computed, the strip that this thread will take next is on its way to
-// the cache. For few tokens AMD's processors are faster with their own prefetching alone, and so are all that have AMX.
+// A task is a strip and a chunk of tokens: enough tokens to amortize reading the strip, but few enough to stay in the
+// cache and to create tasks for all threads. Meanwhile, the next strip of this thread is prefetched. For few tokens,
+// hardware prefetching alone is faster on AMD processors and with AMX.
 template <bool PAIR = false, class Done>
 void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
     const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, bytes = pairs * 2 * sizeof(Words);
@@ -66,12 +66,12 @@ void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
         const long s = task % strips, from = task / strips * chunk, count = std::min(chunk, tokens - from);
         const long after = next % strips, parts = (count + most - 1) / most;
         in_parts(count, most, [&](long first, long m, long part) {
-            alignas(64) float room[1 + PAIR][AT_ONCE * WIDTH];
+            alignas(64) float buffer[1 + PAIR][AT_ONCE * WIDTH];
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
                 const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;
                 const Strip strip{w.strip(s + half * strips), ahead, fetch ? bytes / pairs / parts : 0};
-                sums[half] = {room[half], WIDTH};
+                sums[half] = {buffer[half], WIDTH};
                 multiply_rows(m, x[from + first], x.stride, strip, pairs, sums[half]);
             }
             done(from + first, m, s * WIDTH, sums);
@@ -79,7 +79,7 @@ void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
     });
 }
 
-// out = x @ weight.T + bias, or out += that
+// out = x @ weight.T + bias; with ADD, out += x @ weight.T + bias
 template <bool ADD = false>
 void linear(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
     product(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
@@ -96,7 +96,8 @@ void linear(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
     });
 }
 
-// out = silu(gate) * up, or gelu by tanh, of x @ [gate; up].T + bias; half the weight's rows a multiple of 32
+// out = silu(g) * u, or gelu(g) * u (tanh), for [g; u] = x @ weight.T + bias. Half of the weight's rows must be a
+// multiple of 32.
 inline void swiglu(Team& team, const Weight& w, bool gelu, Rows x, long tokens, Rows out) {
     const long inner = w.rows / 2;
     product<true>(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
@@ -104,7 +105,7 @@ inline void swiglu(Team& team, const Weight& w, bool gelu, Rows x, long tokens, 
             for (long i = 0; i < m; i++) {
                 Floats gate = load(sums[0][i] + half * LANES), up = load(sums[1][i] + half * LANES);
                 if (w.bias) gate += load(w.bias + row), up += load(w.bias + inner + row);
-                // silu(x) = x / (1 + e^-x), gelu(x) = x / (1 + e^-y); from e^-|y|, which does not overflow
+                // silu(x) = x / (1 + e^-x), gelu(x) = x / (1 + e^-y); uses e^-|y|, which does not overflow
                 const Floats y = gelu ? 1.59576912f * (gate + 0.044715f * gate * gate * gate) : gate;
                 const Floats small = exp2_of(negative(y) * LOG2_E);
                 const auto below = [](Part gate, Part small) { return gate < 0 ? small : Part{} + 1; };

@@ -1,10 +1,10 @@
-// `sample` of sampling/sample.py on a CPU: the target's own token after each scored token. noise.py, scores.py
-// and top_k_top_p.py say what is computed; here is how.
+// `sample` of sampling/sample.py on a CPU: the target's own token after each scored token. The specification is in
+// noise.py, scores.py and top_k_top_p.py.
 //
-// A row is a task: its queries are drawn one after the other, and with `lazy` only those that verification will
-// read. A query reads its logits once for the largest. A draw then goes over them in blocks of 64 and computes
-// nothing for a block whose tokens cannot win any more: noise is never below LEAST_NOISE, and what is left must
-// have more luck than its score lacks.
+// Each row is a task. Its queries are sampled in order, with `lazy` only those that verification reads. A query first
+// computes the maximum of its logits. Sampling then processes them in blocks of 64 and skips blocks that cannot contain
+// the winner, because the noise is at least LEAST_NOISE. In the other blocks, a cheap bound on the random bits excludes
+// most tokens before any logarithm is computed.
 
 #include <algorithm>
 #include <cmath>
@@ -23,10 +23,10 @@ constexpr long BLOCK = 64;
 
 struct Best {
     float score;
-    int token;  // NAN_TOKEN: there is nothing to draw from
+    int token;  // NAN_TOKEN if the scores are NaN or infinite
 };
 
-// ---- noise, with the bits of noise.py ------------------------------------------------------------
+// ---- noise, bitwise identical to noise.py ----------------------------------------------------------
 
 constexpr float LEAST_NOISE = -22.3f;
 
@@ -54,13 +54,13 @@ struct Noise {
     }
 };
 
-// ---- the largest ----------------------------------------------------------------------------------
+// ---- argmax ----------------------------------------------------------------------------------------
 
 float number(float x) { return x; }
 float number(bf16 x) { return to_float(x); }
 
-// Returns an integer with the order of the float; those of NaN lie beyond both infinities. GCC vectorises comparisons of
-// integers, but not of floats, because of NaN.
+// Returns an integer that orders like the float; NaN is beyond the infinities. GCC vectorises integer comparisons, but
+// not those of floats, because of NaN.
 int32_t order_key(float x) {
     const int32_t bits = std::bit_cast<int32_t>(x);
     return bits ^ (bits >> 31 & 0x7FFFFFFF);
@@ -68,7 +68,7 @@ int32_t order_key(float x) {
 
 float of_order_key(int32_t key) { return std::bit_cast<float>(key ^ (key >> 31 & 0x7FFFFFFF)); }
 
-// The lowest token of the largest of n scores.
+// Returns the maximum of n scores, and the lowest token that attains it.
 template <class Score>
 Best argmax(const Score* x, long n) {
     constexpr long CHUNK = 1024;
@@ -91,14 +91,14 @@ Best argmax(const Score* x, long n) {
 
 // ---- one query -------------------------------------------------------------------------------------
 
-// The scores of a query, padded with -inf to whole blocks, and room for some of them.
+// The scores of a query, padded with -inf to whole blocks, and buffers for selected ones.
 struct Scratch {
     std::vector<float> scores, maxima, some, band;
 };
 
 struct Query {
     const Table& table;
-    int s, position;  // request row, and the position of the token that is drawn
+    int s, position;  // request row, and the position of the target
     Scratch& at;
 
     const long V = table.vocab_size, padded = (V + BLOCK - 1) / BLOCK * BLOCK;
@@ -111,7 +111,7 @@ struct Query {
         std::fill(at.scores.begin() + V, at.scores.end(), -INFINITE);
     }
 
-    // After `read`: bias, barred stop tokens and penalties, given the drafts on the way to a place of the query's row.
+    // Applies bias, barred stop tokens and penalties after `read`, args the drafts on the path to a place of the row.
     template <class Score>
     void penalise(const Score* logits, const Row& row, int place) {
         const float* bias = table.bias + s * V;
@@ -136,8 +136,8 @@ struct Query {
                 if (int stop = table.stop_ids[s * table.num_stops + i]; stop >= 0 && stop < V) scores[stop] = -INFINITE;
     }
 
-    // exp((score - best) / temperature) of n scores: the sum over those that reach best - depth * temperature, for
-    // each of some depths.
+    // For each depth, sums exp((score - best) / temperature) over those of n scores that are at least
+    // best - depth * temperature.
     template <size_t N>
     void masses(const float* scores, long n, float best, const float (&depths)[N], double (&sums)[N]) const {
         constexpr long PART = 1024;
@@ -155,24 +155,24 @@ struct Query {
         }
     }
 
-    // Those of n scores that reach `low` but not `high`.
-    static void gather(const float* scores, long n, float low, float high, std::vector<float>& found) {
+    // Copies those of n scores that are in [low, high) to `selected`.
+    static void gather(const float* scores, long n, float low, float high, std::vector<float>& selected) {
         size_t count = 0;
         for (long first = 0; first < n; first += BLOCK) {
             const long end = std::min(first + BLOCK, n);
             int some = 0;
             for (long i = first; i < end; i++) some |= (scores[i] >= low) & (scores[i] < high);
             if (!some) continue;
-            found.resize(count + BLOCK);
-            for (long i = first; i < end; i++) {  // without a branch that nobody can foresee
-                found[count] = scores[i];
+            selected.resize(count + BLOCK);
+            for (long i = first; i < end; i++) {  // without an unpredictable branch
+                selected[count] = scores[i];
                 count += (scores[i] >= low) & (scores[i] < high);
             }
         }
-        found.resize(count);
+        selected.resize(count);
     }
 
-    // The least score that top-k, top-p and min-p keep.
+    // Returns the smallest score that top-k, top-p and min-p keep.
     float threshold(float best) {
         const long k = table.top_k[s];
         const float top_p = table.top_p[s], min_p = table.min_p[s];
@@ -183,10 +183,10 @@ struct Query {
         return least;
     }
 
-    // The k-th largest score; leaves those that reach it in at.some.
+    // Returns the k-th largest score, and stores the scores that are at least that in at.some.
     float kth_largest(long k) {
         float bound = -INFINITE;
-        if (k <= padded / BLOCK) {  // k blocks reach this, so k scores do
+        if (k <= padded / BLOCK) {  // at least k scores reach the k-th largest block maximum
             at.maxima.clear();
             for (long first = 0; first < padded; first += BLOCK) {
                 Floats most = load(&at.scores[first]);
@@ -210,19 +210,19 @@ struct Query {
         return values[k - 1];
     }
 
-    // The least of the likeliest of these scores that hold the share top_p.
+    // Returns the smallest score of the nucleus: of the most likely scores whose probability sums to top_p.
     float nucleus(float top_p, float best, const std::vector<float>& scores) {
         constexpr int N = 7;
         constexpr float DEPTHS[N] = {1, 2, 4, 6, 8, 10, INFINITE};  // below the best, in temperatures
         double held[N], above = 0;
         masses(scores.data(), scores.size(), best, DEPTHS, held);
         const double target = top_p * held[N - 1];
-        int d = 0;  // the last kept one lies above this depth, but not above the one before
+        int d = 0;  // the smallest kept score is within this depth, but not within the previous one
         while (d < N - 1 && held[d] < target) d++;
         if (d) above = held[d - 1];
         const float high = d ? best - DEPTHS[d - 1] * temperature : INFINITE;
         gather(scores.data(), scores.size(), best - DEPTHS[d] * temperature, high, at.band);
-        // Halve what it lies in.
+        // Halve the range that contains it.
         float *first = at.band.data(), *last = first + at.band.size();
         while (last - first > 1) {
             float* middle = first + (last - first) / 2;
@@ -274,7 +274,7 @@ template <class Score>
 int target_of(const Table& table, const Row& row, int place, int position, const Score* logits, Scratch& at) {
     Best best = argmax(logits, table.vocab_size);
     const bool penalised = row.request >= 0 && table.penalized[row.request];
-    if (row.request < 0 || (best.token == NAN_TOKEN && !penalised)) return best.token;  // a barred one may be NaN
+    if (row.request < 0 || (best.token == NAN_TOKEN && !penalised)) return best.token;  // a barred token may be NaN
     Query query{table, row.request, position, at};
     if (!penalised && query.temperature <= 0) return best.token;
     query.read(logits);
@@ -295,24 +295,24 @@ struct Sampling {
 };
 
 template <class Score>
-void sample(const Sampling& given, const Score* logits) {
-    const Batch& batch = given.batch;
-    std::fill_n(given.targets, batch.num_tokens, 0);
-    for_each(given.threads, batch.num_rows, [&](long b) {
+void sample(const Sampling& args, const Score* logits) {
+    const Batch& batch = args.batch;
+    std::fill_n(args.targets, batch.num_tokens, 0);
+    for_each(args.threads, batch.num_rows, [&](long b) {
         static thread_local Scratch at;
         const Row row(batch, b);
         auto target = [&](int place) {
             const long t = row.start + place;
-            const Score* own = logits + t * given.stride;
-            return given.targets[t] = target_of(given.table, row, place, batch.positions[t] + 1, own, at);
+            const Score* line = logits + t * args.stride;
+            return args.targets[t] = target_of(args.table, row, place, batch.positions[t] + 1, line, at);
         };
-        if (given.lazy) row.walk(target);
+        if (args.lazy) row.walk(target);
         else
             for (int place = 0; place < row.n; place++) target(place);
     });
 }
 
-// ---- masks of allowed tokens: a row is a task; logits are handled as the bits they are -----------------
+// ---- masks of allowed tokens: one task per row; logits are processed as integers ------------------------
 
 struct Masking {
     void* logits;  // [T, V] bfloat16 or float32, rows `stride` apart
@@ -324,19 +324,19 @@ struct Masking {
 };
 
 template <class Bits>
-void mask(const Masking& given, Bits* logits, Bits barred) {
-    for_each(given.threads, given.T, [&](long t) {
-        if (given.at[t] < 0) return;
-        const uint32_t* allowed = given.allowed + given.at[t] * given.width;
-        for (long first = 0; first < given.V; first += 32) {
-            Bits* own = logits + t * given.stride + first;
-            const int n = std::min(32L, given.V - first);
-            const uint32_t word = first / 32 < given.words ? allowed[first / 32] : 0;
-            if (word == 0) std::fill_n(own, n, barred);
+void mask(const Masking& args, Bits* logits, Bits barred) {
+    for_each(args.threads, args.T, [&](long t) {
+        if (args.at[t] < 0) return;
+        const uint32_t* allowed = args.allowed + args.at[t] * args.width;
+        for (long first = 0; first < args.V; first += 32) {
+            Bits* block = logits + t * args.stride + first;
+            const int n = std::min(32L, args.V - first);
+            const uint32_t word = first / 32 < args.words ? allowed[first / 32] : 0;
+            if (word == 0) std::fill_n(block, n, barred);
             else if (word != ~0u)
                 for (int i = 0; i < n; i++) {
                     const Bits keep = -Bits(word >> i & 1);
-                    own[i] = (own[i] & keep) | (barred & ~keep);
+                    block[i] = (block[i] & keep) | (barred & ~keep);
                 }
         }
     });
@@ -344,12 +344,12 @@ void mask(const Masking& given, Bits* logits, Bits barred) {
 
 }  // namespace
 
-extern "C" void nanospec_sample(const Sampling* given) {
-    if (given->is_bf16) sample(*given, (const bf16*)given->logits);
-    else sample(*given, (const float*)given->logits);
+extern "C" void nanospec_sample(const Sampling* args) {
+    if (args->is_bf16) sample(*args, (const bf16*)args->logits);
+    else sample(*args, (const float*)args->logits);
 }
 
-extern "C" void nanospec_mask(const Masking* given) {  // -inf as bits
-    if (given->is_bf16) mask<uint16_t>(*given, (uint16_t*)given->logits, 0xFF80);
-    else mask<uint32_t>(*given, (uint32_t*)given->logits, 0xFF800000);
+extern "C" void nanospec_mask(const Masking* args) {  // sets barred logits to the bits of -inf
+    if (args->is_bf16) mask<uint16_t>(*args, (uint16_t*)args->logits, 0xFF80);
+    else mask<uint32_t>(*args, (uint32_t*)args->logits, 0xFF800000);
 }

@@ -1,10 +1,10 @@
-// What a step reads and writes, as `__init__.py` passes it: the fields of kernels/table.py, kernels/batch.py and
-// speculation/proposal.py, each a word of 8 bytes, the address of a tensor or a number.
+// The data of a step in the layout of `__init__.py`: the fields of kernels/table.py, kernels/batch.py and
+// speculation/proposal.py. Each is an 8-byte word, the address of a tensor or a number.
 
 #pragma once
 #include <cstdint>
 
-constexpr int RUNNING = 0, STOPPED = 1, LENGTH = 2, NOT_A_NUMBER = 3;  // kernels/__init__.py
+constexpr int RUNNING = 0, STOPPED = 1, LENGTH = 2, NOT_A_NUMBER = 3;  // as in kernels/__init__.py
 constexpr int NAN_TOKEN = -1, OWN = -1;
 
 struct Table {
@@ -38,11 +38,11 @@ struct Proposal {
     int64_t num_rows, k;
 };
 
-// A row of a batch: place 0 is its last committed token, the others are its drafts. See kernels/batch.py.
+// A row of a batch: place 0 is the last committed token, the other places are the drafts. See kernels/batch.py.
 struct Row {
     int request, n;
     long start;
-    const int *ids, *parents;  // by place; parents null in a chain
+    const int *ids, *parents;  // by place; parents: null in a chain
 
     Row(const Batch& batch, long b) : request(batch.rows[b]), n(batch.q_len[b]), start(batch.q_start[b]) {
         ids = batch.input_ids + start;
@@ -51,7 +51,7 @@ struct Row {
 
     int parent(int place) const { return parents ? parents[place] : place - 1; }
 
-    // The first draft that follows `place` and carries `token`; 0 if there is none.
+    // Returns the first child of `place` whose token is `token`, or 0 if there is none.
     int next(int place, int token) const {
         if (!parents) return place + 1 < n && ids[place + 1] == token ? place + 1 : 0;
         for (int c = 1; c < n; c++)
@@ -59,10 +59,10 @@ struct Row {
         return 0;
     }
 
-    // Calls target(place) for the places that verification reads: from each to the draft that carries its target.
+    // Calls target(place) for the places that verification visits: after each, the child whose token is its target.
     template <class Target>
     void walk(Target target) const {
-        for (int count = 0, place = 0; count < n; count++) {  // ends a walk through parents in a circle too
+        for (int count = 0, place = 0; count < n; count++) {  // ends even if parents form a cycle
             place = next(place, target(place));
             if (!place) return;
         }

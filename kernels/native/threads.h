@@ -1,9 +1,10 @@
-// Several threads go through the same phases. Each begins with tasks of its own, then takes over those of others.
+// A thread pool in which all threads execute the same phases with work stealing: each thread runs its own tasks of a
+// phase first, then those of other threads.
 //
-// No thread waits for another to arrive, only for tasks to be done: one that the system has not woken yet, beside
-// a busy neighbour, is not missed, and skips what it finds done. Who waits spins briefly, then sleeps, so that a
-// sleeper can have its core. Threads of OpenMP would all have to come to every call, which beside such a neighbour
-// takes as long as the scheduler likes, 4 ms and more.
+// Threads wait for tasks to be completed, not for other threads to arrive. A thread that the system has not woken yet,
+// because the machine is busy, delays nothing, and skips the tasks already completed. Waiting threads spin briefly and
+// then sleep, so that others can use the core. OpenMP, in contrast, needs all threads in every parallel region, which
+// takes 4 ms or more on a busy machine.
 
 #pragma once
 #include <pthread.h>
@@ -16,10 +17,10 @@
 #include <thread>
 #include <vector>
 
-// Returns when `value` is no longer `old`. Whoever changes it calls notify_all.
+// Returns when `value` is no longer `old`. Writers must call notify_all.
 template <class T>
 void wait_for_change(const std::atomic<T>& value, T old) {
-    for (int spin = 0; spin < 2000; spin++) {  // some 50 microseconds
+    for (int spin = 0; spin < 2000; spin++) {  // about 50 microseconds
         if (value.load() != old) return;
 #ifdef __x86_64__
         __builtin_ia32_pause();
@@ -29,15 +30,15 @@ void wait_for_change(const std::atomic<T>& value, T old) {
 }
 
 struct alignas(64) Count {
-    std::atomic<uint64_t> taken{0};  // tasks of a run: low half from its front, high half from its back
-    std::atomic<int> done{0};        // tasks of a phase; int is what the system can wait for
+    std::atomic<uint64_t> taken{0};  // tasks taken from the front (low half) and from the back (high half) of a run
+    std::atomic<int> done{0};        // completed tasks of a phase; an int because that is what a futex can wait for
 };
 
 class Team {
-    const long own;
+    const long index;
     Count *phase, *end;
 
-    // Runs what is left of a run of tasks, first .. first + size - 1, and returns how many that were.
+    // Runs the remaining tasks of a run, first .. first + size - 1, and returns their number.
     template <class Task>
     static int finish(std::atomic<uint64_t>& taken, long first, long size, bool forwards, Task& task) {
         const auto left = [size](uint64_t t) { return long(uint32_t(t)) + long(t >> 32) < size; };
@@ -55,35 +56,35 @@ class Team {
   public:
     const long threads;
 
-    // Each thread has its own Team over the same counts, and goes through the phases in the same order.
-    Team(std::vector<Count>& all, long threads, long own)
-        : own(own), phase(all.data()), end(phase + all.size()), threads(threads) {}
+    // Each thread has its own Team over shared counts. All threads must execute the same phases in the same order.
+    Team(std::vector<Count>& all, long threads, long index)
+        : index(index), phase(all.data()), end(phase + all.size()), threads(threads) {}
 
-    // Runs task(i, next) for each i below count, once in all; when it returns, all have run. `next` is the task
-    // that this thread will probably run after i, or i. A thread's own tasks follow each other, as memory is read
-    // fastest in order; those of others it takes from their end.
+    // Runs task(i, next) once for each i < count, and returns when all tasks have been completed. `next` is the task
+    // that this thread will probably run after i, or i. The tasks of a thread are consecutive, because sequential reads
+    // are fastest; other threads steal from their end.
     template <class Task>
     void each(long count, Task task) {
-        if (phase == end) abort();  // more phases than were said
+        if (phase == end) abort();  // more phases than declared
         Count* runs = phase;
         std::atomic<int>& done = runs[threads].done;
         phase += threads + 1;
         for (long n = 0; n < threads && done.load() < count; n++) {
-            const long k = (own + n) % threads;
-            const auto border = [&](long k) { return (count * k + threads - 1) / threads; };
-            const int ran = finish(runs[k].taken, border(k), border(k + 1) - border(k), k == own, task);
+            const long k = (index + n) % threads;
+            const auto first = [&](long k) { return (count * k + threads - 1) / threads; };
+            const int ran = finish(runs[k].taken, first(k), first(k + 1) - first(k), k == index, task);
             if (ran && done.fetch_add(ran) + ran == count) done.notify_all();
         }
         for (int so_far; (so_far = done.load()) < count;) wait_for_change(done, so_far);
     }
 };
 
-// Threads that help whoever calls, one caller at a time. They live as long as the process.
+// Helper threads, which serve one caller at a time and live until the process ends.
 class Helpers {
     std::atomic<bool> busy{false}, open{false};
     std::atomic<unsigned> jobs{0};
-    std::atomic<int> inside{0};  // helpers that may be at work on the job
-    std::function<void(int)> job;  // given the number of a thread, 0 of who calls
+    std::atomic<int> inside{0};  // helpers that may be executing the job
+    std::function<void(int)> job;  // called with the index of a thread; that of the caller is 0
     int wanted = 0, started = 0;
 
     void serve(int i) {
@@ -97,13 +98,13 @@ class Helpers {
     }
 
   public:
-    // Runs work(0) here and, as soon as they are awake, work(i) on helpers 1 .. threads - 1.
+    // Runs work(0) in the calling thread and work(i) on helpers 1 .. threads - 1 as they wake up.
     template <class Work>
     void run(int threads, Work work) {
-        if (threads < 2 || busy.exchange(true)) return work(0);  // alone, if they help somebody else
+        if (threads < 2 || busy.exchange(true)) return work(0);  // the helpers serve another caller
         try {
             for (; started < threads - 1; started++) std::thread(&Helpers::serve, this, started).detach();
-        } catch (const std::system_error&) {  // so there are fewer
+        } catch (const std::system_error&) {  // continue with fewer threads
         }
         job = work;
         wanted = threads - 1;
@@ -118,23 +119,23 @@ class Helpers {
 };
 
 inline Helpers& helpers() {
-    static Helpers* all = new Helpers;  // never deleted: they may be asleep in it when the process ends
-    // A forked process has no thread but the one that forked.
-    [[maybe_unused]] static const int known = pthread_atfork(nullptr, nullptr, [] { all = new Helpers; });
+    static Helpers* all = new Helpers;  // never deleted: helpers may be waiting in it at process exit
+    // After a fork, the child process has no helper threads.
+    [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { all = new Helpers; });
     return *all;
 }
 
-// Runs work(team) on so many threads, which go through at most so many phases.
+// Runs work(team) on `threads` threads, with at most `phases` phases.
 template <class Work>
 void run(int threads, int phases, Work work) {
     std::vector<Count> all(phases * (threads + 1));
-    helpers().run(threads, [&](int own) {
-        Team team(all, threads, own);
+    helpers().run(threads, [&](int index) {
+        Team team(all, threads, index);
         work(team);
     });
 }
 
-// Runs task(i) for each i below count, on so many threads.
+// Runs task(i) for each i < count on `threads` threads.
 template <class Task>
 void for_each(int threads, long count, Task task) {
     run(count > 1 ? threads : 1, 1, [&](Team& team) { team.each(count, [&](long i, long) { task(i); }); });
