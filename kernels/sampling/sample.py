@@ -65,7 +65,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def native(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
-    """Run `nanospec_sample` of `native/sampling.cpp`. With `lazy`, the other targets are 0."""
+    """Run `nanospec_sample` of `native/sampling.cpp`. With `lazy`, unread targets are 0."""
     targets, is_bf16 = batch.rows.new_empty(len(logits)), logits.dtype == torch.bfloat16
     args = logits, logits.stride(0), is_bf16, lazy, targets, torch.get_num_threads()
     call("nanospec_sample", *table, *batch.words, *args)
