@@ -111,7 +111,7 @@ TESTS: dict[str, list[str]] = {
     "nanospec/drafters/policy.py": POLICY,
     "nanospec/drafters/estimates.py": [
         POLICY[0],
-        DRAFTERS + "simple_drafter.py::test_the_time_of_calls_without_drafts_counts_to_those_with_some",
+        DRAFTERS + "simple_drafter.py::test_draft_times_include_calls_without_drafts",
         POLICY[1],
     ],
     "nanospec/drafters/medusa.py": [DRAFTERS + "heads.py", DRAFTERS + "drafters.py"],

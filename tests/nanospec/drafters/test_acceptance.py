@@ -1,4 +1,4 @@
-"""The rules of acceptance in the engine: what each promises, in batches of all of them."""
+"""The acceptance rules in the engine: the guarantees of each, in batches that mix them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def jobs_with(rule: str, count: int, seed: int = 0, **params: Any) -> list[Job]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rule", ["rejection", "typical"])
-def test_greedy_and_exact_requests_do_not_notice_their_neighbours(
+def test_greedy_and_exact_rows_are_unaffected_by_other_rules(
     model: Model, draft: Model, rule: str, mode: str
 ) -> None:
     exact = random_jobs(random.Random(1), VOCAB, 5)
@@ -69,7 +69,7 @@ def test_greedy_and_exact_requests_do_not_notice_their_neighbours(
 
 
 @pytest.mark.parametrize("rule", ["rejection", "typical"])
-def test_a_draft_model_equal_to_the_target_is_always_right(model: Model, rule: str) -> None:
+def test_draft_model_equal_to_target_is_always_accepted(model: Model, rule: str) -> None:
     engine = engine_of(model, model, rule, guess={"method": "draft"})
     requests = run(engine, jobs_with(rule, 6, top_p=0.8))
     for request in requests:
@@ -77,21 +77,21 @@ def test_a_draft_model_equal_to_the_target_is_always_right(model: Model, rule: s
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_draft_models_chains_are_rejected_by_ratio_beside_trees_too(
+def test_chains_use_rejection_rule_next_to_trees(
     model: Model, draft: Model, mode: str
 ) -> None:
     outputs = []
-    for width in (1, 2):  # where lookup has nothing to say
+    for width in (1, 2):  # prompts without n-gram matches
         guess = {"tree_width": width, "prompt_lookup_min": 4}
         engine = engine_of(model, draft, "rejection", guess=guess, **MODES[mode])
         requests = run(engine, jobs_with("rejection", 8))
         outputs.append([request.output_ids for request in requests])
         assert engine.metrics.spec.by_drafter["draft"][1] > 100
     same = sum(a == b for a, b in zip(*outputs, strict=True))
-    assert same >= 6  # what lookup drafts may differ
+    assert same >= 6  # drafts by lookup may differ
 
 
-def test_typical_accepts_more_and_says_what_it_is(model: Model, draft: Model) -> None:
+def test_typical_accepts_more_and_is_reported_as_lossy(model: Model, draft: Model) -> None:
     accepted = {}
     for rule in ("exact", "typical"):
         engine = engine_of(model, draft, "typical", guess={"method": "draft"})
@@ -103,7 +103,7 @@ def test_typical_accepts_more_and_says_what_it_is(model: Model, draft: Model) ->
     assert accepted["typical"] > accepted["exact"] + 0.05
 
 
-def test_a_request_cannot_ask_for_what_the_engine_was_not_started_with(model: Model) -> None:
+def test_acceptance_rule_the_engine_lacks_is_rejected(model: Model) -> None:
     engine = make_engine(model, 3)
     with pytest.raises(ValueError, match="needs an engine started with"):
         engine.add([1, 2], SamplingParams(acceptance="typical"))

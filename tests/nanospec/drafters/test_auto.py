@@ -1,4 +1,4 @@
-"""Automatic K in the running engine: it picks up repetition, drops what fails, and changes no output."""
+"""Automatic K in the running engine: it exploits repetition, drops failing drafts, and keeps outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model() -> Model:
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
-def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, eager: bool) -> None:
+def test_automatic_k_speculates_without_changing_output(model: Model, eager: bool) -> None:
     jobs = [
         Job([3, 1, 3, 1], SamplingParams(temperature=0, max_tokens=80, logit_bias={7: 60.0})),
         Job([2, 9, 4], SamplingParams(temperature=1.0, seed=2, max_tokens=60)),
@@ -46,13 +46,13 @@ def test_automatic_k_is_measured_speculates_and_changes_no_output(model: Model, 
 
 
 def smooth(costs: StepCosts, per_token: float) -> StepCosts:
-    """The same table with made-up times."""
+    """Return the same table with synthetic times."""
     recorded = {B: {k: 1 + per_token * k for k in by_k} for B, by_k in costs.captured.items()}
     return StepCosts(recorded, {n: 1 + per_token * n for n in costs.packed})
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
-def test_drafts_that_fail_are_given_up(model: Model, eager: bool) -> None:
+def test_failing_drafts_are_dropped(model: Model, eager: bool) -> None:
     engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=eager)
     assert isinstance(engine.policy, AutoPolicy)
     engine.policy.costs = smooth(engine.policy.costs, 0.05)
@@ -62,8 +62,8 @@ def test_drafts_that_fail_are_given_up(model: Model, eager: bool) -> None:
     assert request.stats.num_drafted < 2 * request.stats.num_tokens
 
 
-def test_the_policy_is_told_how_long_the_texts_are_and_who_waits(model: Model) -> None:
-    """Steps without drafts teach nothing."""
+def test_policy_receives_context_length_and_waiting_flag(model: Model) -> None:
+    """Steps without drafts are not observed."""
     engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=False)
     asked: list[tuple[int, bool]] = []
 

@@ -1,4 +1,4 @@
-"""Every way of guessing gives the output of not guessing, and guesses what it should."""
+"""Every drafter leaves the output unchanged and proposes the expected drafts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def parts(model: Model) -> dict[str, Any]:
-    """A draft model and heads that are sometimes right."""
+    """A draft model and heads whose drafts are sometimes accepted."""
     return {"draft_model": tiny_model(num_layers=1), "heads": random_heads(model, 3, vocab=50)}
 
 
@@ -60,8 +60,8 @@ def engine_of(model: Model, parts: dict[str, Any], way: str, k: Any = 5, **optio
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", WAYS)
-def test_output_is_that_of_decoding_alone(model: Model, parts: dict[str, Any], way: str, mode: str) -> None:
-    """Greedy and seeded, penalties, logprobs, prefix hits, chunks and preemption, whoever drafts."""
+def test_output_matches_decoding_without_speculation(model: Model, parts: dict[str, Any], way: str, mode: str) -> None:
+    """Greedy and seeded sampling, penalties, logprobs, prefix hits, chunks and preemption."""
     accepted = preempted = 0
     for seed in range(3):
         jobs = random_jobs(random.Random(seed), VOCAB, 7)
@@ -76,14 +76,14 @@ def test_output_is_that_of_decoding_alone(model: Model, parts: dict[str, Any], w
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_automatic_k_changes_nothing(model: Model, parts: dict[str, Any], way: str) -> None:
+def test_automatic_k_does_not_change_output(model: Model, parts: dict[str, Any], way: str) -> None:
     jobs = random_jobs(random.Random(2), VOCAB, 7)
     engine = engine_of(model, parts, way, "auto", max_num_seqs=3)
     run_as_alone(engine, model, jobs, way)
 
 
 def plain_jobs(seed: int, count: int, **params: Any) -> list[Job]:
-    """Without what a draft model does not see (penalties, bias), and never stopped early."""
+    """Return jobs without penalties and bias, which a draft model ignores, and without stop tokens."""
     rng = random.Random(seed)
     common = rng.choices(range(VOCAB), k=33)
     return [
@@ -96,8 +96,8 @@ def plain_jobs(seed: int, count: int, **params: Any) -> list[Job]:
 
 
 def assert_same_keys(engine: Engine) -> None:
-    """A draft model equal to the target has its keys and values in all blocks that it counts as its own. The
-    tokens alone would not tell: a tiny model hardly heeds what it has read."""
+    """Check that a draft model equal to the target has the target's K/V in all blocks it counts as computed.
+    Tokens alone would not show it: the output of a tiny model hardly depends on its context."""
     drafter = next(part for part in engine.worker.drafters if isinstance(part, ModelDrafter))
     blocks = sorted(drafter._drafted & engine.scheduler.pool._hash_of.keys())
     assert blocks
@@ -108,14 +108,14 @@ def assert_same_keys(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("cap", "temperature"), [(0.0, 0.0), (0.0, 1.0), (0.3, 1.0)], ids=["greedy", "sampled", "capped"]
 )
-def test_a_draft_model_equal_to_the_target_is_always_right(cap: float, mode: str, temperature: float) -> None:
+def test_draft_model_equal_to_target_is_always_accepted(cap: float, mode: str, temperature: float) -> None:
     """Also after preemption, prefix hits, chunked prompts and full acceptance: its cache is never stale."""
     model = tiny_model(logit_softcap=cap or None)
     engine = make_engine(
         model, 4, guess=WAYS["draft"], draft_model=model, num_blocks=11, max_num_seqs=3,
         max_num_batched_tokens=32, **MODES[mode],
     )  # fmt: skip
-    for seed in range(2):  # the second time from the cache
+    for seed in range(2):  # the second run uses the prefix cache
         requests = run(engine, plain_jobs(1, 8, temperature=temperature, top_p=0.9))
         stats = engine.metrics.spec
         for request in requests:
@@ -128,8 +128,8 @@ def test_a_draft_model_equal_to_the_target_is_always_right(cap: float, mode: str
     assert stats.tokens_per_step > 4
 
 
-def test_a_draft_model_catches_up_with_what_others_drafted_or_nobody(model: Model) -> None:
-    """Steps without drafts, and steps that n-gram lookup drafted for, leave its cache behind."""
+def test_draft_model_catches_up_with_other_steps(model: Model) -> None:
+    """Its cache falls behind in steps without drafts and in steps with n-gram drafts."""
     engine = make_engine(model, 4, guess=WAYS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
     choose, rng = engine.policy.choose, random.Random(0)
     engine.policy.choose = lambda *asked: choose(*asked) if rng.random() < 0.4 else (4, 0)  # type: ignore
@@ -139,8 +139,8 @@ def test_a_draft_model_catches_up_with_what_others_drafted_or_nobody(model: Mode
     assert by["ngram"][1] > by["ngram"][2]
 
 
-def test_a_prompt_cached_without_drafting_is_computed_by_the_draft_model_later(model: Model) -> None:
-    """Though it had filled the same blocks for somebody before: all of the second prompt's."""
+def test_draft_model_computes_prompt_cached_without_it(model: Model) -> None:
+    """Even though it had filled all the second prompt's blocks for an earlier request."""
     engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model, num_blocks=8)
     prompts = [random.Random(seed).choices(range(VOCAB), k=40) for seed in (3, 4)]
     run(engine, [Job(list(range(VOCAB)), SamplingParams(temperature=0, max_tokens=60))])
@@ -155,7 +155,7 @@ def test_a_prompt_cached_without_drafting_is_computed_by_the_draft_model_later(m
         assert request.stats.num_drafted == request.stats.num_accepted > 0
 
 
-def test_a_draft_vocabulary_padded_to_another_size_drafts(model: Model) -> None:
+def test_draft_vocabulary_of_another_padded_size(model: Model) -> None:
     for size in (60, 70):
         draft = tiny_model(vocab_size=size)
         engine = make_engine(model, 3, guess=WAYS["draft"], draft_model=draft)
@@ -164,7 +164,7 @@ def test_a_draft_vocabulary_padded_to_another_size_drafts(model: Model) -> None:
         assert engine.metrics.spec.num_drafted > 0
 
 
-def test_blocks_are_shared_out_between_both_caches(model: Model) -> None:
+def test_draft_and_target_caches_share_block_count(model: Model) -> None:
     draft = tiny_model(num_layers=1)
     engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=draft, num_blocks=20)
     assert engine.scheduler.pool.num_blocks == 20
@@ -178,7 +178,7 @@ def test_blocks_are_shared_out_between_both_caches(model: Model) -> None:
 
 
 def cycle_heads(model: Model, count: int) -> Heads:
-    """Heads that know how the text of `cycle_model` goes on."""
+    """Return heads that predict `cycle_model` perfectly."""
     hidden = model.config.hidden_size
     silent = torch.zeros(count, hidden, hidden), torch.zeros(count, 1, hidden)
     own = tuple(make_linear(8 * torch.eye(hidden).roll(2 + i, 0)) for i in range(count))
@@ -187,7 +187,7 @@ def cycle_heads(model: Model, count: int) -> Heads:
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_heads_that_know_the_text_are_always_right(mode: str, width: int) -> None:
+def test_perfect_heads_are_always_accepted(mode: str, width: int) -> None:
     known = cycle_model()
     engine = make_engine(
         known, 6, guess={"method": "medusa", "tree_width": width}, heads=cycle_heads(known, 3), **MODES[mode]
@@ -195,14 +195,14 @@ def test_heads_that_know_the_text_are_always_right(mode: str, width: int) -> Non
     params = SamplingParams(temperature=0, max_tokens=41)
     [request] = run(engine, [Job(cycle(3, 5), params)])
     assert request.output_ids == cycle(8, 41)
-    depth = 3 if width == 1 else 2  # of a tree of six
+    depth = 3 if width == 1 else 2  # of a tree with six nodes
     assert request.stats.num_steps <= 2 + -(-40 // (depth + 1)) + 2
     assert set(request.draft_sources) == {OWN, GUESSED}
     assert request.stats.by_drafter.keys() == {"medusa"}
 
 
-def test_heads_are_right_for_every_row_of_a_batch() -> None:
-    """Also for those behind the first, whose drafts kernels and C++ find by K, whatever their number."""
+def test_perfect_heads_for_every_row_of_a_batch() -> None:
+    """Also for rows after the first: kernels and C++ index drafts by K, not by the number of drafts."""
     known = cycle_model()
     engine = make_engine(known, 6, guess=WAYS["medusa"], heads=cycle_heads(known, 3), max_num_seqs=3)
     jobs = [Job(cycle(i, 6), SamplingParams(temperature=0, max_tokens=41)) for i in range(3)]
@@ -211,9 +211,9 @@ def test_heads_are_right_for_every_row_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_heads_draw_with_the_noise_of_the_target(model: Model, width: int) -> None:
-    """Head i guesses the largest score - T log E of its likeliest tokens, at the position that its token will
-    have; in a tree also the next largest."""
+def test_heads_use_target_noise(model: Model, width: int) -> None:
+    """Head i drafts the token with the largest score - T log E among its likeliest, using the noise of the
+    draft's position; in a tree also the next largest."""
     drafter, table = medusa_of(model, width)
     heads, rows = drafter.heads, torch.arange(3, dtype=torch.int32)
     assert heads.token_map is not None
@@ -221,7 +221,7 @@ def test_heads_draw_with_the_noise_of_the_target(model: Model, width: int) -> No
     drafter.ready.fill_(True)
     table.seed.fill_(-(2**40) - 3)
     table.temperature[:] = torch.tensor([0.0, 1.0, 2.5])
-    table.max_len[2] = 12  # there is room for two drafts
+    table.max_len[2] = 12  # at most two drafts fit
     assert drafter.propose(table, rows, 3).num_drafts.tolist() == [3, 3, 2]
     found, logits = drafter._candidates(table, rows), heads.logits(drafter.hidden[:3]).float()
     for b, i in product(range(3), range(3)):
@@ -232,7 +232,7 @@ def test_heads_draw_with_the_noise_of_the_target(model: Model, width: int) -> No
 
 
 def medusa_of(model: Model, width: int) -> tuple[MedusaDrafter, Table]:
-    """Three heads that make trees, and rows of requests that want 8 drafts each."""
+    """Return a drafter of three heads that makes trees, and a table of rows with a limit of 8 drafts."""
     guess = {"method": "medusa", "tree_width": width}
     heads = random_heads(model, 3, vocab=20)
     engine = make_engine(model, 8, guess=guess, heads=heads, max_num_seqs=3)
@@ -242,8 +242,8 @@ def medusa_of(model: Model, width: int) -> tuple[MedusaDrafter, Table]:
     return drafter, table
 
 
-def test_heads_start_where_the_last_token_was_drawn(model: Model) -> None:
-    """At the end of the path that was accepted; not after a preemption."""
+def test_heads_use_hidden_state_of_last_accepted_token(model: Model) -> None:
+    """At the end of the accepted path; a released row has no state."""
     drafter, table = medusa_of(model, 3)
     rows, hidden = torch.arange(3, dtype=torch.int32), torch.randn(12, model.config.hidden_size)
     batch = make_batch([6, 6], parents=[0, 0, 1, 0, 3, 3] + [0] * 6, rows=torch.tensor([2, -1]).int())
@@ -256,7 +256,7 @@ def test_heads_start_where_the_last_token_was_drawn(model: Model) -> None:
     assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 0]
 
 
-def test_a_request_has_a_tree_of_its_own_width(model: Model) -> None:
+def test_tree_width_per_request(model: Model) -> None:
     drafter, table = medusa_of(model, 3)
     table.width[:] = torch.tensor([1, 2, 9])
     drafter.ready.fill_(True)
@@ -267,8 +267,8 @@ def test_a_request_has_a_tree_of_its_own_width(model: Model) -> None:
     assert [found.parents[b].tolist().count(0) for b in (1, 2)] == [2, 3]
 
 
-def test_a_tree_accepts_the_continuation_that_a_chain_misses(model: Model) -> None:
-    """The latest occurrence goes on one way, an earlier one the other."""
+def test_tree_accepts_continuation_that_chain_misses(model: Model) -> None:
+    """The latest occurrence has another continuation than the earlier one."""
     known = cycle_model()
     prompt = [*cycle(0, 12), 30, 2, 3, 30, 2, 3]  # 3 -> 4 earlier, 3 -> 30 later
     steps = {}
@@ -282,8 +282,8 @@ def test_a_tree_accepts_the_continuation_that_a_chain_misses(model: Model) -> No
     assert steps[2] < steps[1]
 
 
-def test_requests_limit_themselves(model: Model, parts: dict[str, Any]) -> None:
-    """Tree width, K and no speculation at all, in one batch."""
+def test_per_request_speculation_limits(model: Model, parts: dict[str, Any]) -> None:
+    """Tree widths, K and no speculation, in one batch."""
     engine = engine_of(model, parts, "medusa-tree", 8)
     job = plain_jobs(4, 1, temperature=0)[0]
     widths: list[Any] = [{"tree_width": 1}, {"tree_width": 8}, {"num_speculative_tokens": 2}]
@@ -294,7 +294,7 @@ def test_requests_limit_themselves(model: Model, parts: dict[str, Any]) -> None:
     assert drafted == [3, 8, 2, 0]
 
 
-def test_unlikely_paths_come_last_and_parents_first() -> None:
+def test_tree_paths_order() -> None:
     for heads, width, k in ((4, 1, 8), (4, 3, 20), (2, 8, 63), (5, 4, 63)):
         paths = tree_paths(heads, width, k)
         assert len(set(paths)) == len(paths) == min(k, sum(width**d for d in range(1, heads + 1)))
@@ -306,13 +306,13 @@ def test_unlikely_paths_come_last_and_parents_first() -> None:
 
 
 @pytest.mark.parametrize("method", ["draft", "medusa", "ngram+draft"])
-def test_a_method_says_what_it_lacks(model: Model, method: str) -> None:
+def test_method_without_its_weights_is_rejected(model: Model, method: str) -> None:
     with pytest.raises(ValueError, match="needs"):
         make_engine(model, 3, guess={"method": method})
 
 
 def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Will hold the size of every piece of text that the draft model computes outside of drafting."""
+    """Return a list that collects the size of each chunk the draft model computes to catch up."""
     sizes: list[int] = []
     drafter = engine.worker.drafters[-1]
     write_kv = drafter.model.write_kv
@@ -326,7 +326,7 @@ def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_a_draft_model_rests_while_lookup_finds_something(
+def test_draft_model_is_not_run_while_lookup_matches(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(cycle_model(), 5, guess=WAYS["ngram+draft"], draft_model=cycle_model())
@@ -336,7 +336,7 @@ def test_a_draft_model_rests_while_lookup_finds_something(
     assert not sizes  # not even the prompt
 
 
-def test_a_draft_model_that_does_not_pay_is_hardly_run(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_that_does_not_pay_is_rarely_run(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(
         model, "auto", guess=WAYS["draft"], draft_model=tiny_model(seed=9), max_model_len=400
     )
@@ -348,7 +348,7 @@ def test_a_draft_model_that_does_not_pay_is_hardly_run(model: Model, monkeypatch
 
 
 @pytest.mark.parametrize("lag", [False, True])
-def test_a_row_drafts_at_once_when_its_whole_prompt_is_cached(model: Model, lag: bool) -> None:
+def test_fully_cached_prompt_drafts_in_first_step(model: Model, lag: bool) -> None:
     engine = make_engine(
         model, 4, guess=WAYS["draft"], draft_model=model, async_scheduling=lag, enforce_eager=not lag
     )
@@ -361,7 +361,7 @@ def test_a_row_drafts_at_once_when_its_whole_prompt_is_cached(model: Model, lag:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_draft_model_missed_is_computed_in_pieces(
+def test_draft_model_catches_up_in_chunks(
     model: Model, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"max_num_batched_tokens": 32, "max_model_len": 256, **MODES[mode]}
@@ -378,7 +378,7 @@ def test_what_a_draft_model_missed_is_computed_in_pieces(
         assert request.stats.num_drafted == request.stats.num_accepted > 0
 
 
-def test_heads_know_as_many_tokens_as_a_tree_is_wide(model: Model) -> None:
+def test_tree_width_is_limited_by_head_vocabulary(model: Model) -> None:
     with pytest.raises(ValueError, match="more than the 4 tokens"):
         make_engine(model, 3, guess={"method": "medusa", "tree_width": 6}, heads=random_heads(model, 2, 4))
     few = tiny_model(vocab_size=5)
@@ -388,8 +388,8 @@ def test_heads_know_as_many_tokens_as_a_tree_is_wide(model: Model) -> None:
 
 @pytest.mark.parametrize("backend", ["naive", "auto"])
 @pytest.mark.parametrize("way", ["ngram-tree", "medusa-tree"])
-def test_trees_may_be_larger_than_a_sliding_window(way: str, backend: Any) -> None:
-    """Which holds the last positions of a node's own path, wherever those lie."""
+def test_trees_larger_than_sliding_window(way: str, backend: Any) -> None:
+    """The window holds the last positions of a node's path, wherever those are stored."""
     windowed = tiny_model(windows=(None, 4))
     parts = {"heads": random_heads(windowed, 3, vocab=50)}
     jobs = random_jobs(random.Random(4), VOCAB, 5)
@@ -399,7 +399,7 @@ def test_trees_may_be_larger_than_a_sliding_window(way: str, backend: Any) -> No
     assert engine.metrics.spec.num_accepted > 0
 
 
-def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
+def test_draft_model_catches_up_with_triton_without_capture() -> None:
     with launch.forced("triton"):
         target = tiny_model(num_layers=1)
         engine = make_engine(
@@ -412,10 +412,10 @@ def test_a_draft_model_catches_up_on_kernels_that_are_not_recorded() -> None:
     assert request.stats.num_drafted == request.stats.num_accepted > 0
 
 
-def test_a_draft_model_computes_nothing_twice_when_results_come_late(
+def test_draft_model_does_not_recompute_with_lag(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With lag the host knows less than the device has; where it may wait it asks the device."""
+    """With lag the host knows less than the device; where it may wait, it reads the device's state."""
     engine = make_engine(
         model, 4, guess=WAYS["draft"], draft_model=model, async_scheduling=True, enforce_eager=True
     )

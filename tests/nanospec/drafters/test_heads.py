@@ -1,4 +1,4 @@
-"""Medusa heads: against a plain reference in float64, and what is refused with which sentence."""
+"""Medusa heads: comparison with a float64 reference, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 
 
 def target(dtype: torch.dtype = torch.float32, **overrides: Any) -> tuple[Model, Tensor]:
-    """A tiny target and its lm_head as it was before packing."""
+    """Return a tiny target and its lm_head before packing."""
     config = tiny_config(**overrides)
     generator = torch.Generator().manual_seed(3)
     weights = {
@@ -39,7 +39,7 @@ def target(dtype: torch.dtype = torch.float32, **overrides: Any) -> tuple[Model,
 def tensors(
     num_heads: int = 3, num_layers: int = 1, own: tuple[int, ...] = (), rows: int = V
 ) -> dict[str, Tensor]:
-    """Random heads in the published layout; the heads `own` have projections."""
+    """Return random heads in the published layout; the heads in `own` have their own projections."""
     generator = torch.Generator().manual_seed(5)
     found = {}
     for head in range(num_heads):
@@ -56,7 +56,7 @@ def states(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def reference(found: dict[str, Tensor], hidden: Tensor, lm_head: Tensor) -> Tensor:
-    """The published computation, head by head, with the rows of the lm_head where a head has none."""
+    """Compute the published formula head by head; heads without a projection use the lm_head's rows."""
     num_heads = 1 + max(int(name.split(".")[0]) for name in found if name != "token_map")
     if "token_map" in found:
         lm_head = lm_head[found["token_map"].long()]
@@ -86,7 +86,7 @@ LAYOUTS: dict[str, dict[str, Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_logits_are_the_references(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+def test_logits_match_reference(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
     model, lm_head = target(dtype, tie_word_embeddings=tied)
     for layout, stored in LAYOUTS.items():
         save_file(stored, tmp_path / "heads.safetensors")
@@ -101,14 +101,14 @@ def test_logits_are_the_references(tmp_path: Path, tied: bool, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_rows_of_a_packed_lm_head_are_read_exactly(dtype: torch.dtype) -> None:
+def test_lm_head_rows_of_packed_weights(dtype: torch.dtype) -> None:
     for tied, hidden in itertools.product((False, True), (32, 144)):
         model, lm_head = target(dtype, tie_word_embeddings=tied, hidden_size=hidden)
         assert torch.equal(lm_head_rows(model, MAP.long()), lm_head[MAP.long()]), (tied, hidden)
 
 
 @pytest.mark.parametrize("vocab", [None, 10], ids=["all", "map"])
-def test_top_gives_token_ids_in_order(vocab: int | None) -> None:
+def test_tokens_maps_indices_to_token_ids(vocab: int | None) -> None:
     heads = random_heads(target()[0], 4, vocab, seed=1)
     scores = torch.full((9, 4, V), -torch.inf)
     scores[..., torch.arange(V) if heads.token_map is None else heads.token_map] = heads.logits(states(9))
@@ -118,7 +118,7 @@ def test_top_gives_token_ids_in_order(vocab: int | None) -> None:
 
 
 @pytest.mark.parametrize("layout", ["shared-map", "published-2-blocks"])
-def test_kernels_give_the_same(tmp_path: Path, layout: str) -> None:
+def test_triton_matches_reference(tmp_path: Path, layout: str) -> None:
     save_file(LAYOUTS[layout], tmp_path / "heads.safetensors")
     with forced("triton"):
         model, lm_head = target()
@@ -163,7 +163,7 @@ ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("what", ERRORS)
-def test_what_does_not_fit_is_refused(tmp_path: Path, what: str) -> None:
+def test_invalid_heads_are_rejected(tmp_path: Path, what: str) -> None:
     change, sentence = ERRORS[what]
     found = tensors()
     change(found)
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, what: str) -> None:
         Heads.load(tmp_path / "heads.safetensors", target()[0])
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "heads.safetensors"
     save_file(tensors(), file)
     file.write_bytes(file.read_bytes()[:-1])
@@ -180,7 +180,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         Heads.load(file, target()[0])
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     model, _ = target()
     with pytest.raises(FileNotFoundError, match="Medusa heads .*nowhere not found"):
         Heads.load(tmp_path / "nowhere", model)

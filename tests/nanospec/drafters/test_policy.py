@@ -1,4 +1,4 @@
-"""The drafts verified are those that pay, found online, at little cost where nothing pays."""
+"""The policy verifies the drafts that pay, learns online, and costs little where nothing pays."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HALF = {k: 10.0 + 2.0 * k for k in KS}
 STEEP = {k: 10.0 * (k + 1) for k in KS}  # verifying a token costs as much as decoding it
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-CHEAP = [10.0 + 0.1 * n for n in SIZES]  # a step costs about the same whatever it scores
+CHEAP = [10.0 + 0.1 * n for n in SIZES]  # cost almost independent of the number of tokens
 SLOPED = [10.0 + n for n in SIZES]
-LINEAR = [10.0 * n for n in SIZES]  # nothing is gained by scoring tokens together
-FREE_TO_4 = [10.0 + max(n - 4, 0) for n in SIZES]  # 10 ms, beyond 4 tokens 1 ms more for each
+LINEAR = [10.0 * n for n in SIZES]  # no gain from scoring tokens together
+FREE_TO_4 = [10.0 + max(n - 4, 0) for n in SIZES]  # 10 ms, and 1 ms per token beyond 4
 
-NGRAM, MODEL = 0, 1  # places of drafters
+NGRAM, MODEL = 0, 1  # drafter indices
 
 
 def captured(by_k: dict[int, float]) -> AutoPolicy:
@@ -59,19 +59,20 @@ def choose(
 
 
 def usual(policy: Policy, rows: int, steps: int = 100) -> int:
-    """The K chosen mostly, without the probes."""
+    """Return the most frequent K, which excludes probes."""
     ks = [choose(policy, rows) for _ in range(steps)]
     return max(set(ks), key=ks.count)
 
 
 def cut(policy: Policy, drafts: Sequence[int], match: int = 3, waiting: bool = True) -> list[int]:
-    """The drafts taken in a packed step of rows 0, 1, ..."""
+    """Return the number of drafts taken in a packed step of rows 0, 1, ..."""
     choose(policy, len(drafts), waiting=waiting)
     return policy.cut([Offer(row, NGRAM if n else NO_DRAFTER, n, match) for row, n in enumerate(drafts)])
 
 
 def run(policy: AutoPolicy, chances: Sequence[float], steps: int, waiting: bool = True) -> list[list[int]]:
-    """Packed steps of rows that are offered 8 drafts each, right with these chances: the drafts taken."""
+    """Run packed steps of rows offered 8 drafts each, accepted with the given probabilities, and return
+    the drafts taken."""
     rng, found = random.Random(0), []
     for _ in range(steps):
         taken = cut(policy, [8] * len(chances), waiting=waiting)
@@ -86,7 +87,7 @@ def run(policy: AutoPolicy, chances: Sequence[float], steps: int, waiting: bool 
 @given(
     st.lists(st.floats(0.01, 1e4), min_size=len(SIZES), max_size=len(SIZES)), st.sampled_from([0, 99, 9000])
 )
-def test_more_tokens_never_cost_less(ms: list[float], context: int) -> None:
+def test_cost_is_monotonic_in_tokens(ms: list[float], context: int) -> None:
     costs = packed(ms, attention=(0.004, 0.001)).costs
     cost = [costs.cost(3, n, context) for n in range(3, 140)]
     steps = [b - a for a, b in pairwise(cost)]
@@ -94,7 +95,7 @@ def test_more_tokens_never_cost_less(ms: list[float], context: int) -> None:
     assert costs.cost(1, 1) == pytest.approx(ms[0])
 
 
-def test_cost_is_interpolated_smoothed_and_extrapolated() -> None:
+def test_cost_interpolation_and_extrapolation() -> None:
     costs = StepCosts(packed={1: 10.0, 2: 11.0, 4: 15.0})
     assert [costs.cost(1, n) for n in (1, 2, 3, 4, 5, 6)] == [10, 11, 13, 15, 17, 19]
     assert StepCosts(packed={1: 10.0, 2: 9.0, 4: 12.0}).packed == {1: 10.0, 2: 10.0, 4: 12.0}
@@ -108,7 +109,7 @@ SOME_KS = st.dictionaries(st.sampled_from(KS[1:]), st.floats(0.01, 100))
 
 
 @given(st.dictionaries(st.integers(1, 300), SOME_KS, min_size=1, max_size=6))
-def test_captured_costs_rise_with_drafts(ms: dict[int, dict[int, float]]) -> None:
+def test_captured_costs_are_monotonic_in_k(ms: dict[int, dict[int, float]]) -> None:
     costs = StepCosts(captured={B: {0: 1.0, **row} for B, row in ms.items()})
     for B in ms:
         by_k = costs.by_k(B, 16)
@@ -119,7 +120,7 @@ def test_captured_costs_rise_with_drafts(ms: dict[int, dict[int, float]]) -> Non
     assert [costs.cost(n, n) for n in (1, 2, 4, 5, 16)] == [0.5, 1.0, 1.0, 2.0, 2.0], "the next bucket"
 
 
-def test_with_equal_chances_it_is_the_usual_formula() -> None:
+def test_tokens_per_step_with_constant_acceptance() -> None:
     for x, limit in product((0.0, 0.25, 0.5, 0.9, 1.0), (16, 4, 0)):
         expected = [sum(x**j for j in range(min(k, limit) + 1)) for k in KS]
         assert tokens_per_step(x, x, x, KS, limit) == pytest.approx(expected)
@@ -127,7 +128,7 @@ def test_with_equal_chances_it_is_the_usual_formula() -> None:
 
 @pytest.mark.parametrize("chances", [(0.125, 0.75, 0.875), (0.5, 0.25, 0.5), (0.75, 1.0, 0.25)])
 @pytest.mark.parametrize("k", [1, 4, 8])
-def test_tokens_per_step_against_a_random_run(chances: tuple[float, float, float], k: int) -> None:
+def test_tokens_per_step_matches_simulation(chances: tuple[float, float, float], k: int) -> None:
     miss, full, further = chances
     rng, steps, tokens, copying = random.Random(0), 40_000, 0, False
     for _ in range(steps):
@@ -144,7 +145,7 @@ def first(estimator: Estimator, row: int, drafter: int = NGRAM, match: int = 0) 
     return estimator.gains(Offer(row, drafter, 1, match))[0]
 
 
-def test_match_lengths_learn_from_all_requests() -> None:
+def test_match_length_statistics_are_shared_by_requests() -> None:
     estimator = Estimator()
     assert first(estimator, 9, match=1) < first(estimator, 9, match=2) < first(estimator, 9, match=5)
     for row in range(8):
@@ -155,8 +156,8 @@ def test_match_lengths_learn_from_all_requests() -> None:
     assert first(estimator, 9, match=5) < 0.15
 
 
-def test_a_new_request_after_a_match_of_one_token_begins_with_few_drafts() -> None:
-    """What the text of a row taught is forgotten with it; what lengths taught is not."""
+def test_new_request_with_short_match_gets_few_drafts() -> None:
+    """Statistics of a row's text are reset with the row; those by match length are kept."""
     policy = packed(CHEAP)
     assert cut(policy, [11], match=1)[0] <= 7
     assert policy.promised is not None
@@ -167,7 +168,7 @@ def test_a_new_request_after_a_match_of_one_token_begins_with_few_drafts() -> No
     assert cut(policy, [11], match=1)[0] <= 2
 
 
-def test_drafters_and_rows_are_judged_apart() -> None:
+def test_estimates_per_drafter_and_row() -> None:
     estimator = Estimator()
     for _ in range(50):
         estimator.observe(0, NGRAM, 2, 4, 3)
@@ -180,9 +181,9 @@ def test_drafters_and_rows_are_judged_apart() -> None:
     assert first(estimator, 0, match=2) == before, "as a row that is new"
 
 
-def test_without_a_match_what_follows_a_step_accepted_in_full_is_judged_apart() -> None:
+def test_estimate_after_full_acceptance_is_separate() -> None:
     estimator = Estimator()
-    for accepted in (2, 0) * 50:  # right, and wrong after it
+    for accepted in (2, 0) * 50:  # accepted, then rejected
         estimator.observe(0, MODEL, 0, 2, accepted)
     assert first(estimator, 0, MODEL) > 0.9
     estimator.observe(0, MODEL, 0, 2, 2)
@@ -199,7 +200,7 @@ def test_estimates_stay_probabilities(steps: list[tuple[int, int, int]]) -> None
             assert all(1 >= a >= b >= 0 for a, b in pairwise(gains))
 
 
-def test_a_fixed_policy_takes_all_and_an_automatic_one_what_costs_nothing() -> None:
+def test_fixed_policy_and_free_drafts() -> None:
     fixed, policy = Policy(), captured(FLAT)
     teach(fixed, 0, 0)
     assert choose(fixed, {0: 3, 1: 16}) == 16
@@ -221,7 +222,7 @@ def test_a_fixed_policy_takes_all_and_an_automatic_one_what_costs_nothing() -> N
     ],
     ids=["wrong", "steep", "one-without-a-match", "one-of-many", "alone"],
 )
-def test_k_is_what_pays_for_all_rows(
+def test_k_pays_for_the_whole_batch(
     by_k: dict[int, float], accepted: int, rows: int, copying: int, pays: bool
 ) -> None:
     policy = captured(by_k)
@@ -230,7 +231,7 @@ def test_k_is_what_pays_for_all_rows(
     assert (usual(policy, rows) > 0) == pays
 
 
-def test_limits_and_missing_ks_are_kept_and_a_new_request_starts_from_what_others_taught() -> None:
+def test_limits_missing_ks_and_new_requests() -> None:
     policy = AutoPolicy(StepCosts(captured={1: HALF, 8: {0: 10.0, 2: 10.1}, 16: HALF}))
     for row in range(1, 32):
         teach(policy, row, accepted=3)
@@ -250,7 +251,7 @@ def test_limits_and_missing_ks_are_kept_and_a_new_request_starts_from_what_other
     st.integers(0, 100),
     st.booleans(),
 )
-def test_never_more_than_offered(
+def test_cut_never_exceeds_offers(
     asked: list[tuple[int, int]], ms: list[float], seed: int, waiting: bool
 ) -> None:
     policy, rng = packed(ms), random.Random(seed)
@@ -263,7 +264,7 @@ def test_never_more_than_offered(
             policy.observe(offer.row, report(n, rng.randint(0, n), match=offer.match_len))
 
 
-def test_drafts_are_taken_as_they_pay() -> None:
+def test_cut_takes_drafts_that_pay() -> None:
     for ms, accepted, taken in ((CHEAP, 8, 16), (SLOPED, 0, 0), (LINEAR, 4, 0)):
         policy = packed(ms)
         teach(policy, 0, accepted, drafted=8)
@@ -276,10 +277,10 @@ def test_drafts_are_taken_as_they_pay() -> None:
     st.lists(st.floats(0.0, 9.0), min_size=len(SIZES), max_size=len(SIZES)),
     st.integers(0, 5000),
 )
-def test_the_drafts_of_a_batch_are_the_best_ones(
+def test_cut_is_optimal_for_the_batch(
     rows: list[tuple[int, int, int]], more: list[float], context: int
 ) -> None:
-    """Against weighing all of them, one by one from the likeliest on."""
+    """Compare with adding the drafts one by one, likeliest first."""
     policy, B = packed(list(accumulate(more, initial=10.0))[1:], attention=(0.003, 0.001)), len(rows)
     for row, (_, match, accepted) in enumerate(rows):
         for _ in range(5):
@@ -293,8 +294,8 @@ def test_the_drafts_of_a_batch_are_the_best_ones(
     assert policy.promised == pytest.approx(max(rates) / rates[0])
 
 
-def test_long_texts_make_drafts_pay() -> None:
-    """A step takes long for them whether there are drafts or not."""
+def test_long_contexts_favor_drafts() -> None:
+    """Their steps are slow with or without drafts."""
     taken = {}
     for context in (0, 4000):
         policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 514.0}, attention=(0.01, 0.0)))
@@ -304,16 +305,16 @@ def test_long_texts_make_drafts_pay() -> None:
     assert 0 < taken[0] < taken[4000]
 
 
-def test_the_end_of_a_row_saves_the_others_what_the_rows_differ_in() -> None:
-    """Of three rows a step takes 12 ms, of one 8, so one row less saves about 2 ms, of which 3/4 count."""
+def test_row_accounts() -> None:
+    """A step of three rows takes 12 ms, of one 8 ms, so one row less saves about 2 ms; 3/4 of it counts."""
     accounts = RowAccounts()
     assert accounts.allowed({0: 2.0, 1: 4.0, 2: 3.0}, plain=12.0, alone=8.0) == 2 * (12 - 3 * 1.5)
     assert accounts.loss(5.0, 2.0) == 5 - 2 * 1.5
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-def test_the_slowest_row_loses_little_to_the_drafts_of_others(waiting: bool) -> None:
-    """Row 0 copies, 15 have no drafts. A draft costs 1 ms; a row's end saves 0.8 ms a step."""
+def test_rows_without_drafts_lose_little_to_others(waiting: bool) -> None:
+    """Row 0 copies, 15 rows have no drafts. A draft costs 1 ms; each row that ends saves 0.8 ms a step."""
     policy, B, steps = packed(FREE_TO_4), 16, 400
     teach(policy, 0, 8, drafted=8)
     cost, taken = partial(policy.costs.cost, B), []
@@ -342,8 +343,8 @@ def test_the_slowest_row_loses_little_to_the_drafts_of_others(waiting: bool) -> 
     ],
     ids=["three-copy", "one", "three", "none-is-ever-right"],
 )
-def test_a_row_of_which_nothing_is_accepted_loses_little(ms: list[float], chances: tuple[float, ...]) -> None:
-    """Though rows beside it make its drafts look promising, and others' are probed with success."""
+def test_row_without_acceptance_loses_little(ms: list[float], chances: tuple[float, ...]) -> None:
+    """Even though its neighbors make its drafts look promising, and their probes succeed."""
     policy, B, steps = packed(ms), len(chances), 800
     taken = run(policy, chances, steps, waiting=False)
     total = sum(policy.costs.cost(B, B + sum(own)) for own in taken)
@@ -352,7 +353,7 @@ def test_a_row_of_which_nothing_is_accepted_loses_little(ms: list[float], chance
         assert total < (1 + 2 * SHARE) * steps * policy.costs.cost(B, B)
 
 
-def test_rows_that_copy_alike_are_no_loss_to_each_other() -> None:
+def test_equal_rows_do_not_limit_each_other() -> None:
     for rows, waiting in product((1, 4), (True, False)):
         policy = packed(FREE_TO_4)
         for row in range(rows):
@@ -366,7 +367,7 @@ def model_policy(pass_ms: float) -> AutoPolicy:
 
 
 def drafted_steps(policy: AutoPolicy, B: int, right: bool, steps: int) -> list[int]:
-    """Drafts verified in each step, of a model that is always right or never."""
+    """Return the drafts verified per step, for a draft model that is always right or always wrong."""
     found = []
     for _ in range(steps):
         k = choose(policy, B, 8)
@@ -378,13 +379,13 @@ def drafted_steps(policy: AutoPolicy, B: int, right: bool, steps: int) -> list[i
 
 
 @pytest.mark.parametrize("B", [1, 8])
-def test_a_model_that_becomes_right_is_noticed(B: int) -> None:
+def test_improving_draft_model_is_noticed(B: int) -> None:
     policy = model_policy(1.0)
     assert sum(drafted_steps(policy, B, False, 300)[200:]) <= 20 * B
     assert min(drafted_steps(policy, B, True, 300)[-20:]) >= 2 * B
 
 
-def test_a_model_is_hardly_run_where_it_cannot_gain() -> None:
+def test_draft_model_without_gain_is_rarely_run() -> None:
     assert sum(n > 0 for n in drafted_steps(model_policy(30.0), 1, True, 300)) <= 40
     policy = model_policy(4.0)
     drafted_steps(policy, 8, True, 50)
@@ -393,7 +394,7 @@ def test_a_model_is_hardly_run_where_it_cannot_gain() -> None:
 
 
 @pytest.mark.parametrize("by_k", [FLAT, HALF, STEEP], ids=["flat", "half", "steep"])
-def test_probes_that_fail_cost_little_time(by_k: dict[int, float]) -> None:
+def test_failing_probes_cost_little(by_k: dict[int, float]) -> None:
     policy = captured(by_k)
     spent = plain = 0.0
     for step in range(3000):
@@ -407,7 +408,7 @@ def test_probes_that_fail_cost_little_time(by_k: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize(("by_k", "within"), [(FLAT, 60), (HALF, 600)], ids=["flat", "half"])
-def test_text_that_becomes_repetitive_is_noticed(by_k: dict[int, float], within: int) -> None:
+def test_text_becoming_repetitive_is_noticed(by_k: dict[int, float], within: int) -> None:
     policy, ks = captured(by_k), []
     for _ in range(200):
         if choose(policy, 1):
@@ -419,7 +420,7 @@ def test_text_that_becomes_repetitive_is_noticed(by_k: dict[int, float], within:
     assert min(ks[within:]) >= 4
 
 
-def test_rows_at_zero_are_probed_in_turn_and_recover() -> None:
+def test_rows_without_drafts_are_probed_in_turn() -> None:
     policy = packed(SLOPED)
     for row in range(4):
         teach(policy, row, accepted=0, steps=100)
@@ -432,7 +433,7 @@ def test_rows_at_zero_are_probed_in_turn_and_recover() -> None:
 
 
 def lines(call: Callable[[], Any]) -> int:
-    """How many lines of Python run."""
+    """Return the number of Python lines executed."""
     count, before = 0, sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
@@ -446,8 +447,8 @@ def lines(call: Callable[[], Any]) -> int:
     return count
 
 
-def test_choosing_and_cutting_are_cheap() -> None:
-    """For 64 rows; with 16 drafts each, of which each costs as much as half a row."""
+def test_choose_and_cut_are_cheap() -> None:
+    """For 64 rows with 16 drafts each; a draft costs half as much as a row."""
     policy, rng = captured(HALF), random.Random(0)
     for row in range(64):
         policy.observe(row, report(8, rng.randint(0, 8)))

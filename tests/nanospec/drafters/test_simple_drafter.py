@@ -29,7 +29,7 @@ JOB = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
 
 
 class Echo(Drafter):
-    """The last token again."""
+    """Drafts the last token again."""
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         index = rows.clamp(min=0)
@@ -38,26 +38,26 @@ class Echo(Drafter):
 
 
 class Learner(SimpleDrafter):
-    """What followed the last token in any text so far; checks all that it is told on the way."""
+    """Drafts the token that followed the last one in any text so far, and checks its arguments."""
 
     def __init__(self) -> None:
         self.after: dict[int, int] = {}
 
     def draft(self, tokens: list[int], k: int) -> list[int]:
         seen = self.notes.get("seen", [])
-        assert tokens[: len(seen)] == seen  # what is committed stays, and notes are the request's own
+        assert tokens[: len(seen)] == seen  # committed tokens do not change, and notes belong to the request
         assert k >= 1
         self.notes["seen"] = tokens.copy()
         self.after.update(pairwise(tokens))
         found = [tokens[-1]]
         while len(found) <= k and found[-1] in self.after:
             found.append(self.after[found[-1]])
-        tokens[-1] = -1  # its own copy
+        tokens[-1] = -1  # the list is a copy
         return found[1:]
 
 
 class Says(SimpleDrafter):
-    """Whatever a function gives."""
+    """Drafts the return value of a function."""
 
     def __init__(self, answer: Callable[[list[int], int], Any]) -> None:
         self.answer = answer
@@ -74,8 +74,8 @@ def model() -> Model:
 
 @pytest.mark.parametrize(("k", "lag"), [(4, False), ("auto", False), (4, True)])
 @pytest.mark.parametrize("lookup", [False, True], ids=["alone", "behind-lookup"])
-def test_plain_python_changes_no_output(model: Model, lookup: bool, lag: bool, k: Any) -> None:
-    """Mixed batches, with fewer rows and pages than requests, so that some are preempted."""
+def test_simple_drafter_does_not_change_output(model: Model, lookup: bool, lag: bool, k: Any) -> None:
+    """Mixed batches, with too few rows and blocks for all requests, so that some are preempted."""
     jobs = random_jobs(random.Random("plain"), 64, 10)
     drafter: Any = ["ngram", Learner()] if lookup else Learner()
     engine = make_engine(model, k, drafter=drafter, max_num_seqs=4, num_blocks=16, async_scheduling=lag)
@@ -91,7 +91,7 @@ def test_plain_python_changes_no_output(model: Model, lookup: bool, lag: bool, k
     st.sampled_from([0.0, 0.8]),
     st.integers(1, 6),
 )
-def test_whatever_is_guessed_the_output_stays(
+def test_arbitrary_drafts_do_not_change_output(
     model: Model, answers: list[list[int]], heat: float, k: int
 ) -> None:
     params = SamplingParams(temperature=heat, seed=k, max_tokens=12, stop_token_ids=answers[0][:1])
@@ -101,7 +101,7 @@ def test_whatever_is_guessed_the_output_stays(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_object_on_the_device(model: Model, mode: str) -> None:
+def test_device_drafter_object(model: Model, mode: str) -> None:
     jobs = random_jobs(random.Random(mode), 64, 6)
     ways: list[Drafters] = [Echo(), ["ngram", Echo()], [Echo(), "ngram"]]
     for drafter in ways:
@@ -111,8 +111,8 @@ def test_an_object_on_the_device(model: Model, mode: str) -> None:
 
 
 class Careless(Drafter):
-    """What the model says next, without regard to room, dtypes and strides, and from time to time a draft or
-    a parent that there is not."""
+    """Drafts the model's next tokens, but ignores limits, dtypes and strides, and sometimes gives an invalid
+    draft or parent."""
 
     makes_trees = True
     calls = 0
@@ -131,7 +131,7 @@ class Careless(Drafter):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_careless_drafter_changes_no_output(mode: str) -> None:
+def test_careless_drafter_does_not_change_output(mode: str) -> None:
     model = cycle_model()
     jobs = [Job(cycle(i, 3), SamplingParams(temperature=0, max_tokens=5 * i + 1)) for i in range(6)]
     engine = make_engine(model, 8, drafter=Careless(), guess={"tree_width": 2}, **MODES[mode])
@@ -159,7 +159,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "what"), BAD.values(), ids=BAD)
-def test_a_bad_proposal_gives_a_sentence(model: Model, change: Callable[[Proposal], Any], what: str) -> None:
+def test_invalid_proposal_is_reported(model: Model, change: Callable[[Proposal], Any], what: str) -> None:
     class Other(Echo):
         def propose(self, table: Table, rows: Tensor, k: int) -> Any:
             return change(super().propose(table, rows, k))
@@ -178,7 +178,7 @@ OUT_OF_RANGE: dict[str, tuple[dict[str, int], str]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("behind", [(), ("ngram",)], ids=["alone", "first"])
 @pytest.mark.parametrize(("change", "what"), OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
-def test_indices_out_of_range_give_a_sentence(
+def test_out_of_range_indices_are_reported(
     model: Model, change: dict[str, int], what: str, behind: tuple[str, ...], mode: str
 ) -> None:
     class Other(Drafter):
@@ -186,14 +186,14 @@ def test_indices_out_of_range_give_a_sentence(
             made = make_proposal(torch.ones(len(rows), k).int(), room(table, rows, k))
             return made._replace(**{name: torch.full_like(rows, value) for name, value in change.items()})
 
-    k: K = "auto" if mode == "plain" else 4  # there the policy reads them before the engine does
+    k: K = "auto" if mode == "plain" else 4  # in this mode the policy reads them before the engine does
     engine = make_engine(model, k, drafter=[Other(), *behind], trace=True, **MODES[mode])
     with pytest.raises(ValueError, match=f"^Other.propose gave {what}; "):
         run(engine, [JOB])
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_drafts_of_nobody_are_counted_as_their_drafters(mode: str) -> None:
+def test_drafts_without_drafter_index_count_for_their_drafter(mode: str) -> None:
     class Late(Drafter):
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
             last = table.tokens[rows.clamp(min=0), table.num_tokens[rows.clamp(min=0)] - 1]
@@ -206,7 +206,7 @@ def test_drafts_of_nobody_are_counted_as_their_drafters(mode: str) -> None:
         assert request.stats.by_drafter == {"Late": [4, 16, 16]}
 
 
-def test_tensors_of_a_proposal_have_the_documented_types() -> None:
+def test_make_proposal_dtypes() -> None:
     drafts = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32)
     found = make_proposal(drafts, torch.tensor([2, 0], dtype=torch.int32))
     assert found.source.tolist() == [[-2, -2], [-2, -2]]  # without drafts it says nothing
@@ -214,7 +214,7 @@ def test_tensors_of_a_proposal_have_the_documented_types() -> None:
     assert all(part.dtype == torch.int32 for part in found[:5])
 
 
-def test_a_good_guess_is_accepted() -> None:
+def test_correct_drafts_are_accepted() -> None:
     model, drafter = cycle_model(), Says(lambda tokens, k: cycle(tokens[-1] + 1, k))
     request = run(make_engine(model, 4, drafter=drafter), [JOB])[0]
     assert request.stats.tokens_per_step == 5
@@ -234,7 +234,7 @@ def test_a_good_guess_is_accepted() -> None:
     ],
     ids=["endless", "counting", "numpy", "torch", "range", "generator", "nothing"],
 )
-def test_any_iterable_of_integers_will_do(answer: Callable[[list[int], int], Any]) -> None:
+def test_drafts_may_be_any_iterable_of_integers(answer: Callable[[list[int], int], Any]) -> None:
     request = run(make_engine(cycle_model(), 4, drafter=Says(answer)), [JOB])[0]
     assert request.output_ids == cycle(4, 20)
     assert request.stats.num_drafted <= 4 * request.stats.num_steps
@@ -254,7 +254,7 @@ def test_any_iterable_of_integers_will_do(answer: Callable[[list[int], int], Any
         (lambda *_: (1 // n for n in (1, 0)), RuntimeError, "ZeroDivisionError"),
     ],
 )
-def test_a_bad_guess_gives_a_sentence(answer: Any, error: type[Exception], what: str) -> None:
+def test_invalid_drafts_are_reported(answer: Any, error: type[Exception], what: str) -> None:
     engine = make_engine(cycle_model(), 4, drafter=Says(answer))
     request = engine.add(*JOB)
     with pytest.raises(error, match=what):
@@ -262,7 +262,7 @@ def test_a_bad_guess_gives_a_sentence(answer: Any, error: type[Exception], what:
     assert request.output_ids == []
 
 
-def test_it_is_asked_for_what_can_be_used() -> None:
+def test_draft_is_called_for_usable_drafts_only() -> None:
     asked: list[tuple[int, int, int]] = []
 
     def answer(tokens: list[int], k: int) -> list[int]:
@@ -273,14 +273,14 @@ def test_it_is_asked_for_what_can_be_used() -> None:
     engine = make_engine(cycle_model(), 6, drafter=drafter, max_num_seqs=1)
     never = SamplingParams(max_tokens=9, num_speculative_tokens=0)
     run(engine, [JOB, Job([5], never), Job([9], SamplingParams(temperature=0, max_tokens=3))])
-    # The last step of a request has room for the target's own token, too; another takes the row then.
+    # A step also emits the target's own token, so fewer drafts fit at the end.
     assert asked == [(1, 3, 6), (1, 10, 6), (1, 17, 5), (9, 1, 2)]
     drafter.max_drafts = 2
     assert make_engine(cycle_model(), 6, drafter=drafter).worker.max_k == 2
 
 
-def test_a_guess_that_takes_longer_than_it_saves_is_seldom_asked_for() -> None:
-    """Though it is always right."""
+def test_slow_drafter_is_rarely_called() -> None:
+    """Even though its drafts are always accepted."""
     calls = []
 
     def slow(tokens: list[int], k: int) -> list[int]:
@@ -294,7 +294,7 @@ def test_a_guess_that_takes_longer_than_it_saves_is_seldom_asked_for() -> None:
     assert 3 <= len(calls) <= 6
 
 
-def test_the_time_of_calls_without_drafts_counts_to_those_with_some() -> None:
+def test_draft_times_include_calls_without_drafts() -> None:
     times = DraftTimes()
     assert times(4, 4) == 0
     for share in (0.0,) * 9 + (1.0,):
@@ -315,7 +315,7 @@ def having(**attributes: Any) -> Drafter:
     return drafter
 
 
-def test_who_guesses_is_checked(model: Model) -> None:
+def test_resolve_drafters_checks_its_argument(model: Model) -> None:
     guessers: Any
     plain, none, tree = SpecConfig(), SpecConfig(method="none"), SpecConfig(tree_width=2)
     for spec, guessers, what in (

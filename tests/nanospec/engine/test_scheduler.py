@@ -1,6 +1,6 @@
-"""The scheduler with an engine around it that has no model: the "K/V" of a position is a hash of all
-tokens up to it, drafts that are rejected leave junk, and whoever sees a position checks it. The host may
-lag a step behind, as on a GPU: what a step gave becomes known only after the next one is planned."""
+"""The scheduler inside an engine without a model: the "K/V" of a position is a hash of all tokens up to it,
+rejected drafts leave junk, and every read of a position is checked. The host may lag a step behind, as on
+a GPU: the results of a step become known only after the next one is planned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZE = 4  # tokens per block
 
 
 def contents(request: Request, tokens: list[int] | None = None) -> list[int]:
-    """What the cache must hold at each position of the request, or of other tokens with its salt."""
+    """Return the expected cache content at each position of the request, or of `tokens` with its salt."""
     chain, value = [], hash(request.salt)
     for token in request.tokens if tokens is None else tokens:
         value = hash((value, token))
@@ -56,9 +56,9 @@ class Simulation:
         self.num_rows = num_rows
         self.requests: list[Request] = []  # in order of arrival
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> K/V
-        self.names: dict[bytes, list[int]] = {}  # of a full block -> what it must hold
-        self.on_device: dict[Request, list[int]] = {}  # tokens, those in flight included
-        self.ended: set[Request] = set()  # as far as the device knows
+        self.names: dict[bytes, list[int]] = {}  # hash of a full block -> its expected content
+        self.on_device: dict[Request, list[int]] = {}  # tokens, including those in flight
+        self.ended: set[Request] = set()  # on the device
         self.in_flight: list[list[tuple[Request, RowReport]]] = []
 
     def add(self, prompt: list[int], max_new: int, salt: bytes = b"") -> Request:
@@ -97,8 +97,8 @@ class Simulation:
         self.cache[request.blocks[position // SIZE], position % SIZE] = value
 
     def decode(self, request: Request) -> RowReport:
-        """Draft up to k tokens, accept some, and commit them and one more."""
-        if request in self.ended:  # what the host does not know yet
+        """Draft up to k tokens, accept some, and commit these and one more."""
+        if request in self.ended:  # not yet known to the host
             return RowReport([], 0, 0, NO_DRAFTER, 0, RUNNING, [])
         tokens = self.on_device[request]
         room = request.max_len - len(tokens)
@@ -118,7 +118,7 @@ class Simulation:
         return RowReport(new, drafts, accepted, 0, 0, finished, [OWN] * len(new))
 
     def collect(self, flight: list[tuple[Request, RowReport]]) -> None:
-        """What the host learns of a step; now and then it cuts the tokens at a stop string."""
+        """Process the results of a step; occasionally cut its tokens as at a stop string."""
         for request, step in flight:
             if request.is_finished:
                 continue
@@ -136,7 +136,7 @@ class Simulation:
         self.scheduler.finish(request)
 
     def finish(self) -> None:
-        """Everything that has arrived ends, each within its tokens plus what preemption costs."""
+        """Run until all requests have finished, within a bounded number of steps."""
         for _ in range(100 + 60 * len(self.requests) * self.window):
             if not (self.scheduler.waiting or self.scheduler.running or self.in_flight):
                 break
@@ -149,7 +149,7 @@ class Simulation:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         prefilled = sum(count for _, _, count in plan.prefill)
         budget = self.max_tokens
-        if plan.decode:  # prompts get one block at least, so that they never starve
+        if plan.decode:  # prompts get at least one block, so they never starve
             budget = max(budget - len(plan.decode) * (1 + self.k), SIZE)
         assert prefilled <= budget
         assert all(count > 0 for _, _, count in plan.prefill)
@@ -157,11 +157,11 @@ class Simulation:
         planned = {*plan.decode, *(request for request, _, _ in plan.prefill), *plan.admitted}
         assert planned <= set(running)
         if any(not request.is_prefilled for request in running):
-            assert plan.prefill, "a prompt waits although nothing is in its way"
-        assert running or not waiting, "nobody runs"
-        assert not (plan.preempted and plan.admitted), "blocks go back and forth"
+            assert plan.prefill, "a prompt waits without a reason"
+        assert running or not waiting, "requests wait but none runs"
+        assert not (plan.preempted and plan.admitted), "a step both preempts and admits"
         for request in plan.admitted:
-            for other in waiting:  # who is passed waits for blocks that somebody computes
+            for other in waiting:  # a request may be passed if it waits for a shared prefix
                 start = other.salt, other.tokens[:SIZE]
                 shared = [r for r in running if (r.salt, r.tokens[:SIZE]) == start]
                 assert arrived[request] < arrived[other] or shared, "not in order"
@@ -184,11 +184,11 @@ class Simulation:
             self.names[name] = chain[i * SIZE : (i + 1) * SIZE]
 
     def check_names(self) -> None:
-        """Every cached block holds the committed tokens that its name says."""
+        """Check that every cached block holds the committed tokens of its hash."""
         for request in self.scheduler.running:
             self.remember_names(request)
         for block, name in self.pool._hash_of.items():
-            assert name in self.names, "the name of tokens that were never committed"
+            assert name in self.names, "the hash of tokens that were never committed"
             assert [self.cache[block, i] for i in range(SIZE)] == self.names[name]
 
     def check_holders(self) -> None:
@@ -243,7 +243,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.abort(request)
 
     @invariant()
-    def blocks_and_rows_are_held_by_those_who_run(self) -> None:
+    def only_running_requests_hold_blocks_and_rows(self) -> None:
         if hasattr(self, "simulation"):
             self.simulation.check_holders()
 
@@ -253,12 +253,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.check_holders()
 
 
-def test_scheduler_keeps_its_invariants_in_any_order_of_events() -> None:
+def test_scheduler_invariants() -> None:
     run_state_machine_as_test(SchedulerMachine, settings=settings(max_examples=200, stateful_step_count=25))
 
 
-def test_who_passed_another_resumes_behind_it() -> None:
-    """The second waits for the first's blocks and lets the third go on, which is preempted later."""
+def test_request_that_passed_another_resumes_after_it() -> None:
+    """The second request waits for the first one's blocks, so the third passes it and is preempted later."""
     simulation = Simulation(window=17, extra_blocks=1, num_rows=2, max_tokens=5, k=0)
     for prompt, max_new, salt in ([0] * 13, 4, b""), ([0] * 13, 4, b""), ([0] * 7, 3, b"other"):
         simulation.add(prompt, max_new, salt)
@@ -285,11 +285,11 @@ def test_preempted_requests_resume_in_order_of_arrival() -> None:
     assert preempted == sum(request.num_preemptions for request in requests) > 0
 
 
-def test_a_step_without_requests_plans_nothing() -> None:
+def test_step_without_requests_plans_nothing() -> None:
     assert Simulation(8, 0, 1, 4, 2).step() == Plan()
 
 
-def test_copies_of_a_prompt_share_its_full_blocks_in_the_same_step() -> None:
+def test_copies_of_a_prompt_share_full_blocks_in_one_step() -> None:
     simulation = Simulation(window=24, extra_blocks=20, num_rows=4, max_tokens=100, k=0)
     requests = [simulation.add([0, 1, 1, 0, 1, 0, 0, 1, 1, 1], 4) for _ in range(3)]
     plan = simulation.step()
@@ -298,8 +298,8 @@ def test_copies_of_a_prompt_share_its_full_blocks_in_the_same_step() -> None:
     assert simulation.pool.num_blocks - len(simulation.pool.free) == 2 + 3
 
 
-def test_a_cached_prompt_decodes_without_prefill() -> None:
-    """A hit never covers the last token, whose logits are wanted."""
+def test_cached_prompt_is_not_prefilled() -> None:
+    """A hit never covers the last token, since its logits are needed."""
     simulation = Simulation(window=24, extra_blocks=4, num_rows=2, max_tokens=100, k=2)
     for length, cached in ((9, 8), (8, 4)):
         prompt = [0, 1, 1, 0, 1, 0, 0, 1, 1][:length]
@@ -312,7 +312,7 @@ def test_a_cached_prompt_decodes_without_prefill() -> None:
         simulation.finish()
 
 
-def test_aborting_everything_at_any_point_frees_everything() -> None:
+def test_abort_at_any_step_frees_everything() -> None:
     for steps in range(6):
         simulation = Simulation(window=24, extra_blocks=2, num_rows=3, max_tokens=5, k=2)
         requests = [simulation.add([0, 1] * n, 8) for n in (2, 5, 8, 3)]
@@ -329,8 +329,8 @@ def chunks(plan: Plan) -> list[int]:
     return [count for _, _, count in plan.prefill]
 
 
-def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
-    """It shares the step with it; alone, or with prompts that are done in the step, a prompt gets all."""
+def test_short_prompt_shares_steps_with_long_one() -> None:
+    """Prompts share a step's budget; one alone, or with prompts that finish in the step, gets the rest."""
     simulation = Simulation(window=256, extra_blocks=100, num_rows=4, max_tokens=32, k=0)
     long = simulation.add(list(range(201)), 4)
     assert chunks(simulation.step()) == [32]
@@ -338,12 +338,12 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
     assert chunks(simulation.step()) == [16, 10]
     assert chunks(simulation.step()) == [31]  # the short one decodes
     simulation.add([9] * 151, 4)
-    for _ in range(2):  # while one waits, and when both run
+    for _ in range(2):  # while one waits, then when both run
         assert chunks(simulation.step())[:2] == [15, 16]
     assert not long.is_prefilled
 
 
-def test_a_piece_that_could_not_be_computed_loses_its_names_and_no_other() -> None:
+def test_forget_unwritten_unregisters_failed_chunk_only() -> None:
     simulation = Simulation(window=64, extra_blocks=50, num_rows=2, max_tokens=8, k=0)
     other, request = simulation.add([7] * 2, 9), simulation.add(list(range(21)), 2)
     simulation.step()
@@ -353,14 +353,14 @@ def test_a_piece_that_could_not_be_computed_loses_its_names_and_no_other() -> No
     assert simulation.pool.match(request.hashes(SIZE)) == request.blocks[:1]
 
 
-def test_nothing_is_kept_for_a_prompt_that_has_no_room() -> None:
+def test_no_budget_is_reserved_for_inadmissible_prompt() -> None:
     simulation = Simulation(window=64, extra_blocks=0, num_rows=4, max_tokens=32, k=0)
     simulation.add(list(range(61)), 2)
     simulation.add([7] * 21, 2)  # there are no blocks for it
     assert chunks(simulation.step()) == [32]
 
 
-def test_outputs_of_one_prompt_are_computed_once_and_let_others_go_first() -> None:
+def test_samples_of_one_prompt_prefill_once_and_can_be_passed() -> None:
     simulation = Simulation(window=256, extra_blocks=300, num_rows=6, max_tokens=32, k=0)
     for _ in range(3):
         simulation.add(list(range(161)), 2)
@@ -372,8 +372,8 @@ def test_outputs_of_one_prompt_are_computed_once_and_let_others_go_first() -> No
     assert computed <= 161 + 8 + 3 * SIZE
 
 
-def test_nobody_waits_for_the_block_of_a_last_token() -> None:
-    """It is computed anew whoever has it, since its logits are wanted."""
+def test_request_does_not_wait_for_block_of_its_last_token() -> None:
+    """The last token is always recomputed, since its logits are needed."""
     simulation = Simulation(window=64, extra_blocks=50, num_rows=2, max_tokens=8, k=0)
     simulation.add(list(range(21)), 2)
     assert chunks(simulation.step()) == [8]
@@ -383,7 +383,7 @@ def test_nobody_waits_for_the_block_of_a_last_token() -> None:
     assert chunks(plan) == [4, 3]
 
 
-def test_nobody_waits_for_a_block_that_decoding_will_fill() -> None:
+def test_request_does_not_wait_for_block_being_decoded() -> None:
     """A prompt waits only for prompts."""
     simulation = Simulation(window=64, extra_blocks=50, num_rows=2, max_tokens=32, k=0)
     simulation.add(list(range(8)), 20)
