@@ -51,24 +51,24 @@ HOST = [ENGINE + "engine_edges.py", ENGINE + "engine.py"]
 GUIDED = [
     GRAMMAR + "guided.py::test_" + name
     for name in (
-        "no_more_is_guessed_than_there_is_room_for_or_asked",
-        "a_model_runs_for_those_that_may_have_its_guesses",
-        "what_cannot_run_is_refused_before_anything_runs",
-        "a_trace_shows_the_guesses",
+        "grammar_drafts_respect_limits",
+        "draft_model_runs_for_unguided_rows_only",
+        "invalid_formats_are_rejected",
+        "trace_shows_grammar_drafts",
     )
 ]  # fmt: skip
 GRAPHS = [
     DEVICE + "graphs.py::test_" + name
     for name in (
-        "batch_sizes_rise_to_the_largest_and_waste_less_than_half",
-        "every_bucket_that_can_be_chosen_is_recorded",
-        "steps_are_captured_at_start_or_when_needed",
-        "buckets_that_cannot_pay_are_left_out_and_k_is_cut_to_those_there_are",
-        "on_a_gpu_all_captures_share_a_pool",
-        "the_rows_of_a_step_are_sent_when_they_change",
-        "timing_a_bucket_does_its_work_and_leaves_no_trace",
-        "on_a_gpu_a_replay_is_timed_there",
-        "a_recording_of_the_kernels_freezes_nothing[ngram]",
+        "batch_sizes",
+        "every_reachable_bucket_is_captured",
+        "capture_at_start_or_on_demand",
+        "oversized_buckets_are_skipped_and_k_is_reduced",
+        "captures_share_memory_pool",
+        "rows_are_uploaded_only_on_change",
+        "replay_ms_leaves_state_unchanged",
+        "elapsed_ms_uses_cuda_events",
+        "triton_capture_freezes_no_host_values[ngram]",
     )
 ]  # fmt: skip
 POLICY = [DRAFTERS + "policy.py", DRAFTERS + "auto.py"]
@@ -103,7 +103,7 @@ TESTS: dict[str, list[str]] = {
         DEVICE + "waiting.py",
         MEMORY,
         HOST[0],
-        GRAMMAR + "guided.py::test_hundreds_of_outputs_are_right_and_those_without_guesses",
+        GRAMMAR + "guided.py::test_many_outputs_follow_format_with_and_without_speculation",
     ],
     "nanospec/device/orders.py": [DEVICE + "orders.py", ENGINE + "request.py", LOGPROBS, HOST[0]],
     "nanospec/device/timing.py": [DEVICE + "timing.py", *GRAPHS],
@@ -123,7 +123,7 @@ TESTS: dict[str, list[str]] = {
     "nanospec/extras/tensor_parallel/group.py": [
         SPLIT + "group.py",
         SPLIT + "worker.py",
-        SPLIT + "launch.py::test_torchrun_starts_them_too",
+        SPLIT + "launch.py::test_torchrun",
     ],
     "nanospec/extras/tensor_parallel/job.py": [SPLIT + "job.py", SPLIT + "launch.py"],
     "nanospec/extras/tensor_parallel/launch.py": [SPLIT + "launch.py"],

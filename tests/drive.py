@@ -1,4 +1,4 @@
-"""Engines on tiny models, and what tests of them share: drafters, drawing of requests, checks."""
+"""Engines on tiny models and shared test helpers: drafters, random requests, comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.tiny import tiny_config
 
 K = int | Literal["auto"] | None
 
-# How steps run: at once; or as on a GPU, recorded for buckets of rows and collected one step behind.
+# How steps run: eagerly, or as on a GPU: captured per bucket, with results collected one step later.
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"async_scheduling": False, "enforce_eager": True},
     "as-on-gpu": {"async_scheduling": True, "enforce_eager": False, "lazy_capture": True},
@@ -41,14 +41,14 @@ DEFAULTS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128}
 
 
 class Job(NamedTuple):
-    """A prompt and what is asked for it."""
+    """A prompt and its sampling parameters."""
 
     prompt: list[int]
     params: SamplingParams
 
 
 class Outcome(NamedTuple):
-    """What must not depend on speculation, on the batch or on the schedule."""
+    """The part of a result that must not depend on speculation, the batch or the schedule."""
 
     token_ids: list[int]
     finish_reason: str | None
@@ -61,52 +61,52 @@ def make_engine(
     *,
     num_blocks: int | None = None,
     min_n: int = 1,
-    guess: dict[str, Any] | None = None,
+    spec: dict[str, Any] | None = None,
     draft_model: Model | None = None,
     heads: Heads | None = None,
     drafter: Drafters | None = None,
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine; k drafts per step (None: method "none"), `num_blocks` pages; `draft` are further fields of
-    its `SpecConfig`; `drafter` as `LLM` has it."""
-    spec = make_spec(k, min_n, **(guess or {}))
+    """Return an engine with k drafts per step (None: method "none") and `num_blocks` blocks. `spec` has
+    further fields of its `SpecConfig`; `drafter` is as in `LLM`."""
+    spec_config = make_spec(k, min_n, **(spec or {}))
     if num_blocks is not None:
         size = options.get("block_size", EngineConfig.block_size)
         models = [model] if draft_model is None else [model, draft_model]
         per_token = sum(m.config.kv_bytes_per_token(m.dtype) for m in models)
         options["kv_cache_memory"] = num_blocks * per_token * size
-    config = EngineConfig(spec=spec, **{**DEFAULTS, **options})
+    config = EngineConfig(spec=spec_config, **{**DEFAULTS, **options})
     ready: dict[str, Drafter] = {}
     if draft_model is not None:
-        ready["draft"] = ModelDrafter(spec, draft_model, model.config.vocab_size)
+        ready["draft"] = ModelDrafter(spec_config, draft_model, model.config.vocab_size)
     if heads is not None:
-        ready["medusa"] = MedusaDrafter(spec, heads, model)
-    made = drafters_of(spec, Target(model), ready, drafter)
+        ready["medusa"] = MedusaDrafter(spec_config, heads, model)
+    made = drafters_of(spec_config, Target(model), ready, drafter)
     return Engine(config, Worker(config, model, made, create_extensions(config, tokenizer)), tokenizer)
 
 
 def drafters_of(
     spec: SpecConfig, target: Target, ready: Mapping[str, Drafter], given: Drafters | None = None
 ) -> tuple[Drafter, ...]:
-    """As `load_drafters`, but those of the methods that are `ready` need no loading."""
+    """Like `load_drafters`, but take the drafters of methods in `ready` from there."""
 
-    def loaded(who: Drafter | type[Drafter]) -> Drafter:
-        return who if isinstance(who, Drafter) else ready.get(who.name) or who.load(spec, target)
+    def loaded(part: Drafter | type[Drafter]) -> Drafter:
+        return part if isinstance(part, Drafter) else ready.get(part.name) or part.load(spec, target)
 
     return tuple(map(loaded, resolve_drafters(spec, given) if spec.max_k else ()))
 
 
-def make_spec(k: K, min_n: int = 1, **guess: Any) -> SpecConfig:
-    """k drafts per step; None: method "none"."""
+def make_spec(k: K, min_n: int = 1, **fields: Any) -> SpecConfig:
+    """Return a config with k drafts per step (None: method "none")."""
     if k is None:
         return SpecConfig(method="none")
     lookup = {"prompt_lookup_min": min_n, "prompt_lookup_max": 4}
-    return SpecConfig(num_speculative_tokens=k, **{**lookup, **guess})
+    return SpecConfig(num_speculative_tokens=k, **{**lookup, **fields})
 
 
-def use(engine: Engine, drafter: Drafter | None) -> None:
-    """Let somebody else guess in an engine that has not run yet."""
+def use_drafter(engine: Engine, drafter: Drafter | None) -> None:
+    """Replace the drafter of an engine that has not run yet."""
     worker = engine.worker
     worker.drafters = worker._step.drafters = () if drafter is None else (drafter,)
     for part in worker.drafters:
@@ -114,7 +114,7 @@ def use(engine: Engine, drafter: Drafter | None) -> None:
 
 
 def finish(engine: Engine, max_steps: int = 5000) -> None:
-    """Step until nothing is left to do."""
+    """Step until the engine has no more work."""
     for _ in range(max_steps):
         if not engine.has_work:
             return
@@ -123,7 +123,7 @@ def finish(engine: Engine, max_steps: int = 5000) -> None:
 
 
 def run(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
-    """Run all jobs at once."""
+    """Run all jobs concurrently, and check that the engine is idle afterwards."""
     requests = [engine.add(job.prompt, job.params) for job in jobs]
     finish(engine)
     assert_idle(engine)
@@ -135,9 +135,9 @@ def outcome(request: Request) -> Outcome:
     return Outcome(request.output_ids, request.finish_reason, request.logprobs)
 
 
-def alone(model: Model, jobs: Sequence[Job], **options: Any) -> list[Outcome]:
-    """The reference: every job by itself, without speculation, prefix cache and chunking. A job that was run
-    before is not run again."""
+def run_alone(model: Model, jobs: Sequence[Job], **options: Any) -> list[Outcome]:
+    """Return reference outcomes: each job run alone, without speculation, prefix cache and chunking. Results
+    are cached."""
     given = tuple(sorted(options.items()))
     known = _alone.setdefault(model, {})
     if new := {key: job for job in jobs if (key := (given, repr(job))) not in known}:
@@ -150,7 +150,7 @@ _alone: WeakKeyDictionary[Model, dict[Any, Outcome]] = WeakKeyDictionary()
 
 
 def assert_same(actual: Outcome, expected: Outcome, what: object = "") -> None:
-    """Equal tokens and reason; equal log-probabilities up to rounding."""
+    """Check that tokens and finish reason are equal, and log-probabilities equal up to rounding."""
     assert actual.token_ids == expected.token_ids, what
     assert actual.finish_reason == expected.finish_reason, what
     assert len(actual.logprobs) == len(expected.logprobs), what
@@ -161,16 +161,16 @@ def assert_same(actual: Outcome, expected: Outcome, what: object = "") -> None:
         assert len(got) == len(wanted), what
 
 
-def run_as_alone(engine: Engine, model: Model, jobs: Sequence[Job], what: object = "") -> list[Request]:
-    """Run jobs, whose outputs must be those of decoding alone."""
+def run_and_compare(engine: Engine, model: Model, jobs: Sequence[Job], what: object = "") -> list[Request]:
+    """Run the jobs and check their outcomes against `run_alone`."""
     requests = run(engine, jobs)
-    for request, wanted in zip(requests, alone(model, jobs), strict=True):
+    for request, wanted in zip(requests, run_alone(model, jobs), strict=True):
         assert_same(outcome(request), wanted, what)
     return requests
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nobody holds a row or a block."""
+    """Check that no request is left and no row or block is held."""
     pool, scheduler = engine.scheduler.pool, engine.scheduler
     assert not [*scheduler.waiting, *scheduler.running]
     assert len(pool.free) == pool.num_blocks
@@ -178,13 +178,13 @@ def assert_idle(engine: Engine) -> None:
 
 
 def cycle_model(vocab_size: int = 32) -> Model:
-    """A model for which t + 1 follows token t, and 0 the last one, with probability 1 (in float32)."""
+    """Return a float32 model in which t + 1 follows token t, and 0 the last token, with probability 1."""
     config, weights = cycle_weights(vocab_size)
     return Model(config, torch.float32, "cpu", weights.__getitem__)
 
 
 def cycle_weights(vocab_size: int) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """What `cycle_model` is made of."""
+    """Return the config and weights of `cycle_model`."""
     config = tiny_config(vocab_size=vocab_size, hidden_size=vocab_size, num_layers=1)
     weights = {name: torch.zeros(shape) for name, shape in config.parameter_shapes().items()}
     for name, weight in weights.items():
@@ -196,12 +196,12 @@ def cycle_weights(vocab_size: int) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def cycle(start: int, count: int, vocab_size: int = 32) -> list[int]:
-    """The text that `cycle_model` continues."""
+    """Return `count` tokens of the text that `cycle_model` generates, from `start` on."""
     return [(start + i) % vocab_size for i in range(count)]
 
 
 def similar_model(noise: float) -> Model:
-    """`tiny_model()` with so much noise (relative) on its matrices: a draft model that is often right."""
+    """Return `tiny_model()` with relative noise on its matrices: a draft model that is often right."""
     generator, config = torch.Generator().manual_seed(1), tiny_config()
 
     class Blurred(Model):
@@ -216,10 +216,10 @@ def similar_model(noise: float) -> Model:
     return Blurred(config, torch.float32, "cpu", random_weights(config, torch.float32, "cpu", 0))
 
 
-class Guess(Drafter):
-    """A drafter that proposes what `next_tokens(history, wanted)` says, within every limit."""
+class FunctionDrafter(Drafter):
+    """A drafter that proposes the tokens `next_tokens(history, count)` returns, within every limit."""
 
-    method = "guess"
+    method = "function"
 
     def __init__(self, next_tokens: Callable[[list[int], int], Sequence[int]]) -> None:
         self.next_tokens = next_tokens
@@ -241,28 +241,28 @@ class Guess(Drafter):
         return make_proposal(tokens, count)
 
 
-def oracle(texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at: False) -> Guess:
-    """Knows the texts (prompt + output) and continues whichever the history begins; the draft of
-    every absolute position `at` for which `wrong(at)` holds is another token."""
+def oracle(texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at: False) -> FunctionDrafter:
+    """Return a drafter that knows the texts (prompt + output) and continues the one the history is a prefix
+    of. Where `wrong(at)` holds for the absolute position `at`, the draft is another token."""
 
     def next_tokens(history: list[int], wanted: int) -> list[int]:
         n = len(history)
         text = next((t for t in texts if t[:n] == history and len(t) > n), history)
         return [t + (1 if t == 0 else -1) if wrong(n + i) else t for i, t in enumerate(text[n : n + wanted])]
 
-    return Guess(next_tokens)
+    return FunctionDrafter(next_tokens)
 
 
-def junk(vocab_size: int, seed: int = 0) -> Guess:
-    """Random drafts, of random number."""
+def junk(vocab_size: int, seed: int = 0) -> FunctionDrafter:
+    """Return a drafter of random numbers of random drafts."""
     rng = random.Random(seed)
-    return Guess(lambda _, wanted: rng.choices(range(vocab_size), k=rng.randint(0, wanted)))
+    return FunctionDrafter(lambda _, wanted: rng.choices(range(vocab_size), k=rng.randint(0, wanted)))
 
 
 def random_jobs(
     rng: random.Random, vocab_size: int, count: int, max_prompt: int = 60, max_tokens: int = 40
 ) -> list[Job]:
-    """Prompts with repetition, some sharing a beginning, and all kinds of parameters."""
+    """Return jobs with repetitive prompts, some sharing a prefix, and random sampling parameters."""
     common = [rng.randrange(vocab_size) for _ in range(rng.choice((0, 16, 33)))]
     return [
         Job(_prompt(rng, vocab_size, common, max_prompt), _params(rng, vocab_size, max_tokens))

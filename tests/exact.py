@@ -1,7 +1,7 @@
-"""What outputs must be distributed like, by counting all that a small vocabulary has, and whether they are.
+"""Exact distributions of outputs, by enumerating a small vocabulary, and goodness-of-fit tests.
 
-Nothing here is the engine's: what is asked for is read from `SamplingParams`, and what that means is written
-down once more, in numpy and float64, from the documents. The model is a function, output so far -> logits.
+This file is independent of the engine: it reads `SamplingParams` and reimplements the documented sampling in
+numpy and float64. The model is a function: output so far -> logits.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nanospec.config import SamplingParams
 
 Output = tuple[int, ...]
 Logits = dict[Output, np.ndarray]
-Change = Callable[[np.ndarray, Output], np.ndarray]  # of a next token's probabilities, behind an output
+Change = Callable[[np.ndarray, Output], np.ndarray]  # maps the next token's probabilities after an output
 
 
 def logits_by_output(folder: Path, prompt: Sequence[int], vocab: int, length: int) -> Logits:
-    """What transformers says, in float64, behind a prompt and every output of fewer than `length` tokens."""
+    """Return transformers' float64 logits after the prompt and each output of fewer than `length` tokens."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -37,67 +37,67 @@ def logits_by_output(folder: Path, prompt: Sequence[int], vocab: int, length: in
 
 
 def next_token(
-    logits: np.ndarray, prompt: Sequence[int], output: Output, asked: SamplingParams
+    logits: np.ndarray, prompt: Sequence[int], output: Output, params: SamplingParams
 ) -> np.ndarray:
-    """The probabilities [V] of the token behind prompt and output."""
-    x = changed(logits, prompt, output, asked)
-    if asked.temperature == 0:
+    """Return the probabilities [V] of the token after prompt and output."""
+    x = changed(logits, prompt, output, params)
+    if params.temperature == 0:
         return np.eye(len(x))[x.argmax()]
-    p = np.exp((x - x.max()) / asked.temperature)
-    if asked.top_k > 0:
-        p = np.where([np.sum(x > own) < asked.top_k for own in x], p, 0.0)
+    p = np.exp((x - x.max()) / params.temperature)
+    if params.top_k > 0:
+        p = np.where([np.sum(x > own) < params.top_k for own in x], p, 0.0)
     above = np.array([p[p > own].sum() for own in p]) / p.sum()
-    kept = p * ((above < asked.top_p) & (p >= asked.min_p * p.max()))
+    kept = p * ((above < params.top_p) & (p >= params.min_p * p.max()))
     return kept / kept.sum()
 
 
-def changed(logits: np.ndarray, prompt: Sequence[int], output: Output, asked: SamplingParams) -> np.ndarray:
-    """What bias, barred tokens and penalties make of the scores [V] behind prompt and output."""
-    x, repetition = logits.astype(np.float64), asked.repetition_penalty
-    for token, bias in asked.logit_bias.items():
+def changed(logits: np.ndarray, prompt: Sequence[int], output: Output, params: SamplingParams) -> np.ndarray:
+    """Apply bias, barred tokens and penalties to the logits [V] after prompt and output."""
+    x, repetition = logits.astype(np.float64), params.repetition_penalty
+    for token, bias in params.logit_bias.items():
         x[token] += bias
-    if len(output) < asked.min_tokens:
-        x[list(asked.stop_token_ids)] = -np.inf
+    if len(output) < params.min_tokens:
+        x[list(params.stop_token_ids)] = -np.inf
     for token in {*prompt, *output}:
         x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
     for token, count in Counter(output).items():
-        x[token] -= asked.frequency_penalty * count + asked.presence_penalty
+        x[token] -= params.frequency_penalty * count + params.presence_penalty
     return x
 
 
-def may_come(x: np.ndarray, token: int, asked: SamplingParams, slack: float = 1e-4) -> bool:
-    """Whether sampling may draw a token from changed scores, or might if they were off by so little."""
+def may_come(x: np.ndarray, token: int, params: SamplingParams, slack: float = 1e-4) -> bool:
+    """Return whether sampling may draw a token from changed scores that are off by at most `slack`."""
     above = x > x[token] + slack
-    if asked.temperature == 0 or not x[token] > -np.inf:
+    if params.temperature == 0 or not x[token] > -np.inf:
         return not above.any()
-    most = min(asked.top_k, len(x)) if asked.top_k > 0 else len(x)
-    p = np.exp((x - x.max()) / asked.temperature)
-    mass = p[x >= np.sort(x)[-most] - slack].sum()  # as many as are equal to the last of top_k
-    kept = above.sum() < most and p[above].sum() < (asked.top_p + slack) * mass
-    return bool(kept and p[token] >= (asked.min_p - slack) * p.max())
+    most = min(params.top_k, len(x)) if params.top_k > 0 else len(x)
+    p = np.exp((x - x.max()) / params.temperature)
+    mass = p[x >= np.sort(x)[-most] - slack].sum()  # includes ties with the last of top_k
+    kept = above.sum() < most and p[above].sum() < (params.top_p + slack) * mass
+    return bool(kept and p[token] >= (params.min_p - slack) * p.max())
 
 
 def joint(
-    logits: Logits, prompt: Sequence[int], asked: SamplingParams, change: Change | None = None
+    logits: Logits, prompt: Sequence[int], params: SamplingParams, change: Change | None = None
 ) -> dict[Output, float]:
-    """The probability of every whole output: of `max_tokens` tokens, or up to a stop token."""
+    """Return the probability of every complete output: `max_tokens` tokens, or fewer up to a stop token."""
     going: dict[Output, float] = {(): 1.0}
     done: dict[Output, float] = {}
-    for n in range(asked.max_tokens or 0):
+    for n in range(params.max_tokens or 0):
         longer: dict[Output, float] = {}
         for output, p in going.items():
-            following = next_token(logits[output], prompt, output, asked)
+            following = next_token(logits[output], prompt, output, params)
             following = following if change is None else change(following, output)
             for token in np.flatnonzero(following).tolist():
                 one_more = (*output, token)
-                ended = token in asked.stop_token_ids or n + 1 == asked.max_tokens
+                ended = token in params.stop_token_ids or n + 1 == params.max_tokens
                 (done if ended else longer)[one_more] = p * float(following[token])
         going = longer
     return done
 
 
-def begun(outputs: Mapping[Output, float], n: int) -> Counter[Output]:
-    """How often, or how likely, outputs begin with each `n` tokens."""
+def prefix_counts(outputs: Mapping[Output, float], n: int) -> Counter[Output]:
+    """Return the count or probability of each prefix of `n` tokens."""
     found: Counter[Output] = Counter()
     for output, share in outputs.items():
         found[output[:n]] += share  # type: ignore[assignment]
@@ -105,8 +105,8 @@ def begun(outputs: Mapping[Output, float], n: int) -> Counter[Output]:
 
 
 class Fit(NamedTuple):
-    """How drawn outputs fit: Pearson's X^2 with its degrees of freedom and the chance of one as large; total
-    variation, and that over what it is on average for as many independent draws."""
+    """Goodness of fit: Pearson's X^2, its degrees of freedom and p-value; total variation, and its ratio to
+    the expectation for the same number of independent draws."""
 
     x2: float
     freedom: int
@@ -115,11 +115,11 @@ class Fit(NamedTuple):
     ratio: float
 
 
-LEAST = 5.0  # outputs that are expected less often are counted as one
+LEAST = 5.0  # outputs with smaller expected counts are pooled
 
 
 def fit(found: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit:
-    """An output that cannot be gives p = 0."""
+    """Return the fit of counts to probabilities; an impossible output gives p = 0."""
     n, p = round(sum(found.values())), np.array([*expected.values()])
     counts = np.array([found.get(output, 0) for output in expected], dtype=np.float64)
     tv = float(np.abs(counts / n - p).sum() + (n - counts.sum()) / n) / 2
@@ -137,15 +137,15 @@ def fit(found: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit:
 
 
 def least_p(found: Mapping[Output, float], expected: Mapping[Output, float]) -> float:
-    """The least chance for whole outputs and their beginnings, times how many were asked: what depends on
-    the past shows best in whole outputs, what does not in beginnings, of which there are fewer."""
+    """Return the least p-value over prefix lengths, Bonferroni-corrected. Dependence on the past shows best
+    in whole outputs, other defects in short prefixes, of which there are fewer."""
     longest = max(map(len, expected))
-    fits = [fit(begun(found, n), begun(expected, n)) for n in range(1, longest + 1)]
+    fits = [fit(prefix_counts(found, n), prefix_counts(expected, n)) for n in range(1, longest + 1)]
     return min(one.p for one in fits) * longest
 
 
 def tail(x2: float, freedom: int) -> float:
-    """The chance that X^2 is as large, of that many degrees of freedom."""
+    """Return the p-value of X^2 with the given degrees of freedom."""
     if freedom == 0:
         return 1.0
     a, x = torch.tensor([freedom, x2], dtype=torch.float64) / 2
@@ -153,16 +153,18 @@ def tail(x2: float, freedom: int) -> float:
 
 
 def expected_tv(n: int, p: np.ndarray) -> float:
-    """The mean total variation of n draws from p: half the sum of E|X / n - p|, X binomial (De Moivre)."""
+    """Return the mean total variation of n draws from p: half the sum of E|X / n - p| (De Moivre)."""
     q = torch.from_numpy(p[(p > 0) & (p < 1)])
     m = (n * q).floor() + 1
-    ways = torch.lgamma(torch.tensor(n + 1.0).double()) - torch.lgamma(m + 1) - torch.lgamma(n - m + 1)
-    terms = (2 * m).log() + ways + m * q.log() + (n - m + 1) * (1 - q).log()
+    log_binomial = (
+        torch.lgamma(torch.tensor(n + 1.0).double()) - torch.lgamma(m + 1) - torch.lgamma(n - m + 1)
+    )
+    terms = (2 * m).log() + log_binomial + m * q.log() + (n - m + 1) * (1 - q).log()
     return float(terms.exp().sum()) / n / 2
 
 
-def together(fits: Sequence[Fit]) -> Fit:
-    """Independent fits as one: sums of X^2 and of its freedom, means of the others."""
+def combined(fits: Sequence[Fit]) -> Fit:
+    """Combine independent fits: sums of X^2 and of its degrees of freedom, means of the others."""
     x2, freedom = sum(one.x2 for one in fits), sum(one.freedom for one in fits)
     p = tail(x2, freedom) if all(one.p > 0 for one in fits) else 0.0
     return Fit(x2, freedom, p, *(float(np.mean([one[i] for one in fits])) for i in (3, 4)))

@@ -1,10 +1,10 @@
 """Tiny models for tests.
 
-* `tiny_model`: random weights, ready for the engine, nothing else needed.
-* `tiny_tokenizer`: bytes, and some longer tokens that cut through JSON.
-* `checkpoint`: a folder as it would be downloaded, written by `transformers` (a test dependency),
-  with biases, norms, caps and RoPE that all matter, one for each entry of `VARIANTS`.
-* `Pages`: a KV cache full of junk with shuffled pages, to drive a model without the engine.
+* `tiny_model`: a model with random weights for the engine.
+* `tiny_tokenizer`: bytes, and some longer tokens that cross JSON's syntax.
+* `checkpoint`: a Hugging Face checkpoint written by `transformers` (a test dependency), with biases,
+  norms, caps and RoPE that affect the output, one for each entry of `VARIANTS`.
+* `ModelRunner`: runs a model without the engine, on a KV cache of junk with shuffled blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.random_weights import random_model
 
 
 def tiny_config(**overrides: Any) -> ModelConfig:
-    """A two-layer decoder with a vocabulary of 64; any field of `ModelConfig` can be overridden."""
+    """Return the config of a two-layer decoder with a vocabulary of 64; `overrides` replace its fields."""
     fields: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -45,7 +45,7 @@ def tiny_config(**overrides: Any) -> ModelConfig:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Number of weights; a tied embedding table counts once."""
+    """Return the number of weights; a tied embedding table counts once."""
     return sum(math.prod(shape) for shape in config.parameter_shapes().values())
 
 
@@ -55,12 +55,12 @@ def tiny_model(
     device: torch.device | str = "cpu",
     **overrides: Any,
 ) -> Model:
-    """A model of `tiny_config` with random weights."""
+    """Return a model of `tiny_config` with random weights."""
     return random_model(tiny_config(**overrides), dtype, device, seed)
 
 
 def tiny_tokenizer(folder: Path) -> Tokenizer:
-    """A tokenizer of 256 bytes, tokens of two to five, and one that ends texts, written to the folder."""
+    """Write a tokenizer of 256 bytes, tokens of two to five bytes and EOS to the folder, and return it."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = """" :|": Ġ|":Ġ "|, Ġ|,Ġ "|{ "|" }|} ]|[ {|t r|u e|tr ue|a b|ab ab|r e|re d|" red|g re|0 0|1 2"""
     merges = [(one, two) for one, two in (pair.split(" ") for pair in pairs.split("|"))]
@@ -74,7 +74,7 @@ def tiny_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
 
 
-# What Gemma 2 and 3 do differently, as fields of `tiny_config`.
+# The features of Gemma 2 and 3, as fields of `tiny_config`.
 GEMMA: dict[str, dict[str, Any]] = {
     "gemma2": {
         "head_dim": 48, "windows": (9, None), "out_norms": True, "gate": "gelu", "query_scalar": 20,
@@ -104,7 +104,7 @@ _LONGROPE = {
 }  # fmt: skip
 _GEMMA = {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}
 
-# Name -> (family as transformers calls it, what differs from _SMALL).
+# Name -> (family in transformers, differences from _SMALL).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mqa": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
@@ -183,7 +183,7 @@ def checkpoint(
 
 
 def reference_logits(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Logits [T, V] of transformers for one sequence ids [T], by default in float64."""
+    """Return the logits [T, V] of transformers for one sequence ids [T], by default in float64."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -194,10 +194,10 @@ def reference_logits(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float
     return logits
 
 
-class Pages:
+class ModelRunner:
     """Request rows and their KV cache, to run a model step by step.
 
-    The cache starts as junk and the pages of the rows are shuffled among each other.
+    The cache starts as junk, and the blocks of all rows are shuffled.
 
     Attributes:
         length: committed tokens of each row.
@@ -217,11 +217,11 @@ class Pages:
     def step(
         self, chunks: Mapping[int, Tensor], keep: int | None = None, pad_to: int | None = None
     ) -> dict[int, Tensor]:
-        """Score the tokens `chunks[row]` [n] after what each row has; gives logits [n, V] by row.
+        """Append the tokens `chunks[row]` [n] to each row and return logits [n, V] by row.
 
         Args:
-            keep: commit only that many tokens of each chunk.
-            pad_to: lay the rows out as a grid of that width.
+            keep: number of tokens of each chunk to commit (default: all).
+            pad_to: lay the rows out as a grid of this width.
         """
         pieces = [Chunk(row, self.length[row], len(chunk)) for row, chunk in chunks.items()]
         for (row, start, count), chunk in zip(pieces, chunks.values()):

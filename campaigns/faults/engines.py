@@ -9,7 +9,7 @@ from nanospec import LLM, SamplingParams
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.models.decoder import Model
-from tests.drive import MODES, Job, alone, assert_idle, make_engine
+from tests.drive import MODES, Job, assert_idle, make_engine, run_alone
 from tests.tiny import tiny_model
 
 VOCAB, WINDOW = 24, 64
@@ -27,7 +27,7 @@ def small_model() -> Model:
 
 def texts(model: Model, jobs: list[Job] = JOBS) -> list[list[int]]:
     """What each gets alone."""
-    return [outcome.token_ids for outcome in alone(model, jobs, max_model_len=WINDOW)]
+    return [outcome.token_ids for outcome in run_alone(model, jobs, max_model_len=WINDOW)]
 
 
 def small_engine(model: Model, mode: str, k: int = 3, **options: Any) -> Engine:

@@ -20,7 +20,7 @@ from nanospec.drafters.estimates import StepCosts
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.engine.request import Request
-from tests.drive import Guess, assert_idle, make_engine
+from tests.drive import FunctionDrafter, assert_idle, make_engine
 
 NUM_HEADS = 3
 
@@ -107,7 +107,7 @@ class Simulation:
         asked = self.scenario.engine
         method, own = asked["method"], asked["method"] in OWN
         text = asked["vocab"] == TEXT_VOCAB
-        guess = {name: asked[name] for name in ("tree_width", "acceptance")}
+        spec = {name: asked[name] for name in ("tree_width", "acceptance")}
         draft = heads = None
         if "draft" in method:
             draft = model_of(asked, self.scenario.seed)
@@ -122,7 +122,7 @@ class Simulation:
                 None if method == "none" else asked["k"],
                 num_blocks=asked["blocks"],
                 min_n=asked["min_n"],
-                guess=guess if own or method == "none" else {**guess, "method": method},
+                spec=spec if own or method == "none" else {**spec, "method": method},
                 draft_model=draft,
                 heads=heads,  # type: ignore[arg-type]
                 drafter=self._drafter(method) if own else None,
@@ -138,7 +138,7 @@ class Simulation:
                 trace=asked["trace"],
             )
 
-    def _drafter(self, kind: str) -> Guess:
+    def _drafter(self, kind: str) -> FunctionDrafter:
         """A drafter of a user's."""
         rng, vocab = random.Random(self.scenario.seed), self.scenario.engine["vocab"]
         texts = [
@@ -146,14 +146,14 @@ class Simulation:
             for job, told in zip(self.scenario.jobs, self.expected, strict=True)
         ]
 
-        def guess(history: list[int], wanted: int) -> list[int]:
+        def next_tokens(history: list[int], wanted: int) -> list[int]:
             n = len(history)
             text = next((t for t in texts if kind == "known" and t[:n] == history and len(t) > n), None)
             if text is None:
                 return rng.choices(range(vocab), k=rng.randint(0, wanted))
             return [token if rng.random() < 0.8 else rng.randrange(vocab) for token in text[n : n + wanted]]
 
-        return Guess(guess)
+        return FunctionDrafter(next_tokens)
 
     def _act(self, fault: dict[str, Any] | None) -> None:
         """What others do meanwhile, whether there is a fault or not."""

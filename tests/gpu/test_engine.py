@@ -64,7 +64,7 @@ def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
 def test_a_trace_is_what_happened(model: Model, eager: bool) -> None:
-    options: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "guess": {"tree_width": 2}}
+    options: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "spec": {"tree_width": 2}}
     engine = make_engine(model, 5, enforce_eager=eager, trace=True, **options)
     requests = run(engine, make_jobs(3))
     for request in requests:
@@ -231,7 +231,7 @@ def test_whoever_drafts_on_equals_off(model: Model, way: str) -> None:
     options: dict[str, Any] = {"max_model_len": 256, "enable_prefix_caching": False}
     plain = make_engine(target, None, max_num_seqs=1, enforce_eager=True, async_scheduling=False, **options)
     expected = [outcome(run(plain, [job])[0]) for job in jobs]
-    engine = make_engine(target, 5, guess=WAYS[way], max_num_seqs=6, **parts, **options)
+    engine = make_engine(target, 5, spec=WAYS[way], max_num_seqs=6, **parts, **options)
     for request, wanted in zip(run(engine, jobs), expected, strict=True):
         assert request.output_ids == wanted.token_ids
     assert engine.worker.graphs is not None
@@ -239,7 +239,7 @@ def test_whoever_drafts_on_equals_off(model: Model, way: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_a_draft_model_equal_to_the_target_is_always_right(model: Model, temperature: float) -> None:
-    engine = make_engine(model, 4, guess={"method": "draft"}, draft_model=model, max_model_len=256)
+    engine = make_engine(model, 4, spec={"method": "draft"}, draft_model=model, max_model_len=256)
     jobs = [Job([i, 2, 3], SamplingParams(temperature=temperature, seed=i, max_tokens=60)) for i in range(5)]
     for request in run(engine, jobs):
         assert request.stats.num_accepted == request.stats.num_drafted > 20

@@ -34,7 +34,7 @@ def make(way: str, **options: Any) -> Engine:
     kinds: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "vocab_size": 512}
     target, draft = tiny_model(**kinds), tiny_model(num_layers=1, **kinds)
     return make_engine(
-        target, 3, guess={"method": way}, draft_model=draft if "draft" in way else None,
+        target, 3, spec={"method": way}, draft_model=draft if "draft" in way else None,
         heads=random_heads(target, 3) if way == "medusa" else None, **options,
     )  # fmt: skip
 

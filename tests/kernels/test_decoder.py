@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanospec.kernels.launch import forced
 from nanospec.models.decoder import Model
-from tests.tiny import GEMMA, Pages, tiny_model
+from tests.tiny import GEMMA, ModelRunner, tiny_model
 from tests.util import assert_close
 
 # What padding tokens compute is unspecified, NaN included, and numpy says so.
@@ -43,7 +43,7 @@ def test_kernels_agree_with_naive(name: str) -> None:
     for backend in ("naive", "triton"):
         with forced(backend):
             model = tiny_model(**MODELS[name])
-            pages = Pages(model, 2, 64)
+            pages = ModelRunner(model, 2, 64)
             first = pages.step({0: tokens(model, 20), 1: tokens(model, 5, 1)})
             second = pages.step({0: tokens(model, 4, 2), 1: tokens(model, 1, 3)}, pad_to=5)
         logits[backend] = [first[0], first[1], second[0], second[1]]
@@ -58,10 +58,10 @@ def test_speculation_does_not_change_a_bit(name: str) -> None:
     with forced("triton"):
         model = tiny_model(**MODELS[name])
         prompt, text, other = tokens(model, 12), tokens(model, 4, 1), tokens(model, 6, 2)
-        pages = Pages(model, 2, 64)
+        pages = ModelRunner(model, 2, 64)
         pages.step({0: prompt})
         plain = torch.cat([pages.step({0: text[i : i + 1]})[0] for i in range(4)])
-        pages = Pages(model, 2, 64)
+        pages = ModelRunner(model, 2, 64)
         pages.step({0: prompt})
         verified = pages.step({0: text}, keep=0)[0]
         pages.step({0: other[:3]}, keep=0)  # rejected drafts leave no trace

@@ -9,7 +9,7 @@ import pytest
 from nanospec.config import SamplingParams
 from nanospec.kernels import launch
 from nanospec.models.decoder import Model
-from tests.drive import Job, alone, assert_same, make_engine, outcome, random_jobs, run
+from tests.drive import Job, assert_same, make_engine, outcome, random_jobs, run, run_alone
 from tests.tiny import tiny_model
 
 
@@ -30,7 +30,7 @@ def make_jobs() -> list[Job]:
 )
 def test_engine_on_the_kernels_equals_naive(k: int, eager: bool, num_blocks: int | None) -> None:
     jobs = make_jobs()
-    expected = alone(small_model(), jobs, max_model_len=64)
+    expected = run_alone(small_model(), jobs, max_model_len=64)
     with launch.forced("triton"):
         model = small_model()  # made here, so that its weights are packed for the kernels
         engine = make_engine(

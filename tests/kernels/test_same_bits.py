@@ -17,7 +17,7 @@ from torch import Tensor
 from nanospec.config import SamplingParams
 from nanospec.kernels import launch
 from nanospec.models.decoder import Model
-from tests.drive import Job, make_engine, oracle, run, use
+from tests.drive import Job, make_engine, oracle, run, use_drafter
 from tests.tiny import tiny_model
 
 LONG, VOCAB = 75, 64
@@ -64,7 +64,7 @@ def traces(k: int, texts: list[list[int]] | None, num_blocks: int | None, budget
         max_num_batched_tokens=budget,
     )  # fmt: skip
     if texts is not None:
-        use(engine, oracle(texts, wrong=lambda at: at % 3 == 0))
+        use_drafter(engine, oracle(texts, wrong=lambda at: at % 3 == 0))
     worker, kept = engine.worker, {}
     table, cache, release = worker.table, worker.kv_cache, worker.release
 

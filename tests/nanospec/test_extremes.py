@@ -19,8 +19,8 @@ from nanospec.config import SamplingParams
 from nanospec.models.config import cos_sin_table
 from nanospec.models.decoder import Model
 from nanospec.models.families import read_config
-from tests.drive import Job, alone, assert_same, make_engine, outcome, run
-from tests.tiny import Pages, checkpoint, tiny_model
+from tests.drive import Job, assert_same, make_engine, outcome, run, run_alone
+from tests.tiny import ModelRunner, checkpoint, tiny_model
 
 NUM_ENGINES = int(os.environ.get("EXTREMES", "15"))
 LENGTH = int(os.environ.get("EXTREMES_LONG", "1000"))
@@ -72,13 +72,13 @@ def test_drawn_engines_write_what_decoding_alone_does(number: int) -> None:
     window = rng.choice((2, 3, 5, 16, 17, 33, 64, 65))
     model = drawn_model(rng, window)
     jobs = [drawn_job(rng, model.config.vocab_size, window) for _ in range(4)]
-    guess: dict[str, Any] = {"method": "ngram"}
-    guess |= {"tree_width": rng.choice((1, 4))} if guess["method"] == "ngram" else {}
+    spec: dict[str, Any] = {"method": "ngram"}
+    spec |= {"tree_width": rng.choice((1, 4))} if spec["method"] == "ngram" else {}
     engine = make_engine(
-        model, rng.choice((1, 3, 16, 63)), guess={**guess, "max_speculative_tokens": 63}, max_num_seqs=3,
+        model, rng.choice((1, 3, 16, 63)), spec={**spec, "max_speculative_tokens": 63}, max_num_seqs=3,
         max_model_len=window, max_num_batched_tokens=rng.choice((2048, 1, 17)),
     )  # fmt: skip
-    expected = alone(model, jobs, max_model_len=window)
+    expected = run_alone(model, jobs, max_model_len=window)
     for request, wanted in zip(run(engine, jobs), expected, strict=True):
         assert wanted.finish_reason == "length"
         assert_same(outcome(request), wanted)
@@ -135,12 +135,12 @@ def test_every_token_of_a_long_text_is_the_likeliest(dtype: torch.dtype) -> None
     """Guessed, in full, and then scored at once, which needs no decoding alone to compare with."""
     end = LENGTH + 3
     model = tiny_model(dtype=dtype, max_position_embeddings=end, windows=(64, None), head_dim=32)
-    engine = make_engine(model, 16, guess={"method": "ngram"}, max_model_len=end, max_num_seqs=1)
+    engine = make_engine(model, 16, spec={"method": "ngram"}, max_model_len=end, max_num_seqs=1)
     (request,) = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=LENGTH))])
     assert len(request.output_ids) == LENGTH
     assert request.stats.num_accepted > LENGTH // 3
     text = torch.tensor(request.tokens, dtype=torch.int32)
-    (logits,) = Pages(model, 1, end).step({0: text[:-1]}).values()
+    (logits,) = ModelRunner(model, 1, end).step({0: text[:-1]}).values()
     scores = logits[2:].float()
     chosen = scores.gather(1, text[3:, None].long())[:, 0]
     assert bool((chosen >= scores.amax(-1) - (1e-3 if dtype == torch.float32 else 0.1)).all())

@@ -529,13 +529,13 @@ def real(request: pytest.FixtureRequest, smollm2: Path) -> LLM:
 def with_k(
     llm: LLM,
     k: int,
-    guess: dict[str, Any] | None = None,
+    speculation: dict[str, Any] | None = None,
     parts: dict[str, Any] | None = None,
     **options: Any,
 ) -> LLM:
     """The same model in another engine; `parts` make drafters, by method."""
     other = copy(llm)
-    spec = SpecConfig(num_speculative_tokens=k, **(guess or {}))
+    spec = SpecConfig(num_speculative_tokens=k, **(speculation or {}))
     other.config = type(llm.config)(**{**vars(llm.config), "spec": spec, **options})
     target = Target(llm.engine.worker.model, tokenizer=llm.tokenizer)
     made = {name: make(spec) for name, make in (parts or {}).items()}
@@ -561,14 +561,14 @@ def wanted(real: LLM) -> list[RequestOutput]:
 )
 def test_smollm2_on_equals_off_whoever_drafts(real: LLM, wanted: list[RequestOutput], way: str) -> None:
     model = real.engine.worker.model
-    guess = {"method": way.replace("-tree", ""), "tree_width": 3 if "tree" in way else 1}
+    speculation = {"method": way.replace("-tree", ""), "tree_width": 3 if "tree" in way else 1}
     parts: dict[str, Any] = {}
     if "draft" in way:
         parts["draft"] = lambda spec: ModelDrafter(spec, model, model.config.vocab_size)
     if "medusa" in way:
         heads = Heads.load(default_heads(Path("smollm2-135m-instruct")), model)
         parts["medusa"] = lambda spec: MedusaDrafter(spec, heads, model)
-    llm = with_k(real, 5, guess, parts)
+    llm = with_k(real, 5, speculation, parts)
     outputs = llm.generate(PROMPTS, MIXED)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
     stats = llm.engine.metrics.spec

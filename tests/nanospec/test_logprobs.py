@@ -83,10 +83,10 @@ def test_log_probabilities_are_those_of_transformers(variant: str, tmp_path: Pat
     }
     for request in run(make_engine(model, None), jobs()):
         check(request, folder)
-    for i, (way, guess) in enumerate(WAYS.items()):
-        given = next((part for name, part in parts.items() if name in guess["method"]), {})
+    for i, (way, spec) in enumerate(WAYS.items()):
+        given = next((part for name, part in parts.items() if name in spec["method"]), {})
         mode = MODES["as-on-gpu" if i % 2 else "plain"]
-        engine = make_engine(model, 5, guess=guess, max_num_batched_tokens=32, **given, **mode)
+        engine = make_engine(model, 5, spec=spec, max_num_batched_tokens=32, **given, **mode)
         for request in run(engine, jobs()):
             check(request, folder)
         assert engine.metrics.spec.num_accepted > 0, way

@@ -1,5 +1,5 @@
-"""Whole outputs are distributed as the probabilities of all outputs say, whoever guesses; and these tests
-see small defects. `make statistics` runs those that are marked, too: all ways, all parameters.
+"""Outputs follow the exact distribution with every drafter, and these tests detect small defects. `make
+statistics` also runs the marked tests: all drafting setups, all sampling parameters.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.exact import (
     Change,
     Logits,
     Output,
+    combined,
     expected_tv,
     fit,
     joint,
@@ -32,26 +33,25 @@ from tests.exact import (
     logits_by_output,
     may_come,
     next_token,
-    together,
 )
-from tests.ways import (
-    ASKED,
+from tests.setups import (
     LENGTH,
     LOSSLESS,
     PROMPT,
+    SAMPLING,
+    SETUPS,
     TEMPERATURES,
     VOCAB,
-    WAYS,
     Likely,
     World,
-    asked,
     draw,
     engine_for,
     make_world,
+    params_for,
     rules,
 )
 
-BOUND = 1e-6  # seeds are fixed, so what passes once passes always
+BOUND = 1e-6  # seeds are fixed, so results are reproducible
 
 
 @pytest.fixture(scope="module")
@@ -64,30 +64,32 @@ def logits(world: World) -> Logits:
     return logits_by_output(world.folder, PROMPT, VOCAB, LENGTH)
 
 
-# Those that differ in how they draw, lay out, accept or share.
-SOME_WAYS = (
+# Setups that differ in sampling, layout, acceptance or sharing.
+SOME_SETUPS = (
     "none",
     "draft",
     "medusa tree",
     "ngram tree+draft",
-    "a user's dice",
-    "a user's tree",
+    "custom sampling",
+    "custom tree",
 )
-SOME_ASKED = (("nothing", 1.0), ("filters", 1.7), ("penalties", 0.6), ("min_tokens", 1.7), ("all", 1.0))
+SOME_SAMPLING = (("nothing", 1.0), ("filters", 1.7), ("penalties", 0.6), ("min_tokens", 1.7), ("all", 1.0))
 
 
-def test_outputs_are_distributed_as_counted(world: World, logits: Logits) -> None:
-    """Of every way; of all that was asked, of both rules; and total variation falls as 1 / sqrt(N)."""
-    cells = [asked(*what, rule) for rule in LOSSLESS for what in SOME_ASKED]
+def test_outputs_follow_exact_distribution(world: World, logits: Logits) -> None:
+    """For several setups, parameters and both rules; total variation falls as 1 / sqrt(N)."""
+    cells = [params_for(*what, rule) for rule in LOSSLESS for what in SOME_SAMPLING]
     counts = [[Counter[Output]() for _ in range(3)] for _ in cells]
-    for i, way in enumerate(SOME_WAYS):
-        own = cells[: len(rules(way)) * len(SOME_ASKED)]
-        found = draw([engine_for(world, way, **MODES["as-on-gpu" if i % 2 else "plain"])], own, 40, i * 10**6)
+    for i, setup in enumerate(SOME_SETUPS):
+        own = cells[: len(rules(setup)) * len(SOME_SAMPLING)]
+        found = draw(
+            [engine_for(world, setup, **MODES["as-on-gpu" if i % 2 else "plain"])], own, 40, i * 10**6
+        )
         fits = [fit(drawn.outputs[-1], joint(logits, PROMPT, cell)) for drawn, cell in zip(found, own)]
-        assert together(fits).p > BOUND, (way, fits)
+        assert combined(fits).p > BOUND, (setup, fits)
         drafted, accepted = (sum(column) for column in list(zip(*found))[1:])
-        assert 0.1 * drafted <= accepted <= 0.9 * drafted, (way, drafted, accepted)
-        assert way == "none" or accepted > 50
+        assert 0.1 * drafted <= accepted <= 0.9 * drafted, (setup, drafted, accepted)
+        assert setup == "none" or accepted > 50
         for counters, drawn in zip(counts, found):
             for total, part in zip(counters, drawn.outputs, strict=True):
                 total.update(part)
@@ -102,21 +104,23 @@ def test_outputs_are_distributed_as_counted(world: World, logits: Logits) -> Non
 
 @pytest.mark.statistics
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_with_all_that_may_be_asked(way: str, world: World, logits: Logits) -> None:
-    grid = itertools.product(ASKED, TEMPERATURES, rules(way))
-    cells = [asked(what, temperature, rule) for what, temperature, rule in grid]
-    modes = ["plain"] if WAYS[way].own is Likely else MODES  # drafts made on the host cannot be captured
-    engines = [engine_for(world, way, **MODES[mode]) for mode in modes]
-    found = draw(engines, cells, 40, list(WAYS).index(way) * 10**9)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_every_setup_with_all_sampling_params(setup: str, world: World, logits: Logits) -> None:
+    grid = itertools.product(SAMPLING, TEMPERATURES, rules(setup))
+    cells = [params_for(what, temperature, rule) for what, temperature, rule in grid]
+    modes = (
+        ["plain"] if SETUPS[setup].custom is Likely else MODES
+    )  # drafts made on the host cannot be captured
+    engines = [engine_for(world, setup, **MODES[mode]) for mode in modes]
+    found = draw(engines, cells, 40, list(SETUPS).index(setup) * 10**9)
     fits = [fit(drawn.outputs[-1], joint(logits, PROMPT, cell)) for drawn, cell in zip(found, cells)]
-    assert together(fits).p > BOUND, fits
+    assert combined(fits).p > BOUND, fits
     drafted, accepted = (sum(column) for column in list(zip(*found))[1:])
     assert 0.05 * drafted <= accepted <= 0.95 * drafted
 
 
-def test_what_may_come_is_what_has_a_chance() -> None:
-    """Also where scores are equal at the edge of top_k."""
+def test_may_come() -> None:
+    """Also with ties at the boundary of top_k."""
     rng = np.random.default_rng(0)
     for _ in range(500):
         top_k, top_p, min_p = int(rng.integers(-1, 9)), 1 - rng.random() / 2, rng.random() / 4
@@ -126,14 +130,14 @@ def test_what_may_come_is_what_has_a_chance() -> None:
         assert [may_come(x, token, params, 1e-9) for token in range(7)] == (chances > 0).tolist()
 
 
-def test_expected_total_variation_is_what_draws_have() -> None:
+def test_expected_tv() -> None:
     generator, p = np.random.default_rng(1), np.array([0.5, 0.3, 0.15, 0.04, 0.01])
     for n in (4, 64, 1000):
         counts = generator.multinomial(n, p, size=4000)
         assert expected_tv(n, p) == pytest.approx(np.abs(counts / n - p).sum(1).mean() / 2, rel=0.03)
 
 
-def test_pearsons_chances_are_uniform_for_draws_from_what_is_expected() -> None:
+def test_p_values_are_uniform() -> None:
     generator = np.random.default_rng(2)
     p = generator.dirichlet(np.ones(40))
     outputs: list[Output] = [(i,) for i in range(40)]
@@ -146,7 +150,7 @@ def test_pearsons_chances_are_uniform_for_draws_from_what_is_expected() -> None:
 
 
 def typical(after: list[int], epsilon: float, delta: float) -> Change:
-    """What TYPICAL makes of a next token's probabilities where one draft follows all but the last token."""
+    """Return how TYPICAL changes the next token's probabilities, with a draft for all but the last token."""
 
     def change(p: np.ndarray, output: Output) -> np.ndarray:
         draft = after[[*PROMPT, *output][-1]]
@@ -162,14 +166,14 @@ def typical(after: list[int], epsilon: float, delta: float) -> Change:
     [([1, 3, 4, 2, 0], 0.5, (9.0, DELTA)), ([2, 1, 3, 2, 0], 1.0, (EPSILON, 9.0))],
     ids=["epsilon binds", "delta binds"],
 )
-def test_typical_outputs_are_distributed_as_documented(
+def test_typical_outputs_follow_documented_distribution(
     world: World, logits: Logits, after: list[int], temperature: float, without: tuple[float, float]
 ) -> None:
-    """A draft above the lower bound is emitted always, others if the target draws them. `after` each token
-    one draft, chosen so that this bound decides about some."""
-    own = world._replace(said=torch.eye(VOCAB)[after])
-    cells = [asked(what, temperature, "typical") for what in ("nothing", "all")]
-    for drawn, cell in zip(draw([engine_for(own, "a user's", "typical")], cells, 256), cells, strict=True):
+    """A draft above the lower bound is always emitted, others only if the target draws them. `after` maps
+    each token to its draft, chosen so that the bound matters for some."""
+    own = world._replace(bigram=torch.eye(VOCAB)[after])
+    cells = [params_for(what, temperature, "typical") for what in ("nothing", "all")]
+    for drawn, cell in zip(draw([engine_for(own, "custom", "typical")], cells, 256), cells, strict=True):
         right = joint(logits, PROMPT, cell, typical(after, EPSILON, DELTA))
         assert least_p(drawn.outputs[-1], right) > BOUND, cell
         assert least_p(drawn.outputs[-1], joint(logits, PROMPT, cell)) < BOUND, cell
@@ -184,7 +188,7 @@ def outputs_of(world: World, seeds: list[int]) -> list[Output]:
 
 
 def test_requests_with_different_seeds_are_independent(world: World, logits: Logits) -> None:
-    """Neighbouring seeds, the outputs of one request, seeds that differ in their sign or upper half."""
+    """Consecutive seeds, several outputs of one request, seeds that differ in sign or upper half."""
     n = 400
     alone = joint(logits, PROMPT, SamplingParams(max_tokens=2))
     both = {a + b: p * q for a, p in alone.items() for b, q in alone.items()}
@@ -202,20 +206,20 @@ def test_requests_with_different_seeds_are_independent(world: World, logits: Log
 
 
 class Defect(NamedTuple):
-    """What stands in the code, what a defective one would have, and where that shows: who guesses, what is
-    asked, of how many requests."""
+    """A code fragment, its defective replacement, and a setup, sampling parameters and number of requests
+    that reveal the defect."""
 
     module: ModuleType
     function: str
     right: str
     wrong: str
-    way: str
-    asked: tuple[str, float, str]
+    setup: str
+    sampling: tuple[str, float, str]
     requests: int = 512
 
 
 def mutated(defect: Defect) -> Callable[..., Any]:
-    """The function with the defect."""
+    """Return the function with the defect."""
     function = getattr(defect.module, defect.function)
     source, made = inspect.getsource(function), dict[str, Any]()
     assert source.count(defect.right) == 1, f"{defect.function} has changed: say where its defect is now"
@@ -225,7 +229,7 @@ def mutated(defect: Defect) -> Callable[..., Any]:
 
 RATIO = "e > log_q[draft] - log_p[draft]"
 HEAVY = pytest.mark.statistics
-DICE, DRAFT = "a user's dice", "draft"
+DICE, DRAFT = "custom sampling", "draft"
 DEFECTS = {
     "what is rejected may be drawn again": Defect(
         accept, "_rejection", "log_p.exp() - log_q.exp()", "log_p.exp()", DICE,
@@ -287,47 +291,45 @@ SMALL_DEFECTS = {
 }  # fmt: skip
 
 
-def chance_of(defect: Defect, world: World, logits: Logits) -> float:
-    """Of outputs of three tokens, all of which one step may give; the dice know little here."""
-    sharp = world._replace(said=2 * world.said)
-    cell = replace(asked(*defect.asked), max_tokens=3)
-    [drawn] = draw([engine_for(sharp, defect.way)], [cell], defect.requests)
+def p_value_of(defect: Defect, world: World, logits: Logits) -> float:
+    """Return the p-value of outputs of three tokens, which one step may emit; the drafter is inaccurate."""
+    sharp = world._replace(bigram=2 * world.bigram)
+    cell = replace(params_for(*defect.sampling), max_tokens=3)
+    [drawn] = draw([engine_for(sharp, defect.setup)], [cell], defect.requests)
     assert 0.1 * drawn.drafted < drawn.accepted < 0.9 * drawn.drafted
     return least_p(drawn.outputs[-1], joint(logits, PROMPT, cell))
 
 
 @pytest.mark.parametrize("name", [*DEFECTS, *(pytest.param(name, marks=HEAVY) for name in SMALL_DEFECTS)])
-def test_a_small_defect_would_show(
-    name: str, world: World, logits: Logits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defect_is_detected(name: str, world: World, logits: Logits, monkeypatch: pytest.MonkeyPatch) -> None:
     defect = {**DEFECTS, **SMALL_DEFECTS}[name]
     monkeypatch.setattr(defect.module, defect.function, mutated(defect))
-    if defect.module is not accept:  # which has no C++
+    if defect.module is not accept:  # accept has no C++ version
         monkeypatch.setattr(sample, "use_native", lambda *_: False)
-    assert chance_of(defect, world, logits) < BOUND
+    assert p_value_of(defect, world, logits) < BOUND
 
 
 @pytest.mark.statistics
 @pytest.mark.parametrize("name", SMALL_DEFECTS)
-def test_without_the_defect_nothing_shows(name: str, world: World, logits: Logits) -> None:
-    assert chance_of(SMALL_DEFECTS[name], world, logits) > 1e-3
+def test_no_false_alarm_without_defect(name: str, world: World, logits: Logits) -> None:
+    assert p_value_of(SMALL_DEFECTS[name], world, logits) > 1e-3
 
 
 @pytest.mark.statistics
 @pytest.mark.parametrize(
-    ("way", "rule", "what", "temperature"),
+    ("setup", "rule", "what", "temperature"),
     [
         ("draft", "rejection", "nothing", 1.0),
         (DICE, "rejection", "all", 0.6),
     ],
 )
-def test_total_variation_falls_by_half_for_four_times_as_many(
-    way: str, rule: str, what: str, temperature: float, world: World, logits: Logits
+def test_total_variation_halves_with_four_times_the_samples(
+    setup: str, rule: str, what: str, temperature: float, world: World, logits: Logits
 ) -> None:
-    cell = asked(what, temperature, rule)
-    [drawn] = draw([engine_for(world, way)], [cell], 16_000)
+    cell = params_for(what, temperature, rule)
+    [drawn] = draw([engine_for(world, setup)], [cell], 16_000)
     expected = joint(logits, PROMPT, cell)
     fits = [fit(counter, expected) for counter in drawn.outputs]
     assert min(one.p for one in fits) > 1e-4
     assert fits[0].tv / fits[2].tv == pytest.approx(4, rel=0.3)
-    assert max(abs(one.ratio - 1) for one in fits) < 0.5  # by chance 0.05 to 0.18, the fewer outputs the more
+    assert max(abs(one.ratio - 1) for one in fits) < 0.5  # by chance 0.05 to 0.18, more with fewer outputs

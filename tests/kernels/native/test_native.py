@@ -17,7 +17,7 @@ from nanospec.kernels import native
 from nanospec.kernels.launch import forced
 from nanospec.models.cpu import CompiledModel
 from tests.processors import PROCESSORS, built_for
-from tests.tiny import Pages, tiny_model
+from tests.tiny import ModelRunner, tiny_model
 
 __all__ = ["built_for"]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
@@ -70,7 +70,7 @@ def test_without_a_compiler_pytorch_runs(
     with pytest.warns(UserWarning, match=rf"falling back to PyTorch.*install g\+\+ 11.*\(.*{reason}"):
         model = tiny_model(dtype=BF16, intermediate_size=96)
     assert not isinstance(model, CompiledModel)
-    pages = Pages(model, 1, 64)
+    pages = ModelRunner(model, 1, 64)
     assert pages.step({0: torch.arange(5)})[0].isfinite().all()
     assert not list(fresh.glob("*"))
 

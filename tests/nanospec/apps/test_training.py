@@ -21,7 +21,7 @@ from nanospec.apps.training import Data, HeadsInTraining, Settings, compute_data
 from nanospec.drafters.medusa import Heads
 from nanospec.models.decoder import Model
 from nanospec.text.tokenizer import Tokenizer
-from tests.tiny import Pages, checkpoint, tiny_model
+from tests.tiny import ModelRunner, checkpoint, tiny_model
 from tests.util import assert_close
 
 LETTERS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<e>"]
@@ -48,7 +48,7 @@ def test_compute_data_is_independent_of_batching(model: Model, monkeypatch: pyte
     texts = counting(5)
     data = compute_data(model, texts)
     for ids, states in zip(texts, data.hidden.split(list(map(len, texts))), strict=True):
-        expected = Pages(model, 1, 64).step({0: torch.tensor(ids)})[0]
+        expected = ModelRunner(model, 1, 64).step({0: torch.tensor(ids)})[0]
         assert_close(model.logits(states), expected, 1e-5)
     assert data.tokens.tolist() == [token for ids in texts for token in ids]
     assert data.num_following.tolist() == [left for ids in texts for left in reversed(range(len(ids)))]

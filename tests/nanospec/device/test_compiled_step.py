@@ -1,4 +1,4 @@
-"""The compiled step of a CPU, bfloat16 from the first layer to the last committed token."""
+"""The compiled CPU step, in bfloat16 from the first layer to the committed tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanospec.config import SamplingParams
 from nanospec.kernels.native import library
 from nanospec.models.cpu import CompiledModel
 from nanospec.models.decoder import Model
-from tests.drive import Job, K, Outcome, alone, make_engine, outcome, random_jobs, run
+from tests.drive import Job, K, Outcome, make_engine, outcome, random_jobs, run, run_alone
 from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
@@ -30,19 +30,19 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
-    """All fields of sampling, among them penalties."""
+    """Requests with all sampling parameters, including penalties."""
     rng = random.Random(1)
     return random_jobs(rng, VOCAB, 12) + random_jobs(rng, VOCAB, 4, max_tokens=WINDOW)
 
 
 @pytest.fixture(scope="module")
 def expected(model: Model, jobs: list[Job]) -> list[Outcome]:
-    return alone(model, jobs, max_model_len=WINDOW)
+    return run_alone(model, jobs, max_model_len=WINDOW)
 
 
 @pytest.mark.parametrize("k", [None, 1, 3, 8, "auto"], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("mode", ["packed", "recorded"])
-def test_neither_drafts_nor_neighbours_change_anything(
+def test_output_is_independent_of_drafts_and_batch(
     model: Model, jobs: list[Job], expected: list[Outcome], k: K, mode: str
 ) -> None:
     engine = make_engine(model, k, max_model_len=WINDOW, enforce_eager=mode == "packed")
@@ -53,17 +53,15 @@ def test_neither_drafts_nor_neighbours_change_anything(
 
 @pytest.fixture(scope="module")
 def wide() -> Model:
-    """Whose attention a change of order would show in."""
+    """A model whose attention would reveal a change of summation order."""
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "num_heads": 8}
     return tiny_model(dtype=torch.bfloat16, vocab_size=VOCAB, num_layers=3, **sizes)
 
 
 @pytest.mark.parametrize("mode", ["packed", "recorded"])
 @pytest.mark.parametrize(("method", "width"), [("ngram", 1), ("ngram", 4), ("ngram+medusa", 4)])
-def test_tokens_and_log_probabilities_of_trees_are_those_without(
-    wide: Model, width: int, method: str, mode: str
-) -> None:
-    """Greedy and seeded, in one batch, some beyond the border of two spans of attention."""
+def test_trees_do_not_change_tokens_or_logprobs(wide: Model, width: int, method: str, mode: str) -> None:
+    """Greedy and seeded requests in one batch, some longer than one span of attention."""
     rng = random.Random(1)
     jobs = [
         Job(job.prompt * rng.choice((1, 4)), replace(job.params, logprobs=3))
@@ -71,22 +69,22 @@ def test_tokens_and_log_probabilities_of_trees_are_those_without(
     ]
     heads = random_heads(wide, 3, vocab=20) if "medusa" in method else None
     engine = make_engine(
-        wide, 12, guess={"method": method, "tree_width": width}, heads=heads, max_model_len=400,
+        wide, 12, spec={"method": method, "tree_width": width}, heads=heads, max_model_len=400,
         enforce_eager=mode == "packed",
     )  # fmt: skip
     requests = run(engine, jobs)
-    for job, request, wanted in zip(jobs, requests, alone(wide, jobs, max_model_len=400), strict=True):
+    for job, request, wanted in zip(jobs, requests, run_alone(wide, jobs, max_model_len=400), strict=True):
         assert outcome(request) == wanted, job
     assert engine.metrics.spec.num_accepted > 100
 
 
 @pytest.mark.parametrize("width", [1, 4], ids=["chains", "trees"])
-def test_what_pages_held_before_does_not_matter(model: Model, width: int) -> None:
-    """They are not zeroed: whatever steps write is finite."""
+def test_previous_block_contents_do_not_matter(model: Model, width: int) -> None:
+    """Blocks need not be zeroed, since steps write finite values only."""
     jobs = [Job([3, 1, 2] * 4, SamplingParams(temperature=0, max_tokens=60)) for _ in range(3)]
     outputs = []
     for value in (0.0, torch.finfo(torch.bfloat16).max):
-        engine: Any = make_engine(model, 6, max_model_len=WINDOW, guess={"tree_width": width})
+        engine: Any = make_engine(model, 6, max_model_len=WINDOW, spec={"tree_width": width})
         engine.worker.kv_cache.fill_(value)
         outputs.append([request.output_ids for request in run(engine, jobs)])
     assert outputs[0] == outputs[1]

@@ -1,4 +1,4 @@
-"""Recorded steps: buckets, padding, and that nothing of the host is frozen into a recording."""
+"""Captured steps: buckets, padding, and that no host value is frozen into a capture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanospec.engine.engine import Engine
 from nanospec.kernels import launch
 from nanospec.kernels.transfer import upload
 from nanospec.models.decoder import Model
-from tests.drive import Job, alone, assert_same, make_engine, outcome, run
+from tests.drive import Job, assert_same, make_engine, outcome, run, run_alone
 from tests.random_weights import random_heads
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model
@@ -39,7 +39,7 @@ def graphs_of(engine: Engine) -> StepGraphs:
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 64, 100, 256])
-def test_batch_sizes_rise_to_the_largest_and_waste_less_than_half(largest: int) -> None:
+def test_batch_sizes(largest: int) -> None:
     sizes = batch_sizes(largest)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
@@ -48,11 +48,11 @@ def test_batch_sizes_rise_to_the_largest_and_waste_less_than_half(largest: int) 
     assert set(sizes) <= {1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, largest}
 
 
-def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
+def test_every_reachable_bucket_is_captured(model: Model) -> None:
     engine = make_engine(model, 6, enforce_eager=False, max_num_seqs=5)
     recorded = graphs_of(engine)
     assert set(recorded.captures) == set(recorded.buckets())
-    assert not any(stage.seconds for stage in engine.worker.stages.values())  # recording is no step
+    assert not any(stage.seconds for stage in engine.worker.stages.values())  # a capture is not a step
     for rows in range(1, 6):
         for k in range(7):
             bucket = recorded.bucket_for(rows, k)
@@ -63,7 +63,7 @@ def test_every_bucket_that_can_be_chosen_is_recorded(model: Model) -> None:
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["at-start", "lazy"])
-def test_steps_are_captured_at_start_or_when_needed(model: Model, lazy: bool) -> None:
+def test_capture_at_start_or_on_demand(model: Model, lazy: bool) -> None:
     engine = make_engine(model, 3, enforce_eager=False, max_num_seqs=4, lazy_capture=lazy)
     before = len(graphs_of(engine).captures)
     assert before == (0 if lazy else len(graphs_of(engine).buckets()))
@@ -71,7 +71,7 @@ def test_steps_are_captured_at_start_or_when_needed(model: Model, lazy: bool) ->
     assert lazy == (len(graphs_of(engine).captures) > before)
 
 
-def test_buckets_that_cannot_pay_are_left_out_and_k_is_cut_to_those_there_are() -> None:
+def test_oversized_buckets_are_skipped_and_k_is_reduced() -> None:
     steps = StepGraphs(lambda rows, k, asked: None, torch.device("cpu"), 256, [3, 16])  # type: ignore
     found = steps.buckets()
     assert all(b.k == 0 or b.batch * (b.k + 1) <= MAX_STEP_TOKENS for b in found)
@@ -82,7 +82,7 @@ def test_buckets_that_cannot_pay_are_left_out_and_k_is_cut_to_those_there_are() 
     assert {*chosen, Bucket(256, 0)} <= {*found}
 
 
-def test_on_a_gpu_all_captures_share_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_share_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[Any] = []
     monkeypatch.setattr(graphs, "CudaCapture", lambda step, pool: pools.append(pool))
     steps = StepGraphs(lambda rows, k, asked: None, torch.device("cpu"), 2, [1])  # type: ignore
@@ -91,8 +91,8 @@ def test_on_a_gpu_all_captures_share_a_pool(monkeypatch: pytest.MonkeyPatch) -> 
     assert pools == ["pool"] * 4
 
 
-def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All buckets share them; recording one in between steps nobody's row."""
+def test_rows_are_uploaded_only_on_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All buckets share the rows; capturing one in between steps no row."""
     stepped: list[list[int]] = []
     sent: list[list[int]] = []
 
@@ -110,7 +110,7 @@ def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.Monkey
         ([2, 0, 1], 0, True),
         ([2, 0, 1], 0, False),
         ([2, 0, 1, 3], 0, True),
-        ([2, 0], 0, True),  # recorded now
+        ([2, 0], 0, True),  # captured now
         ([2, 0], 0, False),
         ([2, 0], 1, True),  # the same
         ([2, 0], 0, False),
@@ -125,8 +125,8 @@ def test_the_rows_of_a_step_are_sent_when_they_change(monkeypatch: pytest.Monkey
         assert all(row == -1 for recorded in stepped for row in recorded)
 
 
-def test_the_tape_does_freeze_what_the_host_computes() -> None:
-    """The test above would notice: here a step that asks the host for the number of rows."""
+def test_tape_capture_freezes_host_values() -> None:
+    """Check that a `TapeCapture` detects a step that reads host values."""
     counts = torch.zeros(3)
     host = [5.0]
 
@@ -151,7 +151,7 @@ def test_the_tape_does_freeze_what_the_host_computes() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int) -> None:
+def test_replay_ms_leaves_state_unchanged(model: Model, k: int) -> None:
     engine = make_engine(model, 2, enforce_eager=False, max_num_seqs=2)
     table = engine.worker.table
     before = [t.clone() for t in (table.num_tokens, table.finished, table.limit, table.temperature)]
@@ -172,11 +172,11 @@ def test_timing_a_bucket_does_its_work_and_leaves_no_trace(model: Model, k: int)
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)
     jobs = [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9))]
-    assert_same(outcome(run(engine, jobs)[0]), alone(model, jobs)[0])
+    assert_same(outcome(run(engine, jobs)[0]), run_alone(model, jobs)[0])
 
 
-def test_on_a_gpu_a_replay_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has launched everything before the first event happens, which is when all ranks are there."""
+def test_elapsed_ms_uses_cuda_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host launches everything before the first event is reached, when all ranks have met."""
     order: list[str] = []
 
     class Event:
@@ -203,9 +203,9 @@ def test_on_a_gpu_a_replay_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("way", [
     "ngram", "ngram, direct", "ngram-tree", "draft", "draft by rejection", "medusa-tree", "ngram-tree+draft",
 ])  # fmt: skip
-def test_a_recording_of_the_kernels_freezes_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded before any request exists, on the kernels, then replayed for requests of all kinds, whose
-    results are collected one step behind if it is not direct."""
+def test_triton_capture_freezes_no_host_values(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture Triton kernels before any request exists, then replay them for various requests. Results are
+    collected one step later unless "direct"."""
     jobs = [
         Job([1, 2, 3, 1, 2, 3, 1], SamplingParams(temperature=0, max_tokens=7)),
         Job([9, 4] * 5, SamplingParams(temperature=0.8, seed=3, top_k=5, max_tokens=5)),
@@ -213,21 +213,21 @@ def test_a_recording_of_the_kernels_freezes_nothing(way: str, monkeypatch: pytes
     if way.startswith("ngram") and "-tree" not in way:
         biased = SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.1, logit_bias={5: 50})
         jobs.append(Job([7, 5, 5], biased))
-    wanted = alone(tiny_model(num_layers=1), jobs)
+    wanted = run_alone(tiny_model(num_layers=1), jobs)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with launch.forced("triton"):
-        # Made here, as weights are packed for the kernels.
+        # Created here, since weights are packed for the kernels.
         target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
-        guess = {
+        spec = {
             "method": re.split(", | ", way.replace("-tree", ""))[0],
             "tree_width": 2 if "tree" in way else 1,
             "acceptance": "rejection" if "rejection" in way else "exact",
         }
-        if "rejection" in way:  # the others keep to their own rule
+        if "rejection" in way:  # other requests keep their own rule
             jobs[1] = Job(jobs[1].prompt, replace(jobs[1].params, acceptance="exact"))
         heads = random_heads(target, 2, vocab=40)
         engine = make_engine(
-            target, 2, guess=guess, draft_model=draft if "draft" in way else None, heads=heads,
+            target, 2, spec=spec, draft_model=draft if "draft" in way else None, heads=heads,
             enforce_eager=False, max_num_seqs=2, max_model_len=32, async_scheduling="direct" not in way,
         )  # fmt: skip
         requests = run(engine, jobs)

@@ -1,4 +1,4 @@
-"""What is not used costs no memory; what steps need is measured before they run."""
+"""Unused memory is not resident; the memory of steps is estimated before they run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     if not Path("/proc/self/statm").exists():
         pytest.skip("this system does not say what is in memory")
     gc.collect()
@@ -35,14 +35,14 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
-def test_untouched_zeros_take_no_memory(dtype: torch.dtype) -> None:
-    """The process has more to do than this, so that its memory is known to some 30 MiB."""
+def test_zeros_on_demand(dtype: torch.dtype) -> None:
+    """The process also allocates elsewhere, so its memory is only known to about 30 MiB."""
     before = resident()
     zeros = zeros_on_demand((2, 1024, MIB // dtype.itemsize), dtype)  # 2 GiB
     assert (zeros.shape, zeros.dtype, zeros.device) == ((2, 1024, MIB // dtype.itemsize), dtype, CPU)
     assert resident() - before < 32 * MIB
-    assert not zeros[:, ::100].any()  # reading takes none either
-    zeros[0, ::16, 0] = 1  # one page of each of 64 stretches
+    assert not zeros[:, ::100].any()  # reading allocates nothing either
+    zeros[0, ::16, 0] = 1  # one page in each of 64 places
     assert resident() - before < 32 * MIB
     zeros[1, :256] = 1
     assert 224 * MIB <= resident() - before < 288 * MIB
@@ -50,17 +50,17 @@ def test_untouched_zeros_take_no_memory(dtype: torch.dtype) -> None:
     view = zeros[1, 32].view(torch.int8)
     del zeros
     assert view.any()
-    assert resident() - before > 224 * MIB  # as long as anything looks at it
+    assert resident() - before > 224 * MIB  # while a view exists
     del view
     assert resident() - before < 32 * MIB
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["PyTorch", "C++"])
-def test_a_large_cache_costs_what_is_used_of_it(dtype: torch.dtype) -> None:
+def test_large_cache_uses_memory_on_demand(dtype: torch.dtype) -> None:
     target, draft = (tiny_model(seed, dtype=dtype, head_dim=32, intermediate_size=96) for seed in (0, 1))
     before = resident()
     options: dict[str, Any] = {"max_num_seqs": 4096, "max_model_len": 512, "kv_cache_memory": 2 << 30}
-    engine = make_engine(target, 3, draft_model=draft, guess={"method": "draft"}, **options)
+    engine = make_engine(target, 3, draft_model=draft, spec={"method": "draft"}, **options)
     assert engine.scheduler.pool.num_blocks > 60_000
     engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
     finish(engine)
@@ -79,10 +79,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("rows", "k"), [(1, 0), (1, 4), (64, "auto"), (256, 5)])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_measured_holds_all_captured_steps_and_prefills(
+def test_step_bytes_covers_captures_and_prefill(
     name: str, rows: int, k: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers on `meta` tensors, whose memory is counted."""
+    """Count the memory of two layers on `meta` tensors."""
 
     def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
         with DryRun() as counted:
@@ -97,7 +97,7 @@ def test_what_is_measured_holds_all_captured_steps_and_prefills(
     step.share_logits(graphs.max_tokens)
     one, largest = torch.empty(1, dtype=torch.int32, device="meta"), 0
     with DryRun():
-        step(one, 0)  # what is made once and stays
+        step(one, 0)  # allocations that persist
     for batch, length, _ in graphs.buckets():
         with DryRun() as run:
             step(torch.empty(batch, dtype=torch.int32, device="meta"), length)
@@ -113,7 +113,7 @@ def test_what_is_measured_holds_all_captured_steps_and_prefills(
     assert needed <= measured <= 5 * needed
 
 
-def test_the_cache_leaves_on_a_gpu_what_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_cache_leaves_memory_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(spec=SpecConfig(method="none"), max_num_seqs=64)
     model, needed, spare = tiny_model(), 1 << 20, 8 << 20
     model.device = torch.device("cuda")

@@ -1,4 +1,4 @@
-"""What is written into the row of a request."""
+"""Writing a request's row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BRANCHING = SpecConfig(num_speculative_tokens=4, tree_width=3, acceptance="rejec
 
 
 def row_of(params: SamplingParams, constrained: bool = False) -> Table:
-    """A table of one row, filled with junk before: a request of two prompt tokens that has given three."""
+    """Return a table of one row, initially junk: a request with two prompt tokens and three output tokens."""
     table = Table.empty(1, 32, 16, VOCABULARY, "cpu")
     for column in table[:-5]:
         column.fill_(1)
@@ -49,13 +49,13 @@ def row_of(params: SamplingParams, constrained: bool = False) -> Table:
         ("penalized", {"frequency_penalty": 0.5}, True),
     ],
 )
-def test_a_row_has_what_its_request_asks_for(column: str, asked: dict[str, Any], expected: Any) -> None:
+def test_write_row_params(column: str, asked: dict[str, Any], expected: Any) -> None:
     constrained = asked.get("constrained", False)
     params = SamplingParams(**{name: v for name, v in asked.items() if name != "constrained"})
     assert getattr(row_of(params, constrained), column).item() == expected
 
 
-def test_a_row_has_its_tokens_and_what_they_count_for() -> None:
+def test_write_row_tokens_and_counts() -> None:
     table = row_of(SamplingParams(logit_bias={2: 1.5}))
     assert table.tokens[0, :5].tolist() == [5, 6, 7, 7, 8]
     assert table.stop_ids[0].tolist() == [3, 4] + [-1] * (MAX_STOP_IDS - 2)

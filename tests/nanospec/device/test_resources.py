@@ -1,4 +1,4 @@
-"""Work goes to the device that was asked for, on as many threads as the user, a quota and others allow."""
+"""Choice of device and current device; number of threads under quotas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny import tiny_model
 
 
 class Entered:
-    """Stands in for `current`: which devices were made the current one, and whether one is now."""
+    """Replaces `current` and records the devices entered and whether one is entered now."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices: list[torch.device] = []
@@ -36,7 +36,7 @@ class Entered:
 
 
 class OnlyInside(TorchDispatchMode):
-    """Refuses what is done while no device is the current one."""
+    """Rejects operations outside `current`."""
 
     def __init__(self, entered: Entered) -> None:
         super().__init__()
@@ -50,10 +50,8 @@ class OnlyInside(TorchDispatchMode):
 @pytest.mark.parametrize(
     "options", [{"enforce_eager": True}, {"enforce_eager": False}], ids=["eager", "recorded"]
 )
-def test_all_that_a_worker_does_is_done_on_its_device(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Allocation, capture, timing, and every verb."""
+def test_worker_runs_on_its_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocation, capture, timing, and all verbs."""
     model = tiny_model(num_layers=1)
     entered = Entered(monkeypatch)
     params = SamplingParams(temperature=0, max_tokens=9, presence_penalty=0.1, logprobs=1)
@@ -64,7 +62,7 @@ def test_all_that_a_worker_does_is_done_on_its_device(
     assert entered.depth == 0
 
 
-def test_a_gpu_is_made_the_current_one_and_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_sets_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
 
     @contextmanager
@@ -83,7 +81,7 @@ def test_a_gpu_is_made_the_current_one_and_a_cpu_is_left_alone(monkeypatch: pyte
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the second is the current one."""
+    """Two GPUs, the second of which is current."""
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", 1)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
 
@@ -92,17 +90,17 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"), [("auto", "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")]
 )
-def test_a_gpu_has_a_number(name: str, expected: str) -> None:
+def test_resolve_device(name: str, expected: str) -> None:
     assert resolve_device(name) == torch.device(expected)
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_that_is_not_there_is_refused_with_the_number_of_those_that_are() -> None:
+def test_missing_gpu_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"device='cuda:7' .* has 2 GPUs.* at most 'cuda:1'"):
         resolve_device("cuda:7")
 
 
-def test_the_number_of_threads_is_the_users_or_what_a_quota_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def used(wanted: Any, quota: float) -> int:
         monkeypatch.setattr(resources, "cpu_quota", lambda: quota)
         use_threads(wanted)
@@ -131,7 +129,7 @@ def test_the_number_of_threads_is_the_users_or_what_a_quota_allows(monkeypatch: 
         ("", {}, math.inf),
     ],
 )
-def test_quotas(own: str, files: dict[str, str], expected: float, tmp_path: Path) -> None:
+def test_cpu_quota(own: str, files: dict[str, str], expected: float, tmp_path: Path) -> None:
     (tmp_path / "own").write_text(own)
     for name, text in files.items():
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)

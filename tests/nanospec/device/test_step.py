@@ -1,4 +1,4 @@
-"""What a captured step launches, and what it keeps: counted on `meta` tensors."""
+"""Launches and memory of a captured step, counted on `meta` tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step_of(num_layers: int) -> Step:
 
 
 def launches(num_layers: int, k: int) -> list[str]:
-    """What a captured step of 8 rows launches. It ran once before, as ahead of a real capture."""
+    """Return the launches of a captured step of 8 rows, after a warm-up as before a real capture."""
     step, rows = step_of(num_layers), torch.empty(8, dtype=torch.int32, device="meta")
     with DryRun():
         step(rows, k)
@@ -37,21 +37,21 @@ def launches(num_layers: int, k: int) -> list[str]:
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_a_step_launches_little_beside_its_layers(k: int) -> None:
+def test_launches_of_a_step(k: int) -> None:
     begin = ["_propose"] * bool(k) + ["_lay_out", "index_select", "embedding", "_residual_add"]
     layer = ["_gemm", "_rope_cache", "_attend", "_gemm", "_gemm", "_gemm"]
     end = ["_residual_add", "_gemm", "_scan", "_finish", "_commit"]
     assert launches(2, k) == [*begin, *layer, *layer, *end]
 
 
-def test_more_captures_keep_no_more_logits() -> None:
-    """All that captures keep alive: one buffer of logits, and a few numbers per row."""
+def test_captures_share_logits() -> None:
+    """Captures keep one buffer of logits and a few numbers per row alive."""
     kept = {}
     for ks in ([4], [1, 2, 3, 4]):
         step = step_of(1)
         graphs = StepGraphs(step, torch.device("meta"), 8, ks)
         with DryRun():
-            graphs.capture_all()  # what is made once
+            graphs.capture_all()  # persistent allocations
         graphs.captures.clear()
         with DryRun() as run:
             step.share_logits(graphs.max_tokens)
@@ -63,7 +63,7 @@ def test_more_captures_keep_no_more_logits() -> None:
     assert len(kept) == 2
 
 
-def test_a_step_beyond_the_buffer_has_logits_of_its_own() -> None:
+def test_step_larger_than_shared_logits_allocates() -> None:
     step = step_of(1)
     step.share_logits(8)
     for k, own in ((0, False), (1, True)):
@@ -80,14 +80,14 @@ class Modelled(Drafter):
         return no_drafts(rows, k)
 
 
-def test_a_padded_step_does_not_wait_to_time_its_drafter() -> None:
+def test_padded_step_does_not_time_its_drafter() -> None:
     step = step_of(1)
     step.drafters = [Modelled()]
-    with DryRun():  # in which a tensor that is read on the host raises
+    with DryRun():  # raises if the host reads a tensor
         step(torch.empty(8, dtype=torch.int32, device="meta"), 4)
 
 
-def test_the_policy_is_shown_what_was_drafted_and_says_how_much_is_verified() -> None:
+def test_cut_passes_offers_to_policy() -> None:
     asked: list[Offer] = []
 
     def cut(offers: list[Offer]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Timing changes nothing, and measures no more than what steps may be."""
+"""Timing steps leaves state unchanged and covers only possible step sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model() -> Model:
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, 2), (2, 2), (13, 6), (14, 7), (10_000, len(SIZES))])
-def test_sizes_are_measured_up_to_the_largest_step(model: Model, most: int, sizes: int) -> None:
+def test_forward_ms_sizes(model: Model, most: int, sizes: int) -> None:
     worker = make_engine(model, 0, max_num_seqs=1, enforce_eager=True).worker
     found = forward_ms(model, worker.kv_cache, worker.table, most)
     assert tuple(found) == SIZES[:sizes]
@@ -33,7 +33,7 @@ def test_sizes_are_measured_up_to_the_largest_step(model: Model, most: int, size
 @pytest.mark.parametrize(
     ("seconds_per_pass", "devices", "short", "long"), [(0.0, 1, 9, 3), (3.0, 1, 2, 2), (3.0, 2, 3, 3)]
 )
-def test_slow_passes_are_repeated_less_unless_devices_must_agree(
+def test_slow_forward_passes_are_repeated_less(
     monkeypatch: pytest.MonkeyPatch, seconds_per_pass: float, devices: int, short: int, long: int
 ) -> None:
     model, passes, forward = tiny_model(), Counter[int](), Model.forward
@@ -53,7 +53,7 @@ def test_slow_passes_are_repeated_less_unless_devices_must_agree(
     assert passes[64] == long
 
 
-def test_measuring_leaves_cache_and_rows_as_they_are(model: Model) -> None:
+def test_measure_leaves_state_unchanged(model: Model) -> None:
     worker = make_engine(model, "auto", max_num_seqs=3, enforce_eager=True).worker
     worker.kv_cache.fill_(7)
     before = [column.clone() for column in worker.table if isinstance(column, Tensor)]
@@ -66,16 +66,14 @@ def test_measuring_leaves_cache_and_rows_as_they_are(model: Model) -> None:
     assert min(costs.attention) >= 0
 
 
-def test_a_window_too_short_for_a_context_has_no_attention_to_time(model: Model) -> None:
+def test_attention_ms_of_short_context_length(model: Model) -> None:
     vocab_size = model.config.vocab_size
     assert attention_ms(model, Table.empty(2, 4, 16, vocab_size, "cpu"), {1: 1.0, 2: 2.0}) == (0, 0)
     attention_ms(model, Table.empty(2, 5, 16, vocab_size, "cpu"), {1: 1.0, 2: 2.0})
 
 
-def test_attention_takes_what_passes_take_beyond_those_without_a_context(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here 1 ms for each token, and for each of 64 positions of two rows what is to be found."""
+def test_attention_ms(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1 ms per token, plus the expected costs for each of 64 positions of two rows."""
 
     def times(model: Model, kv_cache: Tensor, table: Table, batches: dict[int, Batch]) -> dict[int, float]:
         return {q: batch.num_tokens + 2 * 64 * (0.003 + 0.001 * q) for q, batch in batches.items()}

@@ -1,4 +1,4 @@
-"""The host never waits for the device to write to it: not for an admission, nor for anything else."""
+"""The host never waits for the device, in admissions or anywhere else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan
 from nanospec.kernels import launch
-from tests.drive import Job, alone, make_engine, outcome, run
+from tests.drive import Job, make_engine, outcome, run, run_alone
 from tests.random_weights import random_heads
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -30,10 +30,10 @@ JOBS = [
 
 
 def recorded_engine(way: str) -> Engine:
-    """Recorded on the kernels, lagged, with few rows and blocks."""
+    """Return an engine with captured Triton kernels, lag, and few rows and blocks."""
     target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
     return make_engine(
-        target, 1, guess={"method": way}, draft_model=draft if "draft" in way else None,
+        target, 1, spec={"method": way}, draft_model=draft if "draft" in way else None,
         heads=random_heads(target, 1) if "medusa" in way else None, num_blocks=3,
         enforce_eager=False, async_scheduling=True, max_num_seqs=2, max_model_len=48,
         max_num_batched_tokens=16,
@@ -41,7 +41,7 @@ def recorded_engine(way: str) -> Engine:
 
 
 def spy_on_plans(engine: Engine) -> list[Plan]:
-    """All that the scheduler will plan."""
+    """Return a list that collects the scheduler's plans."""
     plans: list[Plan] = []
     schedule = engine.scheduler.schedule
 
@@ -54,9 +54,9 @@ def spy_on_plans(engine: Engine) -> list[Plan]:
 
 
 @pytest.mark.parametrize("way", [pytest.param("medusa", marks=pytest.mark.long), "ngram+draft"])
-def test_the_lagged_loop_never_waits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With admissions, prompts in chunks, growth, preemption, an abort and releases."""
-    wanted = alone(tiny_model(num_layers=1), JOBS, max_model_len=48)
+def test_lagged_loop_never_waits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With admissions, chunked prompts, growth, preemption, an abort and releases."""
+    wanted = run_alone(tiny_model(num_layers=1), JOBS, max_model_len=48)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with launch.forced("triton"):
         engine = recorded_engine(way)
@@ -76,20 +76,20 @@ def test_the_lagged_loop_never_waits(way: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.long
-def test_neither_does_it_for_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their steps are collected before the next is planned; masks and guesses are sent without waiting."""
+def test_lagged_loop_never_waits_with_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guided steps are collected before the next is planned; masks and drafts are sent without waiting."""
     target, tokenizer = tiny_model(num_layers=1, vocab_size=300), tiny_tokenizer(tmp_path)
     asked = {"type": "regex", "regex": "(ab|red)+-[0-9]{1,3}x"}
     params = SamplingParams(temperature=1, seed=1, max_tokens=12, response_format=asked)
     jobs = [Job([1, 2, 3], params), Job([5, 6, 5, 6], SamplingParams(temperature=0, max_tokens=9))]
-    wanted = alone(target, jobs, tokenizer=tokenizer)
+    wanted = run_alone(target, jobs, tokenizer=tokenizer)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with launch.forced("triton"):
         engine = make_engine(
             tiny_model(num_layers=1, vocab_size=300), 2, tokenizer=tokenizer, max_num_seqs=2,
             max_model_len=32, enforce_eager=False, async_scheduling=True,
         )  # fmt: skip
-        run(engine, jobs)  # which makes the recordings
+        run(engine, jobs)  # captures all steps
         with NoWaiting((TapeCapture, "replay")):
             requests = [engine.add(job.prompt, job.params) for job in jobs]
             while engine.has_work:
@@ -98,13 +98,13 @@ def test_neither_does_it_for_grammars(tmp_path: Path, monkeypatch: pytest.Monkey
         assert outcome(request).token_ids == expected.token_ids
 
 
-def test_a_step_that_changes_nothing_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_step_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with launch.forced("triton"):
         engine = recorded_engine("ngram")
         for job in JOBS[:2]:
             engine.add(job.prompt, job.params)
-        for _ in range(4):  # all decode, and have done so once
+        for _ in range(4):  # until all rows decode and have decoded once
             engine.step()
         monkeypatch.setattr(engine.scheduler, "_extend", lambda request, plan: True)
         for module in ("nanospec.device.graphs", "nanospec.kernels.transfer", "nanospec.kernels.batch"):
@@ -128,13 +128,13 @@ WAITING: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("how", WAITING)
-def test_what_waits_is_refused(how: str) -> None:
+def test_no_waiting_rejects(how: str) -> None:
     x = torch.arange(4)
     with NoWaiting(), pytest.raises(Waits):
         WAITING[how](x)
 
 
-def test_what_does_not_wait_is_allowed() -> None:
+def test_no_waiting_allows() -> None:
     x, index = torch.arange(4), torch.tensor([1, 0])
     with NoWaiting():
         x[index] = x[index] + 1

@@ -13,12 +13,12 @@ from nanospec.models.decoder import Model
 from tests.drive import (
     MODES,
     Job,
-    alone,
     assert_same,
     make_engine,
     outcome,
     random_jobs,
     run,
+    run_alone,
     similar_model,
 )
 from tests.tiny import tiny_model
@@ -37,8 +37,8 @@ def draft() -> Model:
 
 
 def engine_of(model: Model, draft: Model, rule: str, k: int = 3, **options: Any) -> Any:
-    guess = {"method": "ngram+draft", "acceptance": rule, **options.pop("guess", {})}
-    return make_engine(model, k, guess=guess, draft_model=draft, **options)
+    spec = {"method": "ngram+draft", "acceptance": rule, **options.pop("spec", {})}
+    return make_engine(model, k, spec=spec, draft_model=draft, **options)
 
 
 def jobs_with(rule: str, count: int, seed: int = 0, **params: Any) -> list[Job]:
@@ -63,27 +63,25 @@ def test_greedy_and_exact_rows_are_unaffected_by_other_rules(
     mixed = [job for group in itertools.zip_longest(marked, greedy, others) for job in group if job]
     requests = run(engine, mixed)
     unmarked = [Job(j.prompt, SamplingParams(**{**vars(j.params), "acceptance": None})) for j in mixed]
-    for job, request, wanted in zip(mixed, requests, alone(model, unmarked), strict=True):
+    for job, request, wanted in zip(mixed, requests, run_alone(model, unmarked), strict=True):
         if job not in others:
             assert_same(outcome(request), wanted)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "typical"])
 def test_draft_model_equal_to_target_is_always_accepted(model: Model, rule: str) -> None:
-    engine = engine_of(model, model, rule, guess={"method": "draft"})
+    engine = engine_of(model, model, rule, spec={"method": "draft"})
     requests = run(engine, jobs_with(rule, 6, top_p=0.8))
     for request in requests:
         assert request.stats.num_accepted == request.stats.num_drafted > 10
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_chains_use_rejection_rule_next_to_trees(
-    model: Model, draft: Model, mode: str
-) -> None:
+def test_chains_use_rejection_rule_next_to_trees(model: Model, draft: Model, mode: str) -> None:
     outputs = []
     for width in (1, 2):  # prompts without n-gram matches
-        guess = {"tree_width": width, "prompt_lookup_min": 4}
-        engine = engine_of(model, draft, "rejection", guess=guess, **MODES[mode])
+        spec = {"tree_width": width, "prompt_lookup_min": 4}
+        engine = engine_of(model, draft, "rejection", spec=spec, **MODES[mode])
         requests = run(engine, jobs_with("rejection", 8))
         outputs.append([request.output_ids for request in requests])
         assert engine.metrics.spec.by_drafter["draft"][1] > 100
@@ -94,7 +92,7 @@ def test_chains_use_rejection_rule_next_to_trees(
 def test_typical_accepts_more_and_is_reported_as_lossy(model: Model, draft: Model) -> None:
     accepted = {}
     for rule in ("exact", "typical"):
-        engine = engine_of(model, draft, "typical", guess={"method": "draft"})
+        engine = engine_of(model, draft, "typical", spec={"method": "draft"})
         requests = run(engine, jobs_with(rule, 12, temperature=0.6))
         accepted[rule] = engine.metrics.spec.acceptance_rate
         for request in requests:

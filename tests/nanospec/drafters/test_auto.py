@@ -12,7 +12,7 @@ from nanospec.drafters.policy import AutoPolicy, ByRow, Policy
 from nanospec.engine.locking import SharedEngine
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.models.decoder import Model
-from tests.drive import Job, alone, assert_same, junk, make_engine, outcome, run, use
+from tests.drive import Job, assert_same, junk, make_engine, outcome, run, run_alone, use_drafter
 from tests.tiny import tiny_model
 
 
@@ -34,7 +34,7 @@ def test_automatic_k_speculates_without_changing_output(model: Model, eager: boo
     if costs.captured:  # a step of this model costs microseconds: noise
         engine.policy.costs = smooth(costs, 0.01)
     requests = run(engine, jobs)
-    for request, expected in zip(requests, alone(model, jobs, max_model_len=128), strict=True):
+    for request, expected in zip(requests, run_alone(model, jobs, max_model_len=128), strict=True):
         assert_same(outcome(request), expected)
     assert requests[0].stats.tokens_per_step > 2
     report = json.loads(json.dumps(SharedEngine(engine).report()))
@@ -56,7 +56,7 @@ def test_failing_drafts_are_dropped(model: Model, eager: bool) -> None:
     engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=eager)
     assert isinstance(engine.policy, AutoPolicy)
     engine.policy.costs = smooth(engine.policy.costs, 0.05)
-    use(engine, junk(model.config.vocab_size))
+    use_drafter(engine, junk(model.config.vocab_size))
     [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=110))])
     assert request.stats.num_accepted <= request.stats.num_tokens // 10
     assert request.stats.num_drafted < 2 * request.stats.num_tokens

@@ -22,7 +22,7 @@ from nanospec.kernels.sampling import noise
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from tests.drive import MODES, Job, cycle, cycle_model, make_engine, random_jobs, run, run_as_alone
+from tests.drive import MODES, Job, cycle, cycle_model, make_engine, random_jobs, run, run_and_compare
 from tests.kernels.batches import guessed, make_batch
 from tests.random_weights import random_heads
 from tests.tiny import tiny_model
@@ -52,15 +52,17 @@ def parts(model: Model) -> dict[str, Any]:
 
 
 def engine_of(model: Model, parts: dict[str, Any], way: str, k: Any = 5, **options: Any) -> Any:
-    guess = WAYS[way]
+    spec = WAYS[way]
     needed = {"draft": "draft_model", "medusa": "heads"}
-    given = {needed[m]: parts[needed[m]] for m in guess["method"].split("+") if m in needed}
-    return make_engine(model, k, guess=guess, **given, **options)
+    given = {needed[m]: parts[needed[m]] for m in spec["method"].split("+") if m in needed}
+    return make_engine(model, k, spec=spec, **given, **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", WAYS)
-def test_output_matches_decoding_without_speculation(model: Model, parts: dict[str, Any], way: str, mode: str) -> None:
+def test_output_matches_decoding_without_speculation(
+    model: Model, parts: dict[str, Any], way: str, mode: str
+) -> None:
     """Greedy and seeded sampling, penalties, logprobs, prefix hits, chunks and preemption."""
     accepted = preempted = 0
     for seed in range(3):
@@ -69,7 +71,7 @@ def test_output_matches_decoding_without_speculation(model: Model, parts: dict[s
             model, parts, way, (9, 5, 2)[seed], num_blocks=9, max_num_batched_tokens=32, max_num_seqs=4,
             **MODES[mode],
         )  # fmt: skip
-        run_as_alone(engine, model, jobs, (way, mode, seed))
+        run_and_compare(engine, model, jobs, (way, mode, seed))
         accepted += engine.metrics.spec.num_accepted
         preempted += engine.metrics.num_preemptions
     assert min(accepted, preempted) > 0
@@ -79,7 +81,7 @@ def test_output_matches_decoding_without_speculation(model: Model, parts: dict[s
 def test_automatic_k_does_not_change_output(model: Model, parts: dict[str, Any], way: str) -> None:
     jobs = random_jobs(random.Random(2), VOCAB, 7)
     engine = engine_of(model, parts, way, "auto", max_num_seqs=3)
-    run_as_alone(engine, model, jobs, way)
+    run_and_compare(engine, model, jobs, way)
 
 
 def plain_jobs(seed: int, count: int, **params: Any) -> list[Job]:
@@ -112,7 +114,7 @@ def test_draft_model_equal_to_target_is_always_accepted(cap: float, mode: str, t
     """Also after preemption, prefix hits, chunked prompts and full acceptance: its cache is never stale."""
     model = tiny_model(logit_softcap=cap or None)
     engine = make_engine(
-        model, 4, guess=WAYS["draft"], draft_model=model, num_blocks=11, max_num_seqs=3,
+        model, 4, spec=WAYS["draft"], draft_model=model, num_blocks=11, max_num_seqs=3,
         max_num_batched_tokens=32, **MODES[mode],
     )  # fmt: skip
     for seed in range(2):  # the second run uses the prefix cache
@@ -130,10 +132,10 @@ def test_draft_model_equal_to_target_is_always_accepted(cap: float, mode: str, t
 
 def test_draft_model_catches_up_with_other_steps(model: Model) -> None:
     """Its cache falls behind in steps without drafts and in steps with n-gram drafts."""
-    engine = make_engine(model, 4, guess=WAYS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
+    engine = make_engine(model, 4, spec=WAYS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
     choose, rng = engine.policy.choose, random.Random(0)
     engine.policy.choose = lambda *asked: choose(*asked) if rng.random() < 0.4 else (4, 0)  # type: ignore
-    run_as_alone(engine, model, plain_jobs(2, 9, temperature=0.7))
+    run_and_compare(engine, model, plain_jobs(2, 9, temperature=0.7))
     by = engine.metrics.spec.by_drafter
     assert by["draft"][1] == by["draft"][2] > 30
     assert by["ngram"][1] > by["ngram"][2]
@@ -141,7 +143,7 @@ def test_draft_model_catches_up_with_other_steps(model: Model) -> None:
 
 def test_draft_model_computes_prompt_cached_without_it(model: Model) -> None:
     """Even though it had filled all the second prompt's blocks for an earlier request."""
-    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model, num_blocks=8)
+    engine = make_engine(model, 4, spec=WAYS["draft"], draft_model=model, num_blocks=8)
     prompts = [random.Random(seed).choices(range(VOCAB), k=40) for seed in (3, 4)]
     run(engine, [Job(list(range(VOCAB)), SamplingParams(temperature=0, max_tokens=60))])
     before = engine.metrics.spec.num_drafted
@@ -158,22 +160,22 @@ def test_draft_model_computes_prompt_cached_without_it(model: Model) -> None:
 def test_draft_vocabulary_of_another_padded_size(model: Model) -> None:
     for size in (60, 70):
         draft = tiny_model(vocab_size=size)
-        engine = make_engine(model, 3, guess=WAYS["draft"], draft_model=draft)
+        engine = make_engine(model, 3, spec=WAYS["draft"], draft_model=draft)
         jobs = random_jobs(random.Random(size), 60, 3)
-        run_as_alone(engine, model, jobs)
+        run_and_compare(engine, model, jobs)
         assert engine.metrics.spec.num_drafted > 0
 
 
 def test_draft_and_target_caches_share_block_count(model: Model) -> None:
     draft = tiny_model(num_layers=1)
-    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=draft, num_blocks=20)
+    engine = make_engine(model, 4, spec=WAYS["draft"], draft_model=draft, num_blocks=20)
     assert engine.scheduler.pool.num_blocks == 20
     [drafter] = engine.worker.drafters
     assert drafter.kv.shape[3] == engine.worker.kv_cache.shape[3] == 20  # type: ignore[attr-defined]
     short = tiny_model(num_layers=1, max_position_embeddings=100)
     with pytest.raises(ValueError, match="draft model's own window of 100"):
-        make_engine(model, 4, guess=WAYS["draft"], draft_model=short, max_model_len=128)
-    fitted = make_engine(model, 4, guess=WAYS["draft"], draft_model=short, max_model_len=None)
+        make_engine(model, 4, spec=WAYS["draft"], draft_model=short, max_model_len=128)
+    fitted = make_engine(model, 4, spec=WAYS["draft"], draft_model=short, max_model_len=None)
     assert fitted.max_model_len == 100
 
 
@@ -190,7 +192,7 @@ def cycle_heads(model: Model, count: int) -> Heads:
 def test_perfect_heads_are_always_accepted(mode: str, width: int) -> None:
     known = cycle_model()
     engine = make_engine(
-        known, 6, guess={"method": "medusa", "tree_width": width}, heads=cycle_heads(known, 3), **MODES[mode]
+        known, 6, spec={"method": "medusa", "tree_width": width}, heads=cycle_heads(known, 3), **MODES[mode]
     )
     params = SamplingParams(temperature=0, max_tokens=41)
     [request] = run(engine, [Job(cycle(3, 5), params)])
@@ -204,7 +206,7 @@ def test_perfect_heads_are_always_accepted(mode: str, width: int) -> None:
 def test_perfect_heads_for_every_row_of_a_batch() -> None:
     """Also for rows after the first: kernels and C++ index drafts by K, not by the number of drafts."""
     known = cycle_model()
-    engine = make_engine(known, 6, guess=WAYS["medusa"], heads=cycle_heads(known, 3), max_num_seqs=3)
+    engine = make_engine(known, 6, spec=WAYS["medusa"], heads=cycle_heads(known, 3), max_num_seqs=3)
     jobs = [Job(cycle(i, 6), SamplingParams(temperature=0, max_tokens=41)) for i in range(3)]
     steps = [request.stats.num_steps for request in run(engine, jobs)]
     assert max(steps) <= min(steps) + 2 <= 15
@@ -233,9 +235,9 @@ def test_heads_use_target_noise(model: Model, width: int) -> None:
 
 def medusa_of(model: Model, width: int) -> tuple[MedusaDrafter, Table]:
     """Return a drafter of three heads that makes trees, and a table of rows with a limit of 8 drafts."""
-    guess = {"method": "medusa", "tree_width": width}
+    spec = {"method": "medusa", "tree_width": width}
     heads = random_heads(model, 3, vocab=20)
-    engine = make_engine(model, 8, guess=guess, heads=heads, max_num_seqs=3)
+    engine = make_engine(model, 8, spec=spec, heads=heads, max_num_seqs=3)
     drafter, table = engine.worker.drafters[0], engine.worker.table
     assert isinstance(drafter, MedusaDrafter)
     table.num_tokens[:], table.max_len[:], table.limit[:], table.width[:] = 9, 60, 8, width
@@ -273,7 +275,7 @@ def test_tree_accepts_continuation_that_chain_misses(model: Model) -> None:
     prompt = [*cycle(0, 12), 30, 2, 3, 30, 2, 3]  # 3 -> 4 earlier, 3 -> 30 later
     steps = {}
     for width in (1, 2):
-        engine = make_engine(known, 6, guess={"tree_width": width})
+        engine = make_engine(known, 6, spec={"tree_width": width})
         [request] = run(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=9))])
         assert request.output_ids == cycle(4, 9)
         steps[width] = request.stats.num_steps
@@ -308,7 +310,7 @@ def test_tree_paths_order() -> None:
 @pytest.mark.parametrize("method", ["draft", "medusa", "ngram+draft"])
 def test_method_without_its_weights_is_rejected(model: Model, method: str) -> None:
     with pytest.raises(ValueError, match="needs"):
-        make_engine(model, 3, guess={"method": method})
+        make_engine(model, 3, spec={"method": method})
 
 
 def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -326,10 +328,8 @@ def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_draft_model_is_not_run_while_lookup_matches(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(cycle_model(), 5, guess=WAYS["ngram+draft"], draft_model=cycle_model())
+def test_draft_model_is_not_run_while_lookup_matches(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(cycle_model(), 5, spec=WAYS["ngram+draft"], draft_model=cycle_model())
     sizes = draft_prefills(engine, monkeypatch)
     [request] = run(engine, [Job(cycle(0, 40), SamplingParams(temperature=0, max_tokens=60))])
     assert request.stats.by_drafter.keys() == {"ngram"}
@@ -337,9 +337,7 @@ def test_draft_model_is_not_run_while_lookup_matches(
 
 
 def test_draft_model_that_does_not_pay_is_rarely_run(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(
-        model, "auto", guess=WAYS["draft"], draft_model=tiny_model(seed=9), max_model_len=400
-    )
+    engine = make_engine(model, "auto", spec=WAYS["draft"], draft_model=tiny_model(seed=9), max_model_len=400)
     engine.policy.costs = StepCosts(packed={1: 10.0, 64: 40.0}, propose=lambda rows, passes: 5.0 * passes)
     sizes = draft_prefills(engine, monkeypatch)
     [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=1, seed=1, max_tokens=300))])
@@ -350,7 +348,7 @@ def test_draft_model_that_does_not_pay_is_rarely_run(model: Model, monkeypatch: 
 @pytest.mark.parametrize("lag", [False, True])
 def test_fully_cached_prompt_drafts_in_first_step(model: Model, lag: bool) -> None:
     engine = make_engine(
-        model, 4, guess=WAYS["draft"], draft_model=model, async_scheduling=lag, enforce_eager=not lag
+        model, 4, spec=WAYS["draft"], draft_model=model, async_scheduling=lag, enforce_eager=not lag
     )
     job = Job(list(range(33)), SamplingParams(temperature=0, max_tokens=20))
     for _ in range(2):
@@ -361,11 +359,9 @@ def test_fully_cached_prompt_drafts_in_first_step(model: Model, lag: bool) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_draft_model_catches_up_in_chunks(
-    model: Model, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_model_catches_up_in_chunks(model: Model, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"max_num_batched_tokens": 32, "max_model_len": 256, **MODES[mode]}
-    engine = make_engine(model, 4, guess=WAYS["draft"], draft_model=model, **options)
+    engine = make_engine(model, 4, spec=WAYS["draft"], draft_model=model, **options)
     rng = random.Random(0)
     prompts = [rng.choices(range(VOCAB), k=150) for _ in range(3)]
     plain, spec = (SamplingParams(temperature=0, max_tokens=40, num_speculative_tokens=k) for k in (0, None))
@@ -380,10 +376,10 @@ def test_draft_model_catches_up_in_chunks(
 
 def test_tree_width_is_limited_by_head_vocabulary(model: Model) -> None:
     with pytest.raises(ValueError, match="more than the 4 tokens"):
-        make_engine(model, 3, guess={"method": "medusa", "tree_width": 6}, heads=random_heads(model, 2, 4))
+        make_engine(model, 3, spec={"method": "medusa", "tree_width": 6}, heads=random_heads(model, 2, 4))
     few = tiny_model(vocab_size=5)
     with pytest.raises(ValueError, match="tree_width=6 exceeds the 5 tokens"):
-        make_engine(few, 3, guess={"method": "medusa", "tree_width": 6}, heads=random_heads(few, 2))
+        make_engine(few, 3, spec={"method": "medusa", "tree_width": 6}, heads=random_heads(few, 2))
 
 
 @pytest.mark.parametrize("backend", ["naive", "auto"])
@@ -395,7 +391,7 @@ def test_trees_larger_than_sliding_window(way: str, backend: Any) -> None:
     jobs = random_jobs(random.Random(4), VOCAB, 5)
     with launch.forced(backend):
         engine = engine_of(windowed, parts, way, 12, max_num_seqs=4)
-        run_as_alone(engine, windowed, jobs, way)
+        run_and_compare(engine, windowed, jobs, way)
     assert engine.metrics.spec.num_accepted > 0
 
 
@@ -403,7 +399,7 @@ def test_draft_model_catches_up_with_triton_without_capture() -> None:
     with launch.forced("triton"):
         target = tiny_model(num_layers=1)
         engine = make_engine(
-            target, 2, guess=WAYS["draft"], draft_model=target, enforce_eager=True, max_num_seqs=1,
+            target, 2, spec=WAYS["draft"], draft_model=target, enforce_eager=True, max_num_seqs=1,
             max_model_len=48,
         )  # fmt: skip
         choose, steps = engine.policy.choose, iter([(2, 0)] * 5)
@@ -412,12 +408,10 @@ def test_draft_model_catches_up_with_triton_without_capture() -> None:
     assert request.stats.num_drafted == request.stats.num_accepted > 0
 
 
-def test_draft_model_does_not_recompute_with_lag(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_model_does_not_recompute_with_lag(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """With lag the host knows less than the device; where it may wait, it reads the device's state."""
     engine = make_engine(
-        model, 4, guess=WAYS["draft"], draft_model=model, async_scheduling=True, enforce_eager=True
+        model, 4, spec=WAYS["draft"], draft_model=model, async_scheduling=True, enforce_eager=True
     )
     sizes = draft_prefills(engine, monkeypatch)
     run(engine, [Job(list(range(20)), SamplingParams(temperature=0, max_tokens=30))])

@@ -22,7 +22,18 @@ from nanospec.drafters.methods import Drafters, resolve_drafters
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from tests.drive import MODES, Job, K, cycle, cycle_model, finish, make_engine, random_jobs, run, run_as_alone
+from tests.drive import (
+    MODES,
+    Job,
+    K,
+    cycle,
+    cycle_model,
+    finish,
+    make_engine,
+    random_jobs,
+    run,
+    run_and_compare,
+)
 from tests.tiny import tiny_model
 
 JOB = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
@@ -79,7 +90,7 @@ def test_simple_drafter_does_not_change_output(model: Model, lookup: bool, lag: 
     jobs = random_jobs(random.Random("plain"), 64, 10)
     drafter: Any = ["ngram", Learner()] if lookup else Learner()
     engine = make_engine(model, k, drafter=drafter, max_num_seqs=4, num_blocks=16, async_scheduling=lag)
-    run_as_alone(engine, model, jobs)
+    run_and_compare(engine, model, jobs)
     assert engine.metrics.num_preemptions > 0
     assert engine.metrics.spec.by_drafter["Learner"][1] > 0
     assert ("ngram" in engine.metrics.spec.by_drafter) == lookup
@@ -97,7 +108,7 @@ def test_arbitrary_drafts_do_not_change_output(
     params = SamplingParams(temperature=heat, seed=k, max_tokens=12, stop_token_ids=answers[0][:1])
     jobs = [Job([1, 2, 3], params), Job([4], params)]
     engine = make_engine(model, k, drafter=Says(lambda tokens, _: answers[len(tokens) % len(answers)]))
-    run_as_alone(engine, model, jobs)
+    run_and_compare(engine, model, jobs)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -106,7 +117,7 @@ def test_device_drafter_object(model: Model, mode: str) -> None:
     ways: list[Drafters] = [Echo(), ["ngram", Echo()], [Echo(), "ngram"]]
     for drafter in ways:
         engine = make_engine(model, 4, drafter=drafter, **MODES[mode])
-        run_as_alone(engine, model, jobs)
+        run_and_compare(engine, model, jobs)
         assert engine.metrics.spec.by_drafter["Echo"][1] > 0
 
 
@@ -134,8 +145,8 @@ class Careless(Drafter):
 def test_careless_drafter_does_not_change_output(mode: str) -> None:
     model = cycle_model()
     jobs = [Job(cycle(i, 3), SamplingParams(temperature=0, max_tokens=5 * i + 1)) for i in range(6)]
-    engine = make_engine(model, 8, drafter=Careless(), guess={"tree_width": 2}, **MODES[mode])
-    run_as_alone(engine, model, jobs)
+    engine = make_engine(model, 8, drafter=Careless(), spec={"tree_width": 2}, **MODES[mode])
+    run_and_compare(engine, model, jobs)
     assert engine.metrics.spec.num_accepted > 40
 
 
@@ -332,7 +343,7 @@ def test_resolve_drafters_checks_its_argument(model: Model) -> None:
     ):
         with pytest.raises(ValueError, match=what):
             resolve_drafters(spec, guessers)
-    assert make_engine(model, 4, guess={"tree_width": 2}, drafter=["ngram", Learner()]).worker.max_k == 4
+    assert make_engine(model, 4, spec={"tree_width": 2}, drafter=["ngram", Learner()]).worker.max_k == 4
     for guessers in (["ngram", Learner()], Learner()):
         with pytest.raises(ValueError, match="enforce_eager=False captures steps"):
             make_engine(model, 4, drafter=guessers, enforce_eager=False)

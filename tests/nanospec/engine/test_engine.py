@@ -21,11 +21,10 @@ from nanospec.engine.request import Request
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.models.decoder import Model
 from tests.drive import (
-    Guess,
+    FunctionDrafter,
     Job,
     K,
     Outcome,
-    alone,
     assert_idle,
     assert_same,
     cycle,
@@ -37,7 +36,8 @@ from tests.drive import (
     outcome,
     random_jobs,
     run,
-    use,
+    run_alone,
+    use_drafter,
 )
 from tests.tiny import tiny_model
 
@@ -58,10 +58,10 @@ def jobs() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def expected(model: Model, jobs: list[Job]) -> list[Outcome]:
-    return alone(model, jobs, max_model_len=WINDOW)
+    return run_alone(model, jobs, max_model_len=WINDOW)
 
 
-DRAFTERS: dict[str, Callable[[list[list[int]]], Guess | None]] = {
+DRAFTERS: dict[str, Callable[[list[list[int]]], FunctionDrafter | None]] = {
     "ngram": lambda texts: None,
     "truth": oracle,
     "truth-with-errors": lambda texts: oracle(texts, wrong=lambda at: at % 4 == 1),
@@ -73,9 +73,9 @@ def check(
     model: Model, jobs: list[Job], expected: list[Outcome], k: K, drafter: str = "ngram", **options: Any
 ) -> list[Request]:
     engine = make_engine(model, k, **{"max_model_len": WINDOW, **options})
-    guess = DRAFTERS[drafter]([job.prompt + e.token_ids for job, e in zip(jobs, expected)])
-    if guess is not None:
-        use(engine, guess)
+    replacement = DRAFTERS[drafter]([job.prompt + e.token_ids for job, e in zip(jobs, expected)])
+    if replacement is not None:
+        use_drafter(engine, replacement)
     requests = run(engine, jobs)
     for i, (request, wanted) in enumerate(zip(requests, expected, strict=True)):
         assert_same(outcome(request), wanted, (i, jobs[i]))
@@ -159,9 +159,9 @@ def test_perfect_drafts_are_all_accepted_with_bonus_token(model: Model) -> None:
     k, count = 4, 50  # 10 steps of k + 1 tokens
     for temperature in (0.0, 1.0):
         job = Job([1, 2, 3], SamplingParams(temperature=temperature, seed=5, max_tokens=count))
-        wanted = alone(model, [job])[0]
+        wanted = run_alone(model, [job])[0]
         engine = make_engine(model, k)
-        use(engine, oracle([job.prompt + wanted.token_ids]))
+        use_drafter(engine, oracle([job.prompt + wanted.token_ids]))
         [request] = run(engine, [job])
         assert request.output_ids == wanted.token_ids
         assert request.stats.tokens_per_step == k + 1
@@ -172,9 +172,9 @@ def test_perfect_drafts_are_all_accepted_with_bonus_token(model: Model) -> None:
 def test_bad_drafts_cost_no_extra_steps(model: Model) -> None:
     jobs = [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=40))]
     engine = make_engine(model, 6)
-    use(engine, Guess(lambda history, wanted: [(history[0] + 7) % VOCAB] * wanted))
+    use_drafter(engine, FunctionDrafter(lambda history, wanted: [(history[0] + 7) % VOCAB] * wanted))
     [request] = run(engine, jobs)
-    assert request.output_ids == alone(model, jobs)[0].token_ids
+    assert request.output_ids == run_alone(model, jobs)[0].token_ids
     assert request.stats.num_drafted > 150
     assert request.stats.num_steps + request.stats.num_accepted == 40
 
@@ -233,7 +233,7 @@ def test_ngram_drafts_match_plain_python_lookup(model: Model) -> None:
     def compared(state: Any, rows: Tensor, *limits: int) -> Any:
         nonlocal seen
         proposal = propose(state, rows, *limits)
-        same = Guess(reference).propose(state, rows, *limits)
+        same = FunctionDrafter(reference).propose(state, rows, *limits)
         assert proposal.num_drafts.tolist() == same.num_drafts.tolist()
         assert proposal.drafts.tolist() == same.drafts.tolist()
         seen += int(same.num_drafts.sum())
@@ -279,8 +279,8 @@ def test_policy_observes_every_step_and_resets_with_row(
     ]
     engine = make_engine(model, 3, max_num_seqs=1)
     engine.policy = Spy()
-    texts = [alone(model, [job])[0].token_ids for job in jobs]
-    use(engine, oracle([job.prompt + text for job, text in zip(jobs, texts, strict=True)]))
+    texts = [run_alone(model, [job])[0].token_ids for job in jobs]
+    use_drafter(engine, oracle([job.prompt + text for job, text in zip(jobs, texts, strict=True)]))
     run(engine, jobs)
     step, drafted = (0, 3, 3), (0, 1, 1)
     assert events == [(0,), step, step, (0,), step, drafted, (0,), drafted, drafted, (0,)]
@@ -299,13 +299,13 @@ def test_num_speculative_tokens_per_request() -> None:
 def test_seeded_output_is_independent_of_batch(model: Model) -> None:
     params = SamplingParams(temperature=1, seed=11, max_tokens=30)
     job = Job([3, 1, 4, 1, 5], params)
-    [wanted] = alone(model, [job])
+    [wanted] = run_alone(model, [job])
     for others in range(1, 4):
         batch = random_jobs(random.Random(others), VOCAB, others)
         batch.insert(others // 2, job)
         assert run(make_engine(model, 3), batch)[others // 2].output_ids == wanted.token_ids
     different = [Job(job.prompt, SamplingParams(temperature=1, seed=s, max_tokens=30)) for s in (1, 2)]
-    texts = [tuple(o.token_ids) for o in [wanted, *alone(model, different)]]
+    texts = [tuple(o.token_ids) for o in [wanted, *run_alone(model, different)]]
     assert len(set(texts)) == 3
 
 
@@ -328,7 +328,9 @@ def test_samples_of_one_prompt_share_blocks(model: Model) -> None:
     finish(engine)
     assert len({tuple(request.output_ids) for request in requests}) == 4
     for i, request in enumerate(requests):
-        [alike] = alone(model, [Job(prompt, SamplingParams(temperature=1, seed=request.seed, max_tokens=10))])
+        [alike] = run_alone(
+            model, [Job(prompt, SamplingParams(temperature=1, seed=request.seed, max_tokens=10))]
+        )
         assert request.output_ids == alike.token_ids, i
 
 
@@ -356,7 +358,7 @@ def test_preempted_requests_own_blocks_are_not_cache_hits(model: Model) -> None:
 def test_cached_blocks_match_fresh_prefill(model: Model) -> None:
     """Also where drafts were written and rejected. The last token is never taken from the cache."""
     engine = make_engine(model, 6)
-    use(engine, junk(VOCAB))
+    use_drafter(engine, junk(VOCAB))
     job = Job([i * 7 % VOCAB for i in range(20)], SamplingParams(temperature=1, seed=1, max_tokens=45))
     [request] = run(engine, [job])
     blocks = engine.scheduler.pool.match(request.hashes(16))
@@ -376,7 +378,7 @@ def test_schedule_does_not_change_output(data: st.DataObject, model: Model) -> N
     rng = random.Random(draw(st.integers(0, 10**6), label="jobs"))
     window = draw(st.sampled_from((40, 64, 100)), label="window")
     jobs = random_jobs(rng, VOCAB, draw(st.integers(1, 6)), max_prompt=window - 1, max_tokens=25)
-    expected = alone(model, jobs, max_model_len=window)
+    expected = run_alone(model, jobs, max_model_len=window)
     least = -(-window // 16)
     engine = make_engine(
         model,
@@ -392,8 +394,8 @@ def test_schedule_does_not_change_output(data: st.DataObject, model: Model) -> N
     )
     if engine.worker.drafters:
         texts = [job.prompt + e.token_ids for job, e in zip(jobs, expected, strict=True)]
-        guess = DRAFTERS[draw(st.sampled_from(sorted(DRAFTERS)), label="drafter")](texts)
-        use(engine, guess or engine.worker.drafters[0])
+        replacement = DRAFTERS[draw(st.sampled_from(sorted(DRAFTERS)), label="drafter")](texts)
+        use_drafter(engine, replacement or engine.worker.drafters[0])
     arrivals = [draw(st.integers(0, 12), label="arrival") for _ in jobs]
     aborts = {i: draw(st.integers(0, 20)) for i in draw(st.sets(st.sampled_from(range(len(jobs)))))}
     requests: dict[int, Request] = {}

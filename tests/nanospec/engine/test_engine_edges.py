@@ -23,7 +23,6 @@ from tests.drive import (
     MODES,
     Job,
     K,
-    alone,
     assert_idle,
     assert_same,
     cycle,
@@ -34,7 +33,8 @@ from tests.drive import (
     outcome,
     random_jobs,
     run,
-    use,
+    run_alone,
+    use_drafter,
 )
 from tests.tiny import tiny_model
 
@@ -151,10 +151,10 @@ def test_logprobs_match_model_logits() -> None:
         temperature=0.5, seed=3, max_tokens=12, logprobs=3, logit_bias={1: 3.0}, repetition_penalty=1.3
     )
     job = Job([1, 2, 3, 1, 2], params)
-    [wanted] = alone(model, [job])
+    [wanted] = run_alone(model, [job])
     text = job.prompt + wanted.token_ids
     engine = make_engine(model, 4)
-    use(engine, oracle([text]))
+    use_drafter(engine, oracle([text]))
     [request] = run(engine, [job])
     logits: list[Tensor] = []
     score = model.logits
@@ -165,7 +165,7 @@ def test_logprobs_match_model_logits() -> None:
 
     model.logits = keep  # type: ignore
     one = SamplingParams(max_tokens=1)
-    alone(model, [Job(text[:n], one) for n in range(len(job.prompt), len(text))], **MODES["plain"])
+    run_alone(model, [Job(text[:n], one) for n in range(len(job.prompt), len(text))], **MODES["plain"])
     truth = torch.cat(logits).log_softmax(-1)
     for i, (token, entry) in enumerate(zip(request.output_ids, request.logprobs, strict=True)):
         assert entry[token].logprob == pytest.approx(float(truth[i, token]), abs=1e-4)
@@ -180,12 +180,12 @@ def test_penalties_count_tokens_emitted_in_the_same_step(cyclic: Model) -> None:
     bias = {9: logit + 3}
     for k in (0, 3, 7):
         engine = make_engine(cyclic, k)
-        use(engine, oracle([[*PROMPT, *[9] * 30]]) if k else None)
+        use_drafter(engine, oracle([[*PROMPT, *[9] * 30]]) if k else None)
         params = greedy(logit_bias=bias, frequency_penalty=1.0, max_tokens=5)
         [request] = run(engine, [Job(PROMPT, params)])
         # 9 leads by 3: after three occurrences it ties with its rival, and ties go to the lower id.
         assert request.output_ids[:3] == [9, 9, 9]
-        assert request.output_ids[3:] == alone(cyclic, [Job(PROMPT, params)])[0].token_ids[3:]
+        assert request.output_ids[3:] == run_alone(cyclic, [Job(PROMPT, params)])[0].token_ids[3:]
         assert request.output_ids != [9] * 5
 
 
@@ -265,11 +265,11 @@ def test_preempted_requests_resume(k: int) -> None:
         SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=50, logprobs=2),
     ]
     jobs = [Job([i, 5, 7, 5, 7], p) for i, p in enumerate(params)]
-    expected = alone(model, jobs, max_model_len=64)
+    expected = run_alone(model, jobs, max_model_len=64)
     engine = make_engine(model, k, max_model_len=64, num_blocks=7)
     if k:
         texts = [job.prompt + e.token_ids for job, e in zip(jobs, expected, strict=True)]
-        use(engine, oracle(texts, wrong=lambda at: at % 7 == 0))
+        use_drafter(engine, oracle(texts, wrong=lambda at: at % 7 == 0))
     requests = run(engine, jobs)
     assert sum(request.num_preemptions > 0 for request in requests) >= 2
     for request, wanted in zip(requests, expected, strict=True):
@@ -305,7 +305,7 @@ def healthy_jobs() -> list[Job]:
 @pytest.mark.parametrize("num_blocks", [9, 40], ids=lambda n: f"{n}-blocks")
 def test_nan_aborts_one_request_only(poisoned: Model, k: int, num_blocks: int) -> None:
     jobs = healthy_jobs()
-    expected = alone(poisoned, jobs)
+    expected = run_alone(poisoned, jobs)
     engine = make_engine(poisoned, k, num_blocks=num_blocks)
     sick_prompt = [1, 2, 3, POISON, *range(20), 4, 5, 6]
     prompts = [sick_prompt, sick_prompt[:5], list(range(20)) * 2 + [POISON] * 30]
@@ -343,7 +343,7 @@ def test_blocks_of_a_nan_request_are_not_cached(monkeypatch: pytest.MonkeyPatch)
     """A transient fault (here NaN in one prefill) must not stay in the prefix cache."""
     model = tiny_model(vocab_size=24)
     job = Job([i * 5 % 24 for i in range(40)], SamplingParams(temperature=0, max_tokens=8))
-    [wanted] = alone(model, [job])
+    [wanted] = run_alone(model, [job])
     engine = make_engine(model, 3)
     embedding = model.embedding
     model.embedding = embedding * float("nan")
@@ -360,7 +360,7 @@ def test_blocks_of_a_nan_request_are_not_cached(monkeypatch: pytest.MonkeyPatch)
 def test_nan_in_released_blocks_is_harmless(way: str) -> None:
     model = tiny_model(vocab_size=24)
     jobs = [Job([i, 7, i, 7, i], SamplingParams(temperature=0, max_tokens=40)) for i in range(4)]
-    expected = alone(model, jobs, max_model_len=64)
+    expected = run_alone(model, jobs, max_model_len=64)
     engine = make_engine(model, 3, max_model_len=64, num_blocks=8, max_num_batched_tokens=16)
     embedding = model.embedding
     model.embedding = embedding * float("nan")

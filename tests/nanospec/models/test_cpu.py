@@ -27,7 +27,7 @@ from nanospec.models.cpu import CompiledModel, computed_by, model_class
 from nanospec.models.decoder import GetWeight, Model
 from tests.processors import built_for, compiled_for, other_library
 from tests.random_weights import random_weights
-from tests.tiny import GEMMA, Pages, tiny_config, tiny_model
+from tests.tiny import GEMMA, ModelRunner, tiny_config, tiny_model
 
 __all__ = ["built_for", "compiled_for", "other_library"]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
@@ -108,8 +108,8 @@ def test_is_as_near_to_exact_arithmetic_as_pytorch(model: Model, block_size: int
         {"chunks": {0: tokens(model, 1, 3), 1: tokens(model, 13, 4), 2: tokens(model, 3, 5)}},
         {"chunks": {1: tokens(model, 2, 6), 0: tokens(model, 7, 7)}, "pad_to": 9},
     ]
-    ours = Pages(model, 3, 640, block_size)
-    theirs, wanted = (Pages(make(model.config), 3, 640, block_size) for make in (by_pytorch, exact))
+    ours = ModelRunner(model, 3, 640, block_size)
+    theirs, wanted = (ModelRunner(make(model.config), 3, 640, block_size) for make in (by_pytorch, exact))
     for step in steps:
         actual = ours.step(**step)
         with forced("naive"):
@@ -131,13 +131,17 @@ def test_gates_far_from_zero() -> None:
 
     config = config_of("mqa-d80-biases")
     model = compiled(config, change)
-    wanted, pages, ids = Pages(exact(config, change), 1, 64), Pages(model, 1, 64), tokens(model, 9)
+    wanted, pages, ids = (
+        ModelRunner(exact(config, change), 1, 64),
+        ModelRunner(model, 1, 64),
+        tokens(model, 9),
+    )
     with forced("naive"):
         expected = wanted.step({0: ids})[0]
     assert error(pages.step({0: ids})[0], expected) < 0.03
 
 
-def first_values(pages: Pages) -> Tensor:
+def first_values(pages: ModelRunner) -> Tensor:
     """Of the first layer and row, heads of 32: [heads, 20, 32]."""
     tiles = pages.cache[pages.table.block_table[0, :2].long(), 0, :, 1, 0]  # [2, heads, 16, 32] as
     return tiles.view(2, -1, 8, 32, 2).permute(1, 0, 2, 4, 3).flatten(1, 3)[:, :20]
@@ -146,7 +150,7 @@ def first_values(pages: Pages) -> Tensor:
 def test_values_that_overflow_are_the_largest_number_in_the_cache() -> None:
     """So that they stay numbers when they are multiplied by 0; what was not a number becomes 0."""
     model = compiled(config_of("gqa"), lambda name, tensor: tensor * (3e38 if "v_proj" in name else 1))
-    pages, ids = Pages(model, 1, 64), tokens(model, 20)
+    pages, ids = ModelRunner(model, 1, 64), tokens(model, 20)
     model.embedding[ids[-1]] = torch.nan
     pages.step({0: ids})
     values = first_values(pages)
@@ -157,7 +161,7 @@ def test_values_that_overflow_are_the_largest_number_in_the_cache() -> None:
 @pytest.mark.usefixtures("other_library")
 def test_values_that_are_too_small_are_zero() -> None:
     model = compiled(config_of("gqa"), lambda name, tensor: tensor * (1e-38 if "v_proj" in name else 1))
-    pages = Pages(model, 1, 64)
+    pages = ModelRunner(model, 1, 64)
     pages.step({0: tokens(model, 20)})
     assert not first_values(pages).any()
 
@@ -167,9 +171,9 @@ def test_values_that_are_too_small_are_zero() -> None:
 def test_bits_do_not_depend_on_the_batch(window_model: Model, seed: int) -> None:
     """In pieces of any size, beside others, padded, on any number of threads: the bits of 64 at a time."""
     model, length, rng = window_model, 700, random.Random(seed)
-    text, pages = tokens(model, length), Pages(window_model, 4, 704)
+    text, pages = tokens(model, length), ModelRunner(window_model, 4, 704)
     expected = torch.cat([pages.step({0: part})[0] for part in text.split(64)])
-    pages = Pages(model, 4, 704)
+    pages = ModelRunner(model, 4, 704)
     threads = torch.get_num_threads()
     try:
         while (start := pages.length[0]) < length:
@@ -191,9 +195,9 @@ def test_bits_do_not_depend_on_the_batch(window_model: Model, seed: int) -> None
 BASES = (0, 1, 14, 15, 16, 17, 31, 63, 64, 200, 239, 240, 246, 254, 255, 256, 257, 265, 272, 300, 511, 512)
 
 
-def poisoned(model: Model, block_size: int) -> Pages:
+def poisoned(model: Model, block_size: int) -> ModelRunner:
     """Three rows; what no step has written is NaN as a key and the largest number as a value."""
-    pages = Pages(model, 3, 640, block_size)
+    pages = ModelRunner(model, 3, 640, block_size)
     pages.cache[:, :, :, 0] = torch.nan
     pages.cache[:, :, :, 1] = torch.finfo(BF16).max
     return pages
@@ -258,7 +262,7 @@ def test_a_node_has_the_bits_of_a_chain_of_its_path(name: str, seed: int) -> Non
 def test_keys_and_values_alone(model: Model) -> None:
     caches = []
     for run in (model.forward, model.write_kv):
-        pages = Pages(model, 2, 640)
+        pages = ModelRunner(model, 2, 640)
         pages.table.tokens[:, :300] = torch.stack([tokens(model, 300), tokens(model, 300, 1)])
         run(Batch.of_chunks(pages.table, [Chunk(0, 0, 300), Chunk(1, 0, 7)]), pages.cache)
         caches.append(pages.cache)
@@ -275,7 +279,7 @@ def test_nothing_that_a_query_does_not_see_reaches_it(model: Model) -> None:
     with_nan[3] = bad
     results = []
     for poison, ids in ((False, drafts), (True, drafts), (True, with_nan)):
-        pages = Pages(broken, 2, 640)
+        pages = ModelRunner(broken, 2, 640)
         pages.cache[:, :, :, 0] = torch.nan if poison else 0
         pages.cache[:, :, :, 1] = torch.finfo(BF16).max if poison else 0
         pages.step({0: prompt})
@@ -290,7 +294,7 @@ def test_hidden_states_are_never_4_kb_apart() -> None:
     """Nor are rows of other sizes padded."""
     for name, stride in (("rows-4-kb-apart", 2080), ("gqa", 96)):
         model = build_model(name)
-        pages = Pages(model, 1, 64)
+        pages = ModelRunner(model, 1, 64)
         batch = Batch.of_chunks(pages.table, [Chunk(0, 0, 3)])
         assert model.forward(batch, pages.cache).stride() == (stride, 1)
 
@@ -301,7 +305,7 @@ def test_products_of_pytorch_are_not_disturbed(window_model: Model, monkeypatch:
     x, weight = torch.randn(130, 256).to(BF16), torch.randn(96, 256).to(BF16)
     strips, expected, results = packed.pack(weight), x @ weight.T, []
     for _ in range(3):
-        pages = Pages(window_model, 1, 64)
+        pages = ModelRunner(window_model, 1, 64)
         pages.table.tokens[0, :5] = tokens(window_model, 5)
         hidden = window_model.forward(Batch.of_chunks(pages.table, [Chunk(0, 0, 5)]), pages.cache)
         assert torch.equal(x @ weight.T, expected)
@@ -316,7 +320,7 @@ def test_products_of_pytorch_are_not_disturbed(window_model: Model, monkeypatch:
 def test_a_forked_process_has_helpers_of_its_own(window_model: Model) -> None:
     """Small tensors only: PyTorch's own threads do not survive a fork."""
     ids, threads = tokens(window_model, 9), torch.get_num_threads()
-    ours, childs = Pages(window_model, 1, 32), Pages(window_model, 1, 32)
+    ours, childs = ModelRunner(window_model, 1, 32), ModelRunner(window_model, 1, 32)
     torch.set_num_threads(3)
     try:
         expected = ours.step({0: ids})[0]  # from now on there are threads

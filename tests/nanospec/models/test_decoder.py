@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model
-from tests.tiny import VARIANTS, Pages, checkpoint, reference_logits, tiny_config, tiny_model
+from tests.tiny import VARIANTS, ModelRunner, checkpoint, reference_logits, tiny_config, tiny_model
 from tests.util import assert_close, error_ratio
 
 LENGTHS = (100, 37)  # tokens of the two sequences
@@ -39,13 +39,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_one_prefill(case: Case) -> None:
-    pages = Pages(case.model, 2, 112)
+    pages = ModelRunner(case.model, 2, 112)
     for row, logits in pages.step(dict(enumerate(case.ids))).items():
         case.check(row, 0, logits, "prefill")
 
 
 def test_chunked_in_odd_sizes(case: Case) -> None:
-    pages = Pages(case.model, 2, 112)
+    pages = ModelRunner(case.model, 2, 112)
     for size in (1, 31, 7, 17, 3, 41):
         chunks = {}
         for row, ids in enumerate(case.ids):
@@ -62,7 +62,7 @@ def test_chunked_in_odd_sizes(case: Case) -> None:
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 def test_steps_with_rejected_drafts(case: Case, k: int, padded: bool) -> None:
     """Steps of K+1 tokens whose last ones are wrong and are overwritten by the next step."""
-    pages = Pages(case.model, 2, 112)
+    pages = ModelRunner(case.model, 2, 112)
     prompt = {0: case.ids[0][:21], 1: case.ids[1][:6]}
     pages.step(prompt)
     generator = torch.Generator().manual_seed(5)
@@ -83,16 +83,16 @@ def test_steps_with_rejected_drafts(case: Case, k: int, padded: bool) -> None:
 def test_rows_without_tokens() -> None:
     model = tiny_model()
     ids = torch.arange(12)
-    expected = Pages(model, 3, 64).step({1: ids})[1]
+    expected = ModelRunner(model, 3, 64).step({1: ids})[1]
     for chunks in ({0: ids[:0], 1: ids}, {1: ids, 2: ids[:0]}):
-        assert_close(Pages(model, 3, 64).step(chunks)[1], expected, 1e-6)
+        assert_close(ModelRunner(model, 3, 64).step(chunks)[1], expected, 1e-6)
 
 
 def test_padding_changes_nothing() -> None:
     """Padding tokens leave the cache and the logits of real tokens alone, to the bit."""
     model = tiny_model()
     ids = torch.arange(40) % 64
-    plain, padded = Pages(model, 2, 64), Pages(model, 2, 64)
+    plain, padded = ModelRunner(model, 2, 64), ModelRunner(model, 2, 64)
     first = plain.step({0: ids[:5], 1: ids[5:10]})
     second = padded.step({0: ids[:5], 1: ids[5:10]}, pad_to=7)
     assert torch.equal(plain.cache, padded.cache)
@@ -112,7 +112,7 @@ def real(smollm2: Path) -> tuple[Path, Tensor, Tensor]:
 
 def test_smollm2(real: tuple[Path, Tensor, Tensor]) -> None:
     folder, ids, expected = real
-    pages = Pages(load_model(folder, torch.float32, "cpu"), 1, 80)
+    pages = ModelRunner(load_model(folder, torch.float32, "cpu"), 1, 80)
     logits = torch.cat([pages.step({0: chunk})[0] for chunk in ids.split([70, 1, 1, 5, 3])])
     largest = assert_close(logits, expected, 3e-6, "SmolLM2")
     assert largest < 5e-4  # logits reach 33; transformers itself is 1e-4 from float64
@@ -121,7 +121,7 @@ def test_smollm2(real: tuple[Path, Tensor, Tensor]) -> None:
 
 def test_smollm2_in_bfloat16(real: tuple[Path, Tensor, Tensor]) -> None:
     folder, ids, expected = real
-    logits = Pages(load_model(folder, torch.bfloat16, "cpu"), 1, 80).step({0: ids})[0]
+    logits = ModelRunner(load_model(folder, torch.bfloat16, "cpu"), 1, 80).step({0: ids})[0]
     assert logits.dtype == torch.bfloat16
     assert_close(logits, expected, 0.05, "SmolLM2")  # transformers in bfloat16: 0.02
 
@@ -129,12 +129,12 @@ def test_smollm2_in_bfloat16(real: tuple[Path, Tensor, Tensor]) -> None:
 def test_random_models() -> None:
     first, same, other = tiny_model(0), tiny_model(0), tiny_model(1)
     ids = torch.arange(64)
-    logits = [Pages(model, 1, 64).step({0: ids})[0] for model in (first, same, other)]
+    logits = [ModelRunner(model, 1, 64).step({0: ids})[0] for model in (first, same, other)]
     assert torch.equal(logits[0], logits[1])
     assert error_ratio(logits[2], logits[0]) > 0.5
     assert 1 < logits[0].std() < 4, "logits are neither flat nor peaked"
     assert len(logits[0].argmax(-1).unique()) > 10
-    half = Pages(tiny_model(0, torch.bfloat16), 1, 64).step({0: ids})[0]
+    half = ModelRunner(tiny_model(0, torch.bfloat16), 1, 64).step({0: ids})[0]
     assert error_ratio(half, logits[0]) < 0.05, "a seed means the same weights in every dtype"
 
 

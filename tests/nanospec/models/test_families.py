@@ -25,7 +25,7 @@ from nanospec.models.decoder import Model
 from nanospec.models.families import FAMILIES, Family, Raw, config_of, family_of, read
 from nanospec.models.weights import load_model
 from tests.drive import Job, make_engine, outcome, run
-from tests.tiny import Pages, checkpoint, num_parameters, reference_logits, tiny_model
+from tests.tiny import ModelRunner, checkpoint, num_parameters, reference_logits, tiny_model
 from tests.util import assert_close, error_ratio
 
 BF16 = torch.bfloat16
@@ -58,7 +58,7 @@ def test_bfloat16_is_as_near_as_that_of_transformers(folder: Path, backend: Back
     model, ids = load_model(folder, BF16, "cpu"), tokens(90)
     assert isinstance(model, CompiledModel) == (backend == "native")
     exact, theirs = reference_logits(folder, ids), reference_logits(folder, ids, BF16)
-    pages = Pages(model, 1, 112)
+    pages = ModelRunner(model, 1, 112)
     ours = torch.cat([pages.step({0: chunk})[0] for chunk in ids.split([50, 1, 5, 34])])
     assert error_ratio(ours, exact) < 1.3 * error_ratio(theirs, exact)
 
@@ -93,7 +93,7 @@ def test_longrope_is_chosen_by_the_longest_text(tmp_path: Path, longest: int) ->
     folder = checkpoint(tmp_path, "phi3-longrope")
     model, ids = load_model(folder, torch.float32, "cpu", longest), tokens(longest)
     assert model.config.max_position_embeddings == longest
-    logits = Pages(model, 1, longest).step({0: ids})[0]
+    logits = ModelRunner(model, 1, longest).step({0: ids})[0]
     assert_close(logits, reference_logits(folder, ids), 1e-5)
     if longest == 64:
         short = reference_logits(folder, ids[:20])
@@ -114,7 +114,7 @@ def test_gemma_3_with_images_reads_texts(tmp_path: Path) -> None:
     stored |= {f"language_model.{name}": tensor for name, tensor in own.items()}
     save_file(stored, tmp_path / "images" / "model.safetensors")
     models = [load_model(folder, torch.float32, "cpu") for folder in (plain, tmp_path / "images")]
-    logits = [Pages(model, 1, 64).step({0: tokens(30)})[0] for model in models]
+    logits = [ModelRunner(model, 1, 64).step({0: tokens(30)})[0] for model in models]
     assert torch.equal(*logits)
 
 
@@ -234,12 +234,12 @@ def test_a_new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(FAMILIES, "ToyForCausalLM", Toy)
     folder = checkpoint(tmp_path, "qwen2-tied")
-    expected = Pages(load_model(folder, torch.float32, "cpu"), 1, 32).step({0: tokens(20)})[0]
+    expected = ModelRunner(load_model(folder, torch.float32, "cpu"), 1, 32).step({0: tokens(20)})[0]
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["ToyForCausalLM"]}))
     stored = load_file(folder / "model.safetensors")
     save_file({n.replace("model.", "toy."): t for n, t in stored.items()}, folder / "model.safetensors")
     model = load_model(folder, torch.float32, "cpu")
-    assert torch.equal(Pages(model, 1, 32).step({0: tokens(20)})[0], expected)
+    assert torch.equal(ModelRunner(model, 1, 32).step({0: tokens(20)})[0], expected)
     assert isinstance(family_of({"architectures": ["ToyForCausalLM"]}), Toy)
     assert isinstance(model, Model)

@@ -18,13 +18,13 @@ from nanospec.kernels import launch
 from nanospec.models import weights
 from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model, resolve_dtype
-from tests.tiny import Pages, checkpoint, tiny_config
+from tests.tiny import ModelRunner, checkpoint, tiny_config
 
 IDS = torch.arange(20)
 
 
 def logits(model: Model) -> Tensor:
-    return Pages(model, 1, 32).step({0: IDS})[0]
+    return ModelRunner(model, 1, 32).step({0: IDS})[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What outputs with a grammar are asked for in tests, and whether they are what was asked."""
+"""Response formats for tests, and checks that outputs follow them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.drive import Job, random_jobs
 
-VOCAB = 300  # some more than `tiny_tokenizer` has
+VOCAB = 300  # slightly more than `tiny_tokenizer` has
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -65,12 +65,14 @@ def is_right(text: str, asked: Mapping[str, Any]) -> bool:
 
 
 def guided_jobs(rng: random.Random, count: int, all_of_them: bool = False, max_tokens: int = 60) -> list[Job]:
-    """Requests of all kinds, of which most have a grammar, or all of them."""
+    """Return random jobs, most or all of them with a response format."""
     jobs = []
     for job in random_jobs(rng, 270, count, max_tokens=max_tokens):
         if all_of_them or rng.random() < 0.7:
             asked, _ = FORMATS[rng.choice((0, 0, 0, 1, 2, 3, 4))]
-            heat = rng.choice((0.0, 1.0, 5.0, 100.0))  # the last draws from all that is allowed
+            heat = rng.choice(
+                (0.0, 1.0, 5.0, 100.0)
+            )  # the last samples almost uniformly from all allowed tokens
             params = replace(job.params, response_format=asked, min_tokens=0, temperature=heat)
             if rng.random() < 0.7:
                 params = replace(params, max_tokens=max_tokens)

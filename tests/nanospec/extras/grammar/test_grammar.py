@@ -1,4 +1,4 @@
-"""Grammars as masks: what they allow, what they guess, and that looking ahead leaves no trace."""
+"""Grammars as masks: allowed tokens, drafts, and lookahead without side effects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def masks_of(guide: Guide) -> bytes:
 
 
 def accepts(grammars: Grammars, asked: dict[str, Any], tokens: Sequence[int]) -> bool:
-    """Whether these tokens may come one after the other, and the end behind them."""
+    """Return whether the grammar allows these tokens in sequence, followed by EOS."""
     guide = grammars.guide(asked)
     for token in tokens:
         if guide.ended or token not in allowed(masks_of(guide)):
@@ -61,8 +61,8 @@ def accepts(grammars: Grammars, asked: dict[str, Any], tokens: Sequence[int]) ->
 
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from(IDS), max_size=40), st.integers(1, 4), st.integers(0, 6))
-def test_a_lookup_finds_what_the_kernel_does(text: list[int], least: int, more: int) -> None:
-    """Ids that are surrogates in UTF-16, too."""
+def test_lookup_matches_ngram_kernel(text: list[int], least: int, more: int) -> None:
+    """Also for ids that are surrogates in UTF-16."""
     starts, n = ngram.matches(torch.tensor(text, dtype=torch.int32), least, least + more)
     wanted = (int(starts[0]), n) if n else (-1, 0)
     assert look_up(text, least, least + more) == wanted
@@ -70,10 +70,8 @@ def test_a_lookup_finds_what_the_kernel_does(text: list[int], least: int, more: 
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**9), st.sampled_from([asked for asked, _ in FORMATS]))
-def test_looking_ahead_leaves_no_trace(
-    grammars: Grammars, tokenizer: Tokenizer, seed: int, asked: Any
-) -> None:
-    """Each mask of a plan is that of a guide that has only ever been told the tokens before it."""
+def test_plan_has_no_side_effects(grammars: Grammars, tokenizer: Tokenizer, seed: int, asked: Any) -> None:
+    """Each mask of a plan equals that of a fresh guide advanced by the preceding tokens."""
     rng, output = random.Random(seed), list[int]()
     text = tokenizer.encode('<ab>, {"a": true, "b": "red", "c": 100, "d": ["ab"]} redred-12')
     guide = grammars.guide(asked)
@@ -113,7 +111,7 @@ def test_looking_ahead_leaves_no_trace(
     ],
     ids=["schema", "style", "object", "regex", "choice", "lark", "gbnf"],
 )
-def test_what_is_allowed(
+def test_allowed_texts(
     grammars: Grammars, tokenizer: Tokenizer, asked: dict[str, Any], right: str, wrong: str
 ) -> None:
     assert accepts(grammars, asked, tokenizer.encode(right))
@@ -138,7 +136,7 @@ def test_what_is_allowed(
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_what_cannot_be_compiled_gets_one_sentence(
+def test_invalid_grammar_is_reported_in_one_line(
     grammars: Grammars, asked: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^response_format: .*{sentence}") as caught:
@@ -147,9 +145,7 @@ def test_what_cannot_be_compiled_gets_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_forced_is_guessed_first_and_then_what_is_found(
-    grammars: Grammars, tokenizer: Tokenizer
-) -> None:
+def test_forced_tokens_are_drafted_before_lookup(grammars: Grammars, tokenizer: Tokenizer) -> None:
     guide = grammars.guide({"type": "regex", "regex": "<<[a-z]{3,20}>>"})
     text = tokenizer.encode("<<green>>", add_special_tokens=False)
     draft = guide.plan(text, 50, 1, 4)
@@ -163,7 +159,7 @@ def test_what_is_forced_is_guessed_first_and_then_what_is_found(
     assert grammars.guide({"type": "regex", "regex": "[a-z]+"}).plan([], 5, 1, 4).tokens == []
 
 
-def test_nothing_follows_the_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_tokens_after_the_end_are_not_accepted(grammars: Grammars, tokenizer: Tokenizer) -> None:
     guide = grammars.guide({"type": "choice", "choice": ["ab", "abab"]})
     ab, abab = (tokenizer.encode(text, add_special_tokens=False) for text in ("ab", "abab"))
     assert guide.advance(ab) == 1
@@ -173,9 +169,7 @@ def test_nothing_follows_the_end(grammars: Grammars, tokenizer: Tokenizer) -> No
     assert guide.ended
 
 
-def test_a_token_that_is_not_allowed_ends_the_output_with_a_sentence(
-    grammars: Grammars, tokenizer: Tokenizer
-) -> None:
+def test_disallowed_token_is_reported(grammars: Grammars, tokenizer: Tokenizer) -> None:
     guide = grammars.guide({"type": "regex", "regex": "<<[a-z]{3,20}>>"})
     tokens = tokenizer.encode("<<gr;", add_special_tokens=False)
     assert guide.advance([*tokens, 1]) == len(tokens)
@@ -184,10 +178,8 @@ def test_a_token_that_is_not_allowed_ends_the_output_with_a_sentence(
     assert guide.error.endswith(f"at output token {len(tokens)}: the token is not allowed.")
 
 
-def test_what_is_too_much_ahead_harms_nothing_and_too_much_at_hand_is_an_error(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ambiguous: the longer the text, the more ways to read it."""
+def test_parser_limit_in_lookahead_and_advance(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an ambiguous grammar, parsing cost grows with the text."""
     monkeypatch.setitem(grammar.LIMITS, "step_max_items", 100)
     asked = {"type": "grammar", "grammar": 'start: x ";"\nx: "a" | x x'}
     guide, alone = (Grammars(tokenizer, VOCAB).guide(asked) for _ in range(2))
@@ -207,7 +199,7 @@ def test_what_is_too_much_ahead_harms_nothing_and_too_much_at_hand_is_an_error(
     assert guide.error.startswith(f"response_format failed at output token {len(output)}: ")
 
 
-def test_a_panic_while_a_grammar_is_compiled_is_an_error_of_the_grammar(
+def test_panic_during_compilation_is_a_grammar_error(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def panic(*_: Any, **__: Any) -> None:
@@ -220,14 +212,14 @@ def test_a_panic_while_a_grammar_is_compiled_is_an_error_of_the_grammar(
         Grammars(tokenizer, VOCAB).check(SamplingParams(response_format={"type": "regex", "regex": "a"}))
 
 
-def test_a_tokenizer_without_an_end_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_tokenizer_without_eos_is_rejected(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="is not supported for models without an EOS token"):
         Grammars(Tokenizer(tmp_path), VOCAB).check(SamplingParams(response_format=OBJECT))
 
 
-def test_the_real_tokenizer(smollm2: Path) -> None:
+def test_real_tokenizer(smollm2: Path) -> None:
     tokenizer = Tokenizer(smollm2)
     guide = Grammars(tokenizer, 49152 + 64).guide(schema(SCHEMA))
     draft = guide.plan([], 20, 1, 4)
@@ -237,8 +229,8 @@ def test_the_real_tokenizer(smollm2: Path) -> None:
     assert "green" in {tokenizer.decode([t]) for t in allowed(masks_of(guide))}
 
 
-def test_many_choices_are_one_of_them(tokenizer: Tokenizer) -> None:
-    """More than the parser keeps apart: all of them may come, whole and to the letter."""
+def test_many_choices(tokenizer: Tokenizer) -> None:
+    """More choices than the parser's limit: exactly these texts are allowed."""
     odd = ["a.*", "b|c", "d\ne", "-~/\\^$#& é", "ab", "abab"]
     asked = {"type": "choice", "choice": [*odd, *odd, *map(str, range(3000))]}
     grammars, ids = Grammars(tokenizer, VOCAB), tokenizer.backend.get_vocab()
@@ -273,7 +265,7 @@ def test_many_choices_are_one_of_them(tokenizer: Tokenizer) -> None:
     ],
     ids=lambda asked: str(asked)[:60],
 )
-def test_what_is_meant_to_hang_does_not(grammars: Grammars, asked: dict[str, Any]) -> None:
+def test_adversarial_formats_do_not_hang(grammars: Grammars, asked: dict[str, Any]) -> None:
     said = ""
     try:
         grammars.check(SamplingParams(response_format=asked))

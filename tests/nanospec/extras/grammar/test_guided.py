@@ -1,4 +1,4 @@
-"""Outputs with a grammar: all of them are what was asked for, and with guessing they are those without."""
+"""Structured outputs follow their grammar and do not depend on speculation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from nanospec.text.tokenizer import Tokenizer
-from tests.drive import MODES, Job, alone, assert_same, finish, make_engine, outcome, run
+from tests.drive import MODES, Job, assert_same, finish, make_engine, outcome, run, run_alone
 from tests.nanospec.extras.grammar.guided import CHOICES, FORMATS, VOCAB, guided_jobs, is_right
 from tests.random_weights import random_heads
 from tests.tape import TapeCapture
@@ -40,7 +40,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    """Random weights: it writes no grammar by itself."""
+    """Random weights, so unguided output never follows a grammar."""
     return tiny_model(vocab_size=VOCAB)
 
 
@@ -52,8 +52,8 @@ def make(model: Model, tokenizer: Tokenizer) -> Callable[..., Engine]:
     return engine
 
 
-def assert_right(requests: list[Request]) -> int:
-    """How many outputs were complete; all those are what was asked for."""
+def assert_formats_followed(requests: list[Request]) -> int:
+    """Check that all complete outputs follow their format, and return how many there are."""
     count = 0
     for request in requests:
         asked = request.params.response_format
@@ -65,7 +65,7 @@ def assert_right(requests: list[Request]) -> int:
     return count
 
 
-def test_hundreds_of_outputs_are_right_and_those_without_guesses(make: Callable[..., Engine]) -> None:
+def test_many_outputs_follow_format_with_and_without_speculation(make: Callable[..., Engine]) -> None:
     rng = random.Random(1)
     heats, jobs = (0.0, 1.0, 8.0, 100.0), []
     for i in range(400):
@@ -76,21 +76,21 @@ def test_hundreds_of_outputs_are_right_and_those_without_guesses(make: Callable[
     plain, guessed = (run(make(k, **options), jobs) for k in (None, 6))
     for a, b in zip(plain, guessed, strict=True):
         assert (a.output_ids, a.finish_reason, a.text) == (b.output_ids, b.finish_reason, b.text)
-    assert assert_right(guessed) == assert_right(plain) > 320
+    assert assert_formats_followed(guessed) == assert_formats_followed(plain) > 320
     assert len({request.text for request in plain}) > 200
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("k", [0, 3, "auto"])
-def test_in_mixed_batches_that_are_short_of_pages(
+def test_guided_requests_in_mixed_batches_with_preemption(
     make: Callable[..., Engine], model: Model, tokenizer: Tokenizer, mode: str, k: Any
 ) -> None:
     jobs = guided_jobs(random.Random(f"{mode}{k}"), 24)
     engine = make(k, num_blocks=14, max_num_seqs=5, **MODES[mode])
     requests = run(engine, jobs)
-    for request, wanted in zip(requests, alone(model, jobs, tokenizer=tokenizer), strict=True):
+    for request, wanted in zip(requests, run_alone(model, jobs, tokenizer=tokenizer), strict=True):
         assert_same(outcome(request), wanted, request.params)
-    assert assert_right(requests) > 3
+    assert assert_formats_followed(requests) > 3
     assert engine.metrics.num_preemptions > 0
     if k == 3:
         assert engine.metrics.spec.by_drafter["grammar"][2] > 0
@@ -103,42 +103,42 @@ def test_in_mixed_batches_that_are_short_of_pages(
         "ngram-tree", "draft", "draft by rejection", "draft by typical", "medusa-tree", "ngram-tree+medusa",
     ],
 )  # fmt: skip
-def test_beside_every_drafter(
+def test_guided_rows_next_to_every_drafter(
     make: Callable[..., Engine], model: Model, tokenizer: Tokenizer, way: str, mode: str
 ) -> None:
     jobs = guided_jobs(random.Random(way), 14)
     rule = way.split(" ")[-1] if "by" in way else "exact"
-    if rule != "exact":  # the others have another output by it
+    if rule != "exact":  # unguided requests would change under this rule
         jobs = [job for job in jobs if job.params.response_format is not None]
-    guess = {
+    spec = {
         "method": way.replace("-tree", "").split(" ")[0],
         "tree_width": 3 if "tree" in way else 1,
         "acceptance": rule,
     }
     draft = tiny_model(3, vocab_size=VOCAB) if "draft" in way else None
     heads = random_heads(model, 3, vocab=40) if "medusa" in way else None
-    engine = make(4, guess=guess, draft_model=draft, heads=heads, **MODES[mode])
+    engine = make(4, spec=spec, draft_model=draft, heads=heads, **MODES[mode])
     others = [Job(job.prompt, replace(job.params, response_format=None)) for job in jobs[:4]]
     requests = run(engine, [*jobs, *others])[: len(jobs)]
-    for request, wanted in zip(requests, alone(model, jobs, tokenizer=tokenizer), strict=True):
+    for request, wanted in zip(requests, run_alone(model, jobs, tokenizer=tokenizer), strict=True):
         assert_same(outcome(request), wanted, request.params)
-    assert_right(requests)
+    assert_formats_followed(requests)
     names = set(engine.metrics.spec.by_drafter)
     assert "grammar" in names
-    assert len(names) > 1  # the others are guessed for as ever
+    assert len(names) > 1  # unguided rows still use the drafter
 
 
 @pytest.mark.long
-def test_recorded_steps_freeze_nothing_of_the_host(
+def test_captured_guided_steps_freeze_no_host_values(
     model: Model, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels, recorded for a first request and replayed for others, results collected a step later."""
+    """Triton kernels captured for a first request and replayed for others, with results one step later."""
     params = SamplingParams(temperature=1, seed=1, max_tokens=9, response_format=REGEX)
     plain = SamplingParams(temperature=0, max_tokens=6)
     greedy = replace(params, temperature=0.0, response_format=CHOICE)
     jobs = [Job([1, 2, 3, 4], params), Job([5, 6, 5, 6, 5], plain), Job([9, 2, 1], greedy)]
     jobs += [Job([40, 41, 40, 41], plain), Job([7], replace(params, seed=3))]
-    wanted = alone(tiny_model(num_layers=1, vocab_size=VOCAB), jobs, tokenizer=tokenizer)
+    wanted = run_alone(tiny_model(num_layers=1, vocab_size=VOCAB), jobs, tokenizer=tokenizer)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with launch.forced("triton"):
         engine = make_engine(
@@ -151,8 +151,8 @@ def test_recorded_steps_freeze_nothing_of_the_host(
     assert engine.worker.graphs is not None
 
 
-def test_more_guesses_than_a_recorded_step_has_room_for(make: Callable[..., Engine]) -> None:
-    """64 rows of 17 tokens are more than any recording: such a step has fewer guesses."""
+def test_more_drafts_than_a_captured_step_can_hold(make: Callable[..., Engine]) -> None:
+    """64 rows of 17 tokens exceed the largest captured step, so fewer drafts are verified."""
     asked = {"type": "choice", "choice": ["red or green or blue or red again"]}
     jobs = [Job([i, 2], SamplingParams(max_tokens=40, response_format=asked)) for i in range(64)]
     options = {"max_num_seqs": 64, "max_model_len": 48}
@@ -161,7 +161,7 @@ def test_more_guesses_than_a_recorded_step_has_room_for(make: Callable[..., Engi
 
 
 @pytest.mark.parametrize("asked", [JSON, REGEX, CHOICE], ids=["json", "regex", "choice"])
-def test_wherever_the_length_cuts(make: Callable[..., Engine], asked: dict[str, Any]) -> None:
+def test_max_tokens_cuts_anywhere(make: Callable[..., Engine], asked: dict[str, Any]) -> None:
     whole = SamplingParams(temperature=3, seed=5, response_format=asked, max_tokens=100)
     engines = [make(k, enable_prefix_caching=False) for k in (None, 5)]
     [full] = run(engines[0], [Job([1, 2, 3], whole)])
@@ -174,7 +174,7 @@ def test_wherever_the_length_cuts(make: Callable[..., Engine], asked: dict[str, 
             assert request.finish_reason == ("length" if n < length else "stop")
 
 
-def test_what_ends_the_output_otherwise_does_so(make: Callable[..., Engine], tokenizer: Tokenizer) -> None:
+def test_stop_strings_and_tokens_end_guided_output(make: Callable[..., Engine], tokenizer: Tokenizer) -> None:
     text = '", "b'
     params = SamplingParams(temperature=2, seed=1, max_tokens=80, response_format=JSON)
     comma = tokenizer.encode(", ", add_special_tokens=False)
@@ -188,7 +188,7 @@ def test_what_ends_the_output_otherwise_does_so(make: Callable[..., Engine], tok
     assert (guessed[1].stop_reason, guessed[3].stop_reason) == ("c", None)
 
 
-def test_logprobs_are_over_what_is_allowed_and_bias_and_penalties_hold(make: Callable[..., Engine]) -> None:
+def test_logprobs_bias_and_penalties_with_grammar(make: Callable[..., Engine]) -> None:
     params = SamplingParams(temperature=1, seed=2, max_tokens=40, logprobs=20, response_format=CHOICE)
     no = {t: -1e6 for t in range(VOCAB) if t not in (0, 1 + sorted(CHOICES).index("ab"))}
     jobs = [Job([1], params), Job([1], replace(params, frequency_penalty=2, logit_bias={5: 9}))]
@@ -201,20 +201,20 @@ def test_logprobs_are_over_what_is_allowed_and_bias_and_penalties_hold(make: Cal
         assert sum(2.718281828**entry.logprob for entry in place.values()) == pytest.approx(1, abs=1e-4)
 
 
-def test_outputs_of_one_prompt_share_it_and_follow_their_own_text(model: Model, tokenizer: Tokenizer) -> None:
+def test_samples_of_one_prompt_have_separate_guides(model: Model, tokenizer: Tokenizer) -> None:
     engine = make_engine(model, 4, tokenizer=tokenizer, max_num_seqs=4)
     params = SamplingParams(n=6, temperature=9, seed=4, max_tokens=90, response_format=JSON)
     prompt = list(range(40))
     for _ in range(2):
         requests = [engine.add(prompt, params, index) for index in range(6)]
         finish(engine)
-        assert assert_right(requests) == 6
+        assert assert_formats_followed(requests) == 6
         assert len({request.text for request in requests}) == 6
     assert engine.metrics.num_cached_tokens >= 32 * 6
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_that_is_aborted_or_fails_harms_no_other(
+def test_aborted_or_failing_guide_does_not_affect_others(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     params = SamplingParams(temperature=5, seed=1, max_tokens=80, response_format=JSON)
@@ -244,7 +244,7 @@ def test_one_that_is_aborted_or_fails_harms_no_other(
     assert gone.error is None
 
 
-def test_others_pay_nothing_and_rows_forget(
+def test_unguided_requests_skip_masks_and_rows_are_reset(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = [Job([1, 2, 1, 2], SamplingParams(temperature=1, seed=3, max_tokens=12))]
@@ -264,10 +264,10 @@ def test_others_pay_nothing_and_rows_forget(
     beside = Job([1], SamplingParams(max_tokens=40, response_format=JSON))
     engine = make(3, max_num_seqs=2)
     run(engine, [beside, beside])
-    assert outcome(run(engine, [*plain, beside])[0]) == wanted  # in the row of one that had a grammar
+    assert outcome(run(engine, [*plain, beside])[0]) == wanted  # in a row that had a grammar before
 
 
-def test_what_cannot_run_is_refused_before_anything_runs(
+def test_invalid_formats_are_rejected(
     make: Callable[..., Engine], model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asks(asked: dict[str, Any]) -> SamplingParams:
@@ -282,7 +282,7 @@ def test_what_cannot_run_is_refused_before_anything_runs(
         make().check([1], asks({"type": "json_object"}))
 
 
-def test_a_trace_shows_the_guesses(make: Callable[..., Engine]) -> None:
+def test_trace_shows_grammar_drafts(make: Callable[..., Engine]) -> None:
     params = SamplingParams(temperature=5, seed=1, max_tokens=80, response_format=JSON)
     [request] = run(make(4, trace=True), [Job([1, 2], params)])
     assert request.extension_data is not None
@@ -294,17 +294,17 @@ def test_a_trace_shows_the_guesses(make: Callable[..., Engine]) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_forced_tokens_are_all_accepted_and_cost_one_step(make: Callable[..., Engine], width: int) -> None:
-    """As a chain in a tree, too."""
+def test_forced_tokens_are_accepted_in_one_step(make: Callable[..., Engine], width: int) -> None:
+    """Also as a chain in a tree."""
     asked = {"type": "choice", "choice": ["red or green or blue"]}
     job = Job([1], SamplingParams(temperature=1, max_tokens=50, response_format=asked))
-    [request] = run(make(16, guess={"tree_width": width}), [job])
+    [request] = run(make(16, spec={"tree_width": width}), [job])
     assert request.text == "red or green or blue"
     assert request.stats.num_accepted == request.stats.num_drafted == len(request.output_ids)
     assert request.stats.num_steps == 1
 
 
-def test_no_more_is_guessed_than_there_is_room_for_or_asked(make: Callable[..., Engine]) -> None:
+def test_grammar_drafts_respect_limits(make: Callable[..., Engine]) -> None:
     asked = {"type": "choice", "choice": ["red or green or blue"]}
     engine = make(3, enable_prefix_caching=False)
     found = []
@@ -315,7 +315,7 @@ def test_no_more_is_guessed_than_there_is_room_for_or_asked(make: Callable[..., 
     assert found == [(0, 0, 1), (2, 2, 1), (3, 3, 1), (5, 5, 2), (4, 4, 2)]
 
 
-def test_a_model_runs_for_those_that_may_have_its_guesses(make: Callable[..., Engine]) -> None:
+def test_draft_model_runs_for_unguided_rows_only(make: Callable[..., Engine]) -> None:
     asked: list[list[int]] = []
 
     class Spy(Policy):
@@ -324,7 +324,7 @@ def test_a_model_runs_for_those_that_may_have_its_guesses(make: Callable[..., En
             return super().choose(limits, of_drafters, context, waiting)
 
     draft = tiny_model(3, vocab_size=VOCAB)
-    engine = make(3, guess={"method": "draft"}, draft_model=draft, enforce_eager=True)
+    engine = make(3, spec={"method": "draft"}, draft_model=draft, enforce_eager=True)
     engine.policy = Spy()
     ways: list[dict[str, Any]] = [{}, {"response_format": REGEX}, {"num_speculative_tokens": 0}]
     for way in ways:
@@ -333,7 +333,7 @@ def test_a_model_runs_for_those_that_may_have_its_guesses(make: Callable[..., En
     assert asked[0] == [0, 0, 3]
 
 
-def test_drafters_are_neither_asked_nor_told(make: Callable[..., Engine]) -> None:
+def test_drafters_skip_guided_rows(make: Callable[..., Engine]) -> None:
     told: list[int] = []
     wanted: list[int] = []
 
@@ -354,7 +354,7 @@ def test_drafters_are_neither_asked_nor_told(make: Callable[..., Engine]) -> Non
     assert set(told) == {NO_DRAFTER, 0}
 
 
-def test_the_real_model_extracts_json(smollm2: Path) -> None:
+def test_real_model_extracts_json(smollm2: Path) -> None:
     llm = LLM(
         str(smollm2), max_num_seqs=4, kv_cache_memory="100M", max_model_len=512,
         spec=SpecConfig(num_speculative_tokens=6),

@@ -1,4 +1,4 @@
-"""What rows with a grammar make of a step's proposal and logits; other rows keep theirs."""
+"""Guided rows change a step's proposal and logits; other rows keep theirs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE = Table.empty(4, 64, 16, V, "cpu")
 
 
 def line(*tokens: int) -> bytes:
-    """A mask that allows these tokens."""
+    """Return a mask that allows these tokens."""
     return sum(1 << token for token in tokens).to_bytes(8, "little")
 
 
@@ -34,12 +34,12 @@ def ints(*values: Any) -> Tensor:
 
 
 class Fake(SimpleNamespace):
-    """A worker, to which, unlike to its base, there may be weak references."""
+    """A worker that supports weak references, unlike its base."""
 
 
 @pytest.fixture(params=[None, 12], ids=["packed", "recorded"])
 def guided(request: pytest.FixtureRequest) -> Iterator[Grammar]:
-    """Of four request rows, 1 and 3 have grammars: of row 3 more is guessed than a step may verify."""
+    """Four rows, of which 1 and 3 have grammars; row 3 has more drafts than a step may verify."""
     graphs = SimpleNamespace(max_tokens=request.param) if request.param else None
     methods = ("ngram", "draft", "grammar")
     rows = Grammar(None)
@@ -49,11 +49,11 @@ def guided(request: pytest.FixtureRequest) -> Iterator[Grammar]:
     drafts = [(3, long), (1, Draft([], [], 0, [line(0, 35)]))]
     rows.send(drafts, 3)
     yield rows
-    del worker  # to which there is a weak reference
+    del worker  # only a weak reference to it remains
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_rows_get_their_own_guesses(guided: Grammar, tree: bool) -> None:
+def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
     drafts = torch.arange(12, dtype=torch.int32).view(4, 3) + 20
     logits = None if tree else torch.randn(4, 3, V)
     parents = ints([0, 0, 1]).repeat(4, 1) if tree else None
@@ -75,8 +75,8 @@ def test_rows_get_their_own_guesses(guided: Grammar, tree: bool) -> None:
     assert all(t.dtype == torch.int32 for t in found[:5])
 
 
-def test_what_is_barred(guided: Grammar) -> None:
-    """Row 3 has two tokens and padding, row 0 none of it, row 1 one; what pads the batch has no row."""
+def test_disallowed_tokens_are_masked(guided: Grammar) -> None:
+    """Row 3 has two tokens and padding, row 0 three, row 1 one; padding has no row."""
     batch = Batch.of_grid(TABLE, ints(3, 0, -1, 1), ints(0, 0, 0, 0), ints(2, 3, 3, 1), 3)
     logits = torch.randn(12, V)
     wanted = logits.clone()
@@ -88,7 +88,7 @@ def test_what_is_barred(guided: Grammar) -> None:
     assert torch.equal(logits, wanted)
 
 
-def test_a_row_that_is_another_request_forgets(guided: Grammar) -> None:
+def test_reassigned_row_has_no_mask(guided: Grammar) -> None:
     guided.admit(3)
     logits = torch.randn(1, V)
     wanted = logits.clone()
@@ -96,7 +96,7 @@ def test_a_row_that_is_another_request_forgets(guided: Grammar) -> None:
     assert torch.equal(logits, wanted)
 
 
-def test_grammars_are_imported_by_the_first_request_that_has_one() -> None:
+def test_grammar_is_imported_lazily() -> None:
     program = "import sys, nanospec.extras.grammar.extension as _; "
     program += "sys.exit('nanospec.extras.grammar.grammar' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

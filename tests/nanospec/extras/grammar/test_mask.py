@@ -1,4 +1,4 @@
-"""Barring tokens against the plainest loop: for every vocabulary, mask and row."""
+"""Masking logits, compared with a plain loop over random vocabularies, masks and rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nanospec.kernels.launch import Backend, forced
 from nanospec.kernels.native import library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ODD = torch.tensor([math.nan, math.inf, -math.inf])  # keep their bits where they are allowed
+ODD = torch.tensor([math.nan, math.inf, -math.inf])  # kept bitwise where allowed
 
 
 def masks(count: int, words: int, seed: int) -> torch.Tensor:
-    """Sparse, dense, empty and full words among others."""
+    """Return masks with random, empty and full words."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**31), 2**31, (count, words), generator=generator).int()
     kind = torch.randint(0, 4, (count, words), generator=generator)
@@ -28,10 +28,8 @@ def masks(count: int, words: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("backend", ["naive", *["native"] * (library() is not None)])
 @settings(max_examples=40)
 @given(st.integers(1, 5000), st.integers(0, 3), st.integers(-2, 2), st.integers(0, 2), st.integers(0, 10**6))
-def test_what_is_barred_is_barred_and_all_else_keeps_its_bits(
-    backend: Backend, V: int, T: int, more: int, kind: int, seed: int
-) -> None:
-    """Masks may have fewer bits than there are tokens, or more; rows need not lie back to back."""
+def test_mask_matches_loop(backend: Backend, V: int, T: int, more: int, kind: int, seed: int) -> None:
+    """Masks may have fewer or more bits than the vocabulary; rows need not be contiguous."""
     words = max(-(-V // 32) + more, 1)
     allowed = masks(3, words + 2, seed)[:, :words]
     generator = torch.Generator().manual_seed(seed)

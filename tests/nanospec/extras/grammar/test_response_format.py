@@ -1,4 +1,4 @@
-"""A bad `response_format` is refused with one sentence."""
+"""Validation of `response_format`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanospec.extras.grammar.response_format import check_together, checked
 
 ANY_JSON = {"type": "json_object"}
 DEEP: Any = []
-for _ in range(61):  # with three objects around it one level too many
+for _ in range(61):  # one level too many within three objects
     DEEP = [DEEP]
 COMBINED = {"items": {"allOf": [{"type": "string", "pattern": f"x{i}.*y"} for i in range(13)]}}
 CHAINED = {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}", "pattern": f"x{i}"} for i in range(13)}}
@@ -51,20 +51,20 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("asked", "sentence"), BAD, ids=lambda value: str(value)[:60])
-def test_bad_values_are_refused(asked: Any, sentence: str) -> None:
+def test_invalid_response_format_is_rejected(asked: Any, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         checked(asked)
     assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 1}, {"acceptance": "typical"}])
-def test_what_a_grammar_excludes_is_refused(other: dict[str, Any]) -> None:
+def test_params_incompatible_with_grammar_are_rejected(other: dict[str, Any]) -> None:
     [(name, value)] = other.items()
     with pytest.raises(ValueError, match=f"^{name}={value!r} conflicts with response_format"):
         check_together(SamplingParams(response_format=ANY_JSON, **other))
 
 
-def test_a_format_is_copied_and_text_asks_for_nothing() -> None:
+def test_format_is_copied_and_text_means_none() -> None:
     asked: Any = schema(["a"], name="x", strict=None, description=None)
     copied = checked(asked)
     assert copied == asked

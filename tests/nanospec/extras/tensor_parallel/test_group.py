@@ -1,4 +1,4 @@
-"""What ranks exchange, by gloo; here each rank is a thread, as a group does not belong to a process."""
+"""Communication between ranks over gloo. Ranks are threads here, since groups are not tied to processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = [("admit", ["x" * 10_000]), None]
 
 
 class Here(Place):
-    """A place in this process."""
+    """A place within this process."""
 
     def store(self) -> dist.Store:
         return STORES[self.path]
@@ -58,9 +58,7 @@ def results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
-def test_every_rank_gets_all_tensors_and_each_its_own_part(
-    results: list[dict[str, Any]], dtype: torch.dtype
-) -> None:
+def test_gather_and_exchange(results: list[dict[str, Any]], dtype: torch.dtype) -> None:
     given = torch.stack([torch.arange(12).view(SIZE, 2, 2) + 100 * rank for rank in range(SIZE)]).to(dtype)
     for rank, found in enumerate(results):
         whole, own = found[str(dtype)]
@@ -68,7 +66,7 @@ def test_every_rank_gets_all_tensors_and_each_its_own_part(
         assert torch.equal(own, given[:, rank])
 
 
-def test_numbers_other_shapes_and_commands(results: list[dict[str, Any]]) -> None:
+def test_other_shapes_and_commands(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["numbers"] == [[0, 7], [1, 7], [2, 7]]
         assert torch.equal(found["columns"][1], torch.tensor([[100, 102], [101, 103]]))
@@ -76,7 +74,7 @@ def test_numbers_other_shapes_and_commands(results: list[dict[str, Any]]) -> Non
         assert found["commands"] == COMMANDS
 
 
-def test_ranks_that_do_not_come_are_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START", 0.1)
     with pytest.raises(ConnectionError, match="Some of 2 ranks have not started within 0.1 seconds"):
         Group(CPU, place(0, 2, "waiting"), 30)
@@ -89,15 +87,15 @@ def test_ranks_that_do_not_come_are_not_waited_for_forever(monkeypatch: pytest.M
 
 
 class Held:
-    """Stands for a C++ group, and notes when the last reference to it is dropped."""
+    """A stand-in for a C++ group that records when its last reference is dropped."""
 
     def __init__(self) -> None:
         self.destroyed: list[bool] = []
         weakref.finalize(self, self.destroyed.append, True)
 
 
-def test_closing_destroys_the_group() -> None:
-    """Otherwise its destructor could run while the interpreter is finalized, which aborts the process."""
+def test_close_destroys_group() -> None:
+    """Otherwise its destructor could run during interpreter shutdown, which aborts the process."""
     group = Group(CPU, place(0, 1, "alone"), 30)
     group._gloo = group._tensors = held = Held()
     destroyed = held.destroyed
@@ -107,7 +105,7 @@ def test_closing_destroys_the_group() -> None:
     group.close()
 
 
-def test_all_that_close_a_group_wait_for_the_first() -> None:
+def test_concurrent_close_waits() -> None:
     group: Any = object.__new__(Group)
     begun, done = Event(), Event()
 

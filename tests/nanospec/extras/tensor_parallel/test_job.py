@@ -1,4 +1,4 @@
-"""What ends a job, and with which sentence."""
+"""Failures that end a job, and their messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LATE = r"A rank has not answered 'step' for 0\.3 seconds, which is .* distribute
 
 
 class Connection:
-    """Notes what is sent."""
+    """Records sent commands."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -33,12 +33,12 @@ class Connection:
 
 @pytest.fixture
 def job() -> Iterator[Any]:
-    """One without processes of its own, in which a command may take 0.3 seconds."""
+    """A job without processes and with a time limit of 0.3 seconds per command."""
     job: Any = Job([], HashStore(), 0.3)
     job.group = Connection()
     yield job
     job.close()
-    assert not job._watch.is_alive()  # which could drop the group while the interpreter is finalized
+    assert not job._watch.is_alive()  # it could drop the group during interpreter shutdown
 
 
 def eventually(true: Callable[[], object]) -> None:
@@ -48,8 +48,8 @@ def eventually(true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_command_has_a_time_limit_and_loading_has_none(job: Any) -> None:
-    """The leader is freed if it waits for a device, and gets an error instead of what a rank did not do."""
+def test_commands_time_out_but_loading_does_not(job: Any) -> None:
+    """A leader waiting for the device is released and gets an error."""
     with job.command("start", math.inf):
         time.sleep(0.8)
     with pytest.raises(RankFailed, match=LATE), job.command("step"):
@@ -58,7 +58,7 @@ def test_a_command_has_a_time_limit_and_loading_has_none(job: Any) -> None:
         pytest.fail("nothing is begun any more")
 
 
-def test_a_leader_that_waits_forever_ends_with_its_process(
+def test_hanging_leader_exits(
     job: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
@@ -70,8 +70,8 @@ def test_a_leader_that_waits_forever_ends_with_its_process(
     assert capfd.readouterr().err.startswith("A rank has not answered 'step' for 0.3 seconds, which is")
 
 
-def test_the_first_failure_is_the_error_of_all(job: Any) -> None:
-    """Also of a leader that only notices that a connection was closed."""
+def test_first_failure_is_reported_by_all(job: Any) -> None:
+    """Also for a leader that only sees a closed connection."""
     report_failure(job.store, 2, ValueError("max_model_len=7 is too short."))
     report_failure(job.store, 1, RuntimeError("Connection closed by peer"))
     sentence = r"^Rank 2 failed, and the others with it: max_model_len=7 is too short\.$"
@@ -80,14 +80,14 @@ def test_the_first_failure_is_the_error_of_all(job: Any) -> None:
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
-def test_an_error_of_the_leader_ends_the_job(job: Any) -> None:
+def test_leader_error_ends_job(job: Any) -> None:
     sentence = r"^Rank 0 failed, and the others with it: RuntimeError\('no'\)$"
     with pytest.raises(RankFailed, match=sentence), job.command("admit", 30):
         raise RuntimeError("no")
 
 
-def test_a_command_that_is_interrupted_ends_the_job(job: Any) -> None:
-    """Else the ranks would be out of step."""
+def test_interrupted_command_ends_job(job: Any) -> None:
+    """Otherwise the ranks would be out of step."""
     with pytest.raises(KeyboardInterrupt), job.command("step"):
         raise KeyboardInterrupt
     assert job.failure == "'step' was interrupted, and with it all ranks."
@@ -96,7 +96,7 @@ def test_a_command_that_is_interrupted_ends_the_job(job: Any) -> None:
 @pytest.mark.parametrize(
     ("program", "said"), [("exit(3)", "ended with status 3"), ("os.kill(0, 9)", "was killed by signal 9")]
 )
-def test_a_process_that_ends_ends_the_job(program: str, said: str) -> None:
+def test_dead_process_ends_job(program: str, said: str) -> None:
     command = [sys.executable, "-c", f"import os; {program}"]
     job = Job([subprocess.Popen(command, start_new_session=True)], HashStore(), 30)
     with pytest.raises(RankFailed, match=f"^Rank 1 {said}, and the others with it\\.$"), job.command("step"):
@@ -104,7 +104,7 @@ def test_a_process_that_ends_ends_the_job(program: str, said: str) -> None:
     job.close()
 
 
-def test_followers_are_told_of_the_end_once_and_have_time_to_end(tmp_path: Any) -> None:
+def test_close_notifies_ranks_once_and_waits(tmp_path: Any) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
     (tmp_path / "folder").mkdir()
     job: Any = Job([process], HashStore(), 1, str(tmp_path / "folder/store"))

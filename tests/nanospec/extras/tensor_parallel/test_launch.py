@@ -1,4 +1,4 @@
-"""Ranks as processes: they start, do what one process does, and none is left when the job ends, however."""
+"""Ranks as processes: they start, match a single process, and none survives the end of the job."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_model(folder: Path) -> Path:
-    """Write one with a tokenizer."""
+    """Write a random checkpoint with a tokenizer to the folder and return it."""
     folder.mkdir(exist_ok=True)
     vocab_size = tiny_tokenizer(folder).vocab_size
     fields = {
@@ -94,16 +94,16 @@ def expected(folder: Path) -> list[tuple[str, list[int]]]:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    """One for the tests that leave it as it was."""
+    """An LLM shared by the tests that leave it unchanged."""
     with make(folder, 2) as llm:
         yield llm
     assert_gone(ranks_of(llm))
     with pytest.raises(RuntimeError, match="has been closed; make a new LLM"):
         llm.generate(PROMPTS, PARAMS)
-    llm.close()  # once more does no harm
+    llm.close()  # a second close has no effect
 
 
-def test_writes_what_one_process_writes(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
+def test_output_matches_one_process(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
     assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
     for prompt, params, (text, _) in zip(PROMPTS, PARAMS, expected, strict=True):  # alone
         assert "".join(llm.stream(prompt, params)) == text
@@ -117,26 +117,26 @@ def children() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
 
 
-def test_ctrl_c_ends_requests_and_nothing_else(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
+def test_ctrl_c_ends_requests_only(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
     for delay in (0.02, 0.05, 0.11):
         done = threading.Event()
         threading.Thread(target=press, args=(delay, done)).start()
         try:
             with pytest.raises(KeyboardInterrupt):
-                for_ever(llm)
+                generate_forever(llm)
         finally:
             done.set()
     assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
 
 
 def press(delay: float, done: threading.Event) -> None:
-    """Ctrl-C; again if nothing comes of it, as Python drops it in callbacks of its garbage collector."""
+    """Press Ctrl-C, repeatedly, since Python drops interrupts in garbage-collector callbacks."""
     while not done.wait(delay):
         signal.raise_signal(signal.SIGINT)
         delay = 20
 
 
-def test_ctrl_c_between_a_step_and_its_result(
+def test_ctrl_c_between_step_and_fetch(
     llm: LLM, expected: list[tuple[str, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job: Any = llm.engine.worker.job  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ def test_ctrl_c_between_a_step_and_its_result(
     assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
 
 
-def for_ever(llm: LLM) -> None:
+def generate_forever(llm: LLM) -> None:
     while True:
         llm.generate(PROMPTS, PARAMS)
 
@@ -168,9 +168,7 @@ def for_ever(llm: LLM) -> None:
     ],
     ids=["killed", "hangs"],
 )
-def test_a_rank_that_dies_or_hangs_ends_the_job_in_time(
-    folder: Path, number: int, seconds: float, said: str
-) -> None:
+def test_dead_or_hanging_rank_ends_job_in_time(folder: Path, number: int, seconds: float, said: str) -> None:
     llm = make(folder, 2, distributed_timeout=3 if number == signal.SIGSTOP else 300)
     [rank] = ranks_of(llm)
     at = [0.0]
@@ -181,12 +179,12 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_in_time(
 
     threading.Timer(0.5, strike).start()
     with pytest.raises(RankFailed) as raised:
-        for_ever(llm)
+        generate_forever(llm)
     assert time.monotonic() - at[0] < seconds
     sentence = str(raised.value)
     assert re.match(said, sentence)
     assert_gone([rank])
-    for _ in range(2):  # and again, at once
+    for _ in range(2):  # the second time at once
         with pytest.raises(RankFailed) as raised:
             llm.generate(PROMPTS, PARAMS)
         assert str(raised.value) == sentence
@@ -195,7 +193,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_job_in_time(
 
 
 class Unequal(Drafter):
-    """Fails where it is made anew, which is in other processes."""
+    """A drafter that fails when it is unpickled in another process."""
 
     def __init__(self, *given: object) -> None:
         self.given = given
@@ -211,18 +209,18 @@ def fail(*given: object) -> None:
     raise ValueError("This drafter is for one process.")
 
 
-def test_ranks_that_cannot_start_are_told_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_failures_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(children())
     with pytest.raises(ValueError, match="tensor_parallel_size=3 cannot divide 4 attention heads"):
         make(folder, 3)
     make_worker = launch._worker
 
-    def slowly(*args: Any) -> Any:  # so that another rank says it first
+    def slowly(*args: Any) -> Any:  # so that another rank fails first
         time.sleep(2)
         return make_worker(*args)
 
     monkeypatch.setattr(launch, "_worker", slowly)
-    monkeypatch.setattr(job_module, "GRACE", 0.5)  # which a leader that loads weights may exceed
+    monkeypatch.setattr(job_module, "GRACE", 0.5)  # a leader loading weights may exceed it
     with pytest.raises(ValueError, match="kv_cache_memory of 99 bytes hold"):
         make(folder, 2, kv_cache_memory=99)
     with pytest.raises(ValueError, match=r"Unequal object at .* cannot be sent .*: Can't pickle local"):
@@ -232,7 +230,7 @@ def test_ranks_that_cannot_start_are_told_of(folder: Path, monkeypatch: pytest.M
     assert set(children()) == before
 
 
-def test_ranks_end_if_others_cannot_be_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_ranks_end_if_others_cannot_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
@@ -249,7 +247,7 @@ def test_ranks_end_if_others_cannot_be_started(folder: Path, monkeypatch: pytest
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
-    """What torchrun tells the 12th of 16 processes, on the second of two machines."""
+    """torchrun's environment for the 12th of 16 processes, on the second of two machines."""
     for name, value in (("RANK", 11), ("WORLD_SIZE", 16), ("LOCAL_RANK", 3), ("LOCAL_WORLD_SIZE", 8)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -260,7 +258,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     return found
 
 
-def test_under_torchrun_there_is_one_llm_of_all_processes(
+def test_torchrun_allows_one_llm_of_all_processes(
     folder: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r"torchrun has started 16 processes, but tensor_parallel_size=2;"):
@@ -273,8 +271,8 @@ def test_under_torchrun_there_is_one_llm_of_all_processes(
         make(folder, 2)
 
 
-def test_ranks_of_a_machine_share_its_cores_and_gpus(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equally, also where other ranks are elsewhere; a launcher may show each rank its own GPU alone."""
+def test_ranks_on_a_machine_share_cores_and_gpus(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equally, also with ranks on other machines; a launcher may show each rank only its own GPU."""
     threads: list[object] = []
     monkeypatch.setattr(launch, "use_threads", threads.append)
     monkeypatch.setattr(launch, "Group", lambda *given: None)
@@ -293,7 +291,7 @@ def test_ranks_of_a_machine_share_its_cores_and_gpus(place: Place, monkeypatch: 
         assert place.gpu == number
 
 
-def test_torchrun_starts_them_too(folder: Path) -> None:
+def test_torchrun(folder: Path) -> None:
     expected = make(folder, 1).generate("a red red", SamplingParams(temperature=0, max_tokens=30))[0]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "run.py"), "--model", str(folder), "--prompt", "a red red", "--max-tokens", "30"]

@@ -1,5 +1,5 @@
-"""What a user's program brings along, or does, that ranks know nothing of: a drafter and a sampling parameter
-in the script itself, a module beside it, forks, an end without notice."""
+"""A user's script with several ranks: a drafter defined in the script, a module next to it, forks, and being
+killed."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ if size > 1:
 
 
 def printed(tmp_path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """By the script: with one process, and, a line each, with two ranks. In its folder is the module that it
-    imports; where it is run, one that would be in the way."""
+    """Run the script with one process and with two ranks; return the output of the first and the lines of the
+    second. The working directory holds a module that must not shadow the standard library's."""
     model = random_model(tmp_path / "model")
     (tmp_path / "queue.py").write_text("raise ImportError('not that of the standard library')")
     script = tmp_path / "program" / "script.py"
@@ -90,17 +90,17 @@ def printed(tmp_path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return json.loads(texts[0][0]), [json.loads(line) for line in texts[1][0].splitlines()]
 
 
-def test_a_program_of_ones_own(tmp_path: Path) -> None:
+def test_user_script(tmp_path: Path) -> None:
     one, (child, several) = printed(tmp_path)
     for what in ("seeded", "greedy"):
-        assert several[what] == one[what], what  # with other guesses
+        assert several[what] == one[what], what  # with different drafts
     assert several["accepted"]
     assert several["echo"].startswith("Echo is defined in the script, which other ranks do not run: define")
     assert several["after"] == one["seeded"]
     assert child == {"child": "A forked process cannot use the ranks of its parent; make an LLM of its own."}
     ours, *theirs = several["sessions"]
     assert ours not in theirs
-    assert is_alive(several["sleeps"])  # with all that the leader had open
+    assert is_alive(several["sleeps"])  # with all the leader's open files
     try:
         assert_gone(several["ranks"])
         assert not list((tmp_path / "tmp").glob("nanospec-*"))

@@ -1,4 +1,4 @@
-"""Which rank has which part of a model."""
+"""The part of a model on each rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from nanospec.extras.tensor_parallel.shard import Shard, check_split
 from nanospec.models.config import ModelConfig
 from nanospec.models.weights import load_model
 from tests.ranks import groups_of, together
-from tests.tiny import Pages, checkpoint, tiny_config
+from tests.tiny import ModelRunner, checkpoint, tiny_config
 from tests.util import assert_close
 
-HEADS = [(4, 2), (6, 3), (8, 1), (9, 3), (15, 5), (4, 4), (14, 2)]  # with those of keys and values
+HEADS = [(4, 2), (6, 3), (8, 1), (9, 3), (15, 5), (4, 4), (14, 2)]  # (query heads, KV heads)
 
 
 def fits(config: ModelConfig, size: int) -> bool:
@@ -37,7 +37,7 @@ def fits(config: ModelConfig, size: int) -> bool:
     vocab=st.integers(256, 999),
 )
 @settings(max_examples=150)
-def test_every_number_of_every_weight_is_somewhere_and_all_ranks_have_the_same_shapes(
+def test_shards_cover_all_weights_with_equal_shapes(
     heads: tuple[int, int], size: int, inner: int, vocab: int
 ) -> None:
     config = tiny_config(num_heads=heads[0], num_kv_heads=heads[1], intermediate_size=inner, vocab_size=vocab,
@@ -61,7 +61,7 @@ def test_every_number_of_every_weight_is_somewhere_and_all_ranks_have_the_same_s
 
 
 @given(heads=st.sampled_from(HEADS), size=st.integers(1, 16))
-def test_queries_read_their_own_keys_on_every_rank(heads: tuple[int, int], size: int) -> None:
+def test_query_heads_match_their_kv_heads(heads: tuple[int, int], size: int) -> None:
     config = tiny_config(num_heads=heads[0], num_kv_heads=heads[1])
     if not fits(config, size):
         return
@@ -92,7 +92,7 @@ def test_queries_read_their_own_keys_on_every_rank(heads: tuple[int, int], size:
     ],
     ids=str,
 )
-def test_what_cannot_be_divided_is_refused_with_what_can(heads: tuple[int, int], sizes: str) -> None:
+def test_indivisible_heads_are_rejected(heads: tuple[int, int], sizes: str) -> None:
     config = tiny_config(num_heads=heads[0], num_kv_heads=heads[1])
     match = f"=7 cannot divide {heads[0]} .* with {heads[1]} .*; use one of {sizes}."
     with pytest.raises(ValueError, match=match):
@@ -104,18 +104,16 @@ FAMILIES += ["phi3-partly-rotated", "gemma2-caps", "gemma2-biases", "gemma3"]
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_ranks_compute_the_logits_of_the_whole_from_their_parts_of_the_files(
-    variant: str, tmp_path: Path
-) -> None:
-    """Fused tensors, heads in another order, biases, norms with a 1 added and of products, caps, windows; the
-    files in shards of their own."""
+def test_ranks_compute_logits_of_the_whole_model(variant: str, tmp_path: Path) -> None:
+    """Fused tensors, reordered heads, biases, Gemma's norms, QK norms, caps, windows; checkpoint files are
+    sharded independently."""
     folder = checkpoint(tmp_path, variant, max_shard_size="50KB")
     ids = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(0))
 
     def logits(group: Group | None) -> Tensor:
         split = None if group is None else partial(Shard, group=group)
         model = load_model(folder, torch.float32, "cpu", split=split)
-        pages = Pages(model, 1, 64)
+        pages = ModelRunner(model, 1, 64)
         pages.step({0: ids[:30]})
         return pages.step({0: ids[30:]})[0]
 

@@ -1,4 +1,4 @@
-"""A model split among ranks writes what it writes in one piece, with every way of guessing."""
+"""A model split among ranks generates the output of the whole model, with every drafter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from nanospec.models.decoder import Model
 from tests.drive import (
     MODES,
     Job,
-    alone,
     assert_idle,
     assert_same,
     drafters_of,
@@ -39,13 +38,14 @@ from tests.drive import (
     outcome,
     random_jobs,
     run,
+    run_alone,
 )
 from tests.random_weights import random_heads
 from tests.ranks import MakeDrafter, Weights, groups_of, part_of, split_engine, together, weights_of
 from tests.tiny import tiny_config, tiny_model
 
 VOCAB = 64
-# Ranks, heads of queries, heads of keys and values: divided; one of them on two ranks; filled up with zeros.
+# (ranks, query heads, KV heads): divided; one KV head on two ranks; padded with zeros.
 SHAPES = {"2-ranks": (2, 4, 2), "4-ranks": (4, 4, 2), "3-heads-on-2": (2, 6, 3)}
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -64,7 +64,7 @@ CASES += [("3-heads-on-2", "ngram+medusa", "plain"), ("3-heads-on-2", "ngram-tre
 
 
 class Whole(NamedTuple):
-    """A model in one piece, and what it is made of."""
+    """A whole model, its config and its weights."""
 
     config: ModelConfig
     weights: Weights
@@ -79,7 +79,7 @@ def whole(heads: int = 4, kv_heads: int = 2, **more: Any) -> Whole:
 
 
 class Drafters:
-    """Makes each rank a drafter: a draft model of its own, or heads."""
+    """Creates each rank's drafters: a draft model or Medusa heads."""
 
     def __init__(self, options: EngineConfig) -> None:
         self.spec = options.spec
@@ -96,7 +96,7 @@ class Drafters:
 def options_of(
     size: int, of: Whole, way: str, k: Any, num_blocks: int | None = None, **more: Any
 ) -> EngineConfig:
-    """`num_blocks` pages on each rank."""
+    """Return options for `size` ranks with `num_blocks` blocks on each."""
     spec = make_spec(None) if way == "none" else make_spec(k, **WAYS[way])
     if num_blocks is not None:
         local = Shard(of.config, groups_of(size)[0]).config
@@ -111,19 +111,19 @@ def options_of(
 def run_split(
     options: EngineConfig, of: Whole, jobs: list[Job], drafter: MakeDrafter | None = None, context: Any = ""
 ) -> int:
-    """Check that ranks write what one device does; return how many drafts were accepted."""
+    """Check that ranks generate the output of one device; return the number of accepted drafts."""
     size = options.tensor_parallel_size
     with split_engine(size, of.config, of.weights, options, drafter) as split:
         found = [outcome(request) for request in run(split.engine, jobs)]
     split.assert_equal()
-    for got, wanted in zip(found, alone(of.model, jobs), strict=True):
+    for got, wanted in zip(found, run_alone(of.model, jobs), strict=True):
         assert_same(got, wanted, context)
     return split.engine.metrics.spec.num_accepted
 
 
 @pytest.mark.parametrize(("shape", "way", "mode"), CASES, ids=str)
-def test_output_is_that_of_one_device(shape: str, way: str, mode: str) -> None:
-    """Greedy and seeded, filters, penalties, log-probabilities, prefix hits, chunks, preemption."""
+def test_output_matches_one_device(shape: str, way: str, mode: str) -> None:
+    """Greedy and seeded sampling, filters, penalties, logprobs, prefix hits, chunks, preemption."""
     size, *heads = SHAPES[shape]
     of, jobs = whole(*heads), random_jobs(random.Random(f"{shape}{way}"), VOCAB, 5)
     options = options_of(size, of, way, 5, 17, max_num_batched_tokens=32, **MODES[mode])
@@ -132,7 +132,7 @@ def test_output_is_that_of_one_device(shape: str, way: str, mode: str) -> None:
 
 
 class Whim(SimpleDrafter):
-    """Guesses at random."""
+    """Drafts at random."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -144,8 +144,8 @@ class Whim(SimpleDrafter):
 
 
 @pytest.mark.parametrize("way", ["whim", "whim behind lookup", "automatic k"])
-def test_ranks_that_would_choose_differently_verify_the_same(way: str) -> None:
-    """Guesses at random; numbers of drafts that depend on measured times."""
+def test_ranks_agree_on_random_drafts_and_timed_k(way: str) -> None:
+    """Random drafts, and numbers of drafts that depend on measured times."""
     of, jobs = whole(), random_jobs(random.Random(1), VOCAB, 5)
     if way == "automatic k":
         run_split(options_of(2, of, "ngram", "auto"), of, jobs)
@@ -158,8 +158,8 @@ def test_ranks_that_would_choose_differently_verify_the_same(way: str) -> None:
     assert run_split(options, of, jobs, make) > 0
 
 
-def test_rows_that_fill_up_a_vocabulary_are_no_tokens() -> None:
-    """Their logits are 0, as likely as any here."""
+def test_vocabulary_padding_is_never_sampled() -> None:
+    """The logits of padding are 0, as likely as any token here."""
     of = whole(vocab_size=33)
     assert Shard(of.config, groups_of(4)[0]).num_tokens * 4 > 33
     hot = [SamplingParams(temperature=50.0, seed=seed, max_tokens=30) for seed in range(3)]
@@ -167,11 +167,11 @@ def test_rows_that_fill_up_a_vocabulary_are_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_who_is_ended_by_the_host_disturbs_nobody(mode: str) -> None:
+def test_aborts_do_not_affect_other_requests(mode: str) -> None:
     of, rng = whole(), random.Random(3)
     params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=30) for i in range(5)]
     jobs = [Job(rng.choices(range(VOCAB), k=20) * 2, asked) for asked in params]
-    wanted = alone(of.model, jobs)
+    wanted = run_alone(of.model, jobs)
     with split_engine(2, of.config, of.weights, options_of(2, of, "ngram", 4, **MODES[mode])) as split:
         engine = split.engine
         requests = [engine.add(job.prompt, job.params) for job in jobs]
@@ -188,7 +188,7 @@ def test_who_is_ended_by_the_host_disturbs_nobody(mode: str) -> None:
             assert request.output_ids == expected.token_ids[: len(request.output_ids)]
         engine.add(*jobs[0])
         engine.step()
-        engine.abort_all()  # flights that nobody fetches
+        engine.abort_all()  # steps in flight are never fetched
         again = run(engine, jobs[:2])
     for request, expected in zip(again, wanted, strict=False):
         assert outcome(request).token_ids == expected.token_ids
@@ -196,23 +196,23 @@ def test_who_is_ended_by_the_host_disturbs_nobody(mode: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "typical"])
-def test_other_rules_of_acceptance_see_all_logits(rule: str) -> None:
-    """What they accept depends on the draft, so both engines draft alike."""
+def test_lossy_and_rejection_rules_match_one_device(rule: str) -> None:
+    """Acceptance depends on the drafts, so both engines use the same drafter."""
     of = whole()
     asked = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20) for seed in range(3)]
     jobs = [Job([5, 9, 5, 9, 5], params) for params in asked]
-    guess: dict[str, Any] = {"method": "draft", "acceptance": rule}
-    one = make_engine(of.model, 4, guess=guess, draft_model=tiny_model(num_layers=1))
+    speculation: dict[str, Any] = {"method": "draft", "acceptance": rule}
+    one = make_engine(of.model, 4, spec=speculation, draft_model=tiny_model(num_layers=1))
     wanted = [outcome(request).token_ids for request in run(one, jobs)]
     options = EngineConfig(
-        spec=make_spec(4, **guess), max_num_seqs=8, max_model_len=128, tensor_parallel_size=2
+        spec=make_spec(4, **speculation), max_num_seqs=8, max_model_len=128, tensor_parallel_size=2
     )
     with split_engine(2, of.config, of.weights, options, Drafters(options)) as split:
         assert [outcome(request).token_ids for request in run(split.engine, jobs)] == wanted
 
 
-def test_steps_are_captured_before_requests_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all captures are gone when the group is left, since NCCL waits for them."""
+def test_all_steps_are_captured_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All captures are released before the group is closed, since NCCL waits for them."""
     of, left = whole(), list[int]()
     options = options_of(2, of, "ngram", 3, enforce_eager=False)
     with split_engine(2, of.config, of.weights, options) as split:
@@ -222,7 +222,7 @@ def test_steps_are_captured_before_requests_ask(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(graphs, "capture", lambda bucket: pytest.fail(f"{bucket} is captured late"))
         for params in ({"temperature": 0}, {"top_p": 0.5, "seed": 7}, {"temperature": 0, "logprobs": 1}):
             job = Job([1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=9, **params))
-            assert_same(outcome(run(split.engine, [job])[0]), alone(of.model, [job])[0])
+            assert_same(outcome(run(split.engine, [job])[0]), run_alone(of.model, [job])[0])
         assert len(captures) == len(graphs.buckets())
         close = group.close
 
@@ -235,8 +235,8 @@ def test_steps_are_captured_before_requests_ask(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_engine_that_is_dropped_ends_its_job(mode: str) -> None:
-    """What the end of the job needs, such as the captured steps, must not keep the worker."""
+def test_dropped_engine_ends_its_job(mode: str) -> None:
+    """Objects needed to end the job, such as captures, must not keep the worker alive."""
     of, [group], job = whole(), groups_of(1), ranks.Job([], HashStore(), 30)
     options, job.group = options_of(1, of, "ngram", 3, trace=True, **MODES[mode]), group
     engine = Engine(options, Rank(group, job, options, of.model, (), create_extensions(options)))
@@ -247,7 +247,7 @@ def test_an_engine_that_is_dropped_ends_its_job(mode: str) -> None:
     assert job.failure == ranks.CLOSED
 
 
-def test_a_logit_that_is_no_number_ends_its_request_alone() -> None:
+def test_nan_logits_abort_one_request_only() -> None:
     of = whole()
     broken = {**of.weights, "model.embed_tokens.weight": of.weights["model.embed_tokens.weight"].clone()}
     broken["model.embed_tokens.weight"][7] = float("nan")
@@ -255,13 +255,13 @@ def test_a_logit_that_is_no_number_ends_its_request_alone() -> None:
     jobs = [Job([1, 2, 3], greedy), Job([1, 7], greedy)]
     with split_engine(2, of.config, broken, options_of(2, of, "ngram", 3)) as split:
         good, bad = run(split.engine, jobs)
-    assert outcome(good).token_ids == alone(of.model, jobs)[0].token_ids
+    assert outcome(good).token_ids == run_alone(of.model, jobs)[0].token_ids
     assert bad.finish_reason == "abort"
     assert "NaN" in str(bad.error)
 
 
-def test_the_memory_plan_is_that_of_all_ranks_and_adds_up() -> None:
-    """Weights as they lie in memory; a draft model is whole on every rank."""
+def test_memory_plan_matches_allocations() -> None:
+    """Weights count as stored in memory; every rank has the whole draft model."""
     of = whole(heads=6, kv_heads=3)
     options = options_of(2, of, "draft", 3)
     with split_engine(2, of.config, of.weights, options, Drafters(options)) as split:
@@ -279,7 +279,7 @@ def test_the_memory_plan_is_that_of_all_ranks_and_adds_up() -> None:
         assert first["rows"] == sum(t.nbytes for t in worker.table if isinstance(t, Tensor))
 
 
-def test_ranks_with_less_memory_decide_for_all() -> None:
+def test_smallest_rank_limits_all() -> None:
     of, given = whole(), {0: 40, 1: 20}
 
     def plan(group: Group) -> tuple[int, int]:

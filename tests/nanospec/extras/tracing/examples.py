@@ -1,4 +1,4 @@
-"""Traces made up for tests: a chain, a tree, a model's guesses, and a step without any."""
+"""Synthetic traces: a chain, a tree, drafts of a model, and a step without drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MS = {"prefill": 0.0, "propose": 0.5, "forward": 10.0, "verify": 0.5, "wait": 0.
 def step(
     tokens: Sequence[int], drafts: Sequence[int] = (), accepted: Sequence[int] = (), **fields: Any
 ) -> StepRecord:
-    """A step that looked its drafts up, unless `fields` say otherwise."""
+    """Return a step whose drafts come from n-gram lookup, unless `fields` override it."""
     K = len(drafts)
     found: dict[str, Any] = {
         "at": 0.0, "ms": MS, "batch": 1, "tokens": list(tokens), "method": "ngram" if K else "",
@@ -29,7 +29,7 @@ def step(
 
 
 def steps() -> list[StepRecord]:
-    """Of 12 tokens: 4 with guesses that hold in part, one without, a tree, a Medusa head's and a draft."""
+    """Return six steps with 12 tokens: chains, a tree, Medusa drafts, unverified drafts, and no drafts."""
     made = [
         step([3, 4, 5], [3, 4, 9, 9], [1, 2]),
         step([6]),
@@ -44,7 +44,7 @@ def steps() -> list[StepRecord]:
 
 
 def lane(name: str = "request-0", texts: Sequence[str] = WORDS) -> Lane:
-    """A prompt of 8 tokens and these steps."""
+    """Return a lane with a prompt of 8 tokens and the example steps."""
     taken, prompt = steps(), [0, 1, 2, 3, 4, 5, 0, 1]
     ids = [token for one in taken for token in one.tokens]
     shown = [texts[i % len(texts)] for i in range(10)]

@@ -1,4 +1,4 @@
-"""What must be true of every record."""
+"""Invariants of trace records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def record_of(request: Request) -> Record:
 
 
 def check(request: Request) -> None:
-    """A request's record against what the engine counted and gave out."""
+    """Check a request's record against its output and statistics."""
     steps = record_of(request).steps
     assert [token for step in steps for token in step.tokens] == request.output_ids
     sources = []

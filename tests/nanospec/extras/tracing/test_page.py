@@ -1,4 +1,4 @@
-"""The page in a browser: what it shows, and what keys and pointers do."""
+"""The trace page in a browser: its contents, and keyboard and pointer actions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Open a trace from a file; errors and whatever it asks the network for fail the test."""
+    """Open a trace from a file; errors and network requests fail the test."""
     wrong: list[str] = []
     contexts = []
 
@@ -40,7 +40,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
     assert wrong == []
 
 
-def test_every_step_shows_what_was_kept_and_what_was_not(show: Open) -> None:
+def test_steps_show_accepted_and_rejected_drafts(show: Open) -> None:
     page = show(example())
     assert page.title().startswith("12 tokens in 6 steps")
     assert "2.0 tokens per step" in page.inner_text("#lead")
@@ -62,9 +62,9 @@ def test_every_step_shows_what_was_kept_and_what_was_not(show: Open) -> None:
     assert page.text_content("#text") == "".join(example().lanes[0].prompt + example().lanes[0].output)
 
 
-def test_a_tree_is_drawn_as_one(show: Open) -> None:
+def test_tree_layout(show: Open) -> None:
     page = show(example())
-    # Of the root's two guesses the second is right; below it another one is, and there the model goes on.
+    # The second of the root's two drafts is accepted, and so is one below it.
     forks = page.locator("#step-2 .tree > .forks > .fork")
     assert texts_of(page, "#step-2 .tree > .forks > .fork") == [" be or\u21b5", "to that"]
     assert "right" in forks.nth(0).get_attribute("class")
@@ -72,7 +72,7 @@ def test_a_tree_is_drawn_as_one(show: Open) -> None:
     assert page.locator("#step-2 .rejected").count() == 2
 
 
-def test_keys_move_through_steps_and_guesses(show: Open) -> None:
+def test_keyboard_navigation(show: Open) -> None:
     page = show(example())
 
     def selected() -> str | None:
@@ -93,7 +93,7 @@ def test_keys_move_through_steps_and_guesses(show: Open) -> None:
     chip, source = page.locator("#step-0 .g.pointed"), page.locator("#text .t.source")
     assert chip.get_attribute("data-place") == "2"
     assert source.evaluate("element => [...element.parentNode.children].indexOf(element)") == 4
-    # The line begins at the guess and ends at the token.
+    # The line runs from the draft to the token.
     start, end, box = page.evaluate(
         """() => { const path = document.getElementById("arrow"), n = path.getTotalLength();
         const box = (element) => { const b = element.getBoundingClientRect();
@@ -110,7 +110,7 @@ def test_keys_move_through_steps_and_guesses(show: Open) -> None:
     assert not page.locator("#arrows").is_visible()
 
 
-def test_pointing_names_the_head_that_guessed(show: Open) -> None:
+def test_pointing_shows_the_drafter(show: Open) -> None:
     page = show(example())
     page.locator("#step-3 .g.guessed").hover()
     assert "guessed by Medusa head 1; right" in page.inner_text("#tip")
@@ -120,7 +120,7 @@ def test_pointing_names_the_head_that_guessed(show: Open) -> None:
     assert page.locator("#arrows").is_visible()
 
 
-def test_the_race_ends_with_all_of_the_text(show: Open) -> None:
+def test_replay_ends_with_the_whole_text(show: Open) -> None:
     page = show(example())
     assert texts_of(page, ".track .who") == ["one at a time", "with guesses"]
     note = page.inner_text("#race-note")
@@ -133,7 +133,7 @@ def test_the_race_ends_with_all_of_the_text(show: Open) -> None:
     page.wait_for_function("document.querySelector('.track .count').textContent == '700 ms, all 12 tokens'")
 
 
-def test_light_and_dark(show: Open) -> None:
+def test_themes(show: Open) -> None:
     page = show(example(), scheme="dark")
     paper = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(paper)
@@ -144,7 +144,7 @@ def test_light_and_dark(show: Open) -> None:
     assert page.evaluate(paper) == dark
 
 
-def test_requests_are_lanes(show: Open) -> None:
+def test_one_lane_per_request(show: Open) -> None:
     trace = example(lanes=3)
     trace.lanes[1].name = "a quotation"
     page = show(trace)
@@ -157,7 +157,7 @@ def test_requests_are_lanes(show: Open) -> None:
     assert page.locator('.lane[aria-pressed="true"]').count() == 1
 
 
-def test_any_text_is_only_text(show: Open) -> None:
+def test_text_is_escaped(show: Open) -> None:
     page = show(example(texts=NASTY))
     shown = page.text_content("#text")
     assert "</script><script>alert(1)</script><!--&lt;b>" in shown
@@ -165,7 +165,7 @@ def test_any_text_is_only_text(show: Open) -> None:
     assert "天空" in shown
 
 
-def test_a_narrow_page_scrolls_down_only(show: Open) -> None:
+def test_narrow_page_does_not_scroll_sideways(show: Open) -> None:
     page = show(example(lanes=2), width=420)
     assert page.evaluate("document.documentElement.scrollWidth") <= 420
     page.keyboard.press("Home")
@@ -173,7 +173,7 @@ def test_a_narrow_page_scrolls_down_only(show: Open) -> None:
     assert page.locator("#text .t.source").is_visible()
 
 
-def test_requests_without_steps_or_guesses(show: Open) -> None:
+def test_requests_without_steps_or_drafts(show: Open) -> None:
     empty = example()
     lane = empty.lanes[0]
     lane.steps, lane.output, lane.token_ids, lane.plain_seconds = [], [], [], None

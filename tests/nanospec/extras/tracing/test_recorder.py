@@ -1,4 +1,4 @@
-"""What a traced engine keeps is what happened, and changes nothing of it."""
+"""Traces record the steps that ran, and tracing does not change the output."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.tiny import tiny_model
 SETUPS: dict[str, dict[str, Any]] = {
     "lookup": {"k": 4},
     "auto": {"k": "auto"},
-    "tree": {"k": 6, "guess": {"tree_width": 3}},
-    "heads": {"k": 3, "guess": {"method": "ngram+medusa"}},
-    "head-tree": {"k": 5, "guess": {"method": "medusa", "tree_width": 2}},
-    "draft-auto": {"k": "auto", "guess": {"method": "ngram+draft"}},
-    "rejection": {"k": 3, "guess": {"method": "draft", "acceptance": "rejection"}},
+    "tree": {"k": 6, "spec": {"tree_width": 3}},
+    "heads": {"k": 3, "spec": {"method": "ngram+medusa"}},
+    "head-tree": {"k": 5, "spec": {"method": "medusa", "tree_width": 2}},
+    "draft-auto": {"k": "auto", "spec": {"method": "ngram+draft"}},
+    "rejection": {"k": 3, "spec": {"method": "draft", "acceptance": "rejection"}},
     "none": {"k": None},
     "K0": {"k": 0},
     "few-pages": {"k": 4, "num_blocks": 12},
@@ -49,7 +49,7 @@ def model() -> Model:
 
 def traced(model: Model, setup: str, **options: Any) -> Engine:
     settings = {**SETUPS[setup], **options}
-    method = settings.get("guess", {}).get("method", "")
+    method = settings.get("spec", {}).get("method", "")
     if "medusa" in method:
         settings["heads"] = random_heads(model, 3, vocab=50)
     if "draft" in method:
@@ -62,7 +62,7 @@ def traced(model: Model, setup: str, **options: Any) -> Engine:
     "setup",
     [pytest.param(s, marks=pytest.mark.long) if s in ("draft-auto", "rejection") else s for s in SETUPS],
 )
-def test_steps_joined_are_the_output_and_tracing_does_not_change_it(
+def test_steps_add_up_to_the_output_and_tracing_does_not_change_it(
     model: Model, setup: str, mode: str
 ) -> None:
     jobs = random_jobs(random.Random(setup), 64, 9)
@@ -82,7 +82,7 @@ def test_steps_joined_are_the_output_and_tracing_does_not_change_it(
 
 @settings(max_examples=12)
 @given(st.integers(0, 1 << 30), st.sampled_from(["lookup", "tree", "few-pages"]), st.integers(0, 2))
-def test_any_requests_and_aborts(seed: int, setup: str, num_aborted: int) -> None:
+def test_random_requests_and_aborts(seed: int, setup: str, num_aborted: int) -> None:
     rng, engine = random.Random(seed), _engine_once(setup)
     requests = [engine.add(job.prompt, job.params) for job in random_jobs(rng, 64, 5, max_tokens=20)]
     for _ in range(rng.randint(1, 6)):
@@ -103,21 +103,19 @@ def _engine_once(setup: str) -> Engine:
     return _engines[setup]
 
 
-def test_a_recorded_step_keeps_its_guesses_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_step_records_drafts_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with launch.forced("triton"):
         small = tiny_model(num_layers=1)
         few: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 32}
-        engine = make_engine(small, 2, trace=True, guess={"tree_width": 2}, enforce_eager=False, **few)
+        engine = make_engine(small, 2, trace=True, spec={"tree_width": 2}, enforce_eager=False, **few)
         [request] = run(engine, [Job([1, 2, 3, 1, 2, 4, 1, 2], SamplingParams(temperature=0, max_tokens=4))])
     check(request)
     assert record_of(request).steps[0].drafts
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_without_guesses_does_not_show_those_of_the_one_before(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_without_drafts_records_none(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(cycle_model(), 2, trace=True, **MODES[mode])
     ks = itertools.cycle(((2, 2), (0, 0)))
     monkeypatch.setattr(Policy, "choose", lambda *asked: next(ks))
@@ -126,9 +124,9 @@ def test_a_step_without_guesses_does_not_show_those_of_the_one_before(
     assert [len(step.drafts) for step in record_of(request).steps] == [2, 0] * 3
 
 
-def test_rejected_guesses_and_what_was_not_verified_are_kept(model: Model) -> None:
+def test_rejected_and_unverified_drafts_are_recorded(model: Model) -> None:
     engine = make_engine(cycle_model(), 4, trace=True)
-    # 3 is looked up, and 9 followed it; but the model goes on with 4.
+    # Lookup of 3 finds 9, but the model continues with 4.
     [request] = run(engine, [Job([3, 9, 9, 1, 2, 3], SamplingParams(temperature=0, max_tokens=6))])
     first = record_of(request).steps[0]
     assert (first.tokens, first.accepted, first.verified) == ([4], [], 4)
@@ -136,7 +134,7 @@ def test_rejected_guesses_and_what_was_not_verified_are_kept(model: Model) -> No
     assert (first.method, first.reason) == ("ngram", "fixed")
 
 
-def test_why_so_many_guesses(model: Model) -> None:
+def test_reasons_for_number_of_drafts(model: Model) -> None:
     def reasons(engine: Engine, prompt: list[int], **params: Any) -> list[str]:
         asked = SamplingParams(temperature=0, **{"max_tokens": 4, **params})
         return [step.reason for step in record_of(run(engine, [Job(prompt, asked)])[0]).steps]
@@ -151,7 +149,7 @@ def test_why_so_many_guesses(model: Model) -> None:
     assert "pays" in found
 
 
-def test_the_recorder_keeps_the_latest_requests_only(model: Model) -> None:
+def test_recorder_keeps_latest_requests(model: Model) -> None:
     engine = make_engine(cycle_model(), 1, trace=True)
     run(engine, [Job([1], SamplingParams(max_tokens=1))] * (MAX_REQUESTS + 3))
     recorder = recorder_of(engine.extensions)
@@ -159,7 +157,7 @@ def test_the_recorder_keeps_the_latest_requests_only(model: Model) -> None:
     assert recorder.num_requests == MAX_REQUESTS + 3
 
 
-def test_without_trace_there_is_none(model: Model) -> None:
+def test_no_trace_unless_enabled(model: Model) -> None:
     engine = make_engine(model, 2)
     [request] = run(engine, [Job([1, 2], SamplingParams(max_tokens=2))])
     output = RequestOutput("a", None, [1, 2], [request.completion()])
@@ -169,7 +167,7 @@ def test_without_trace_there_is_none(model: Model) -> None:
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.data())
-def test_a_walk_goes_from_each_guess_to_its_child(drafts: list[int], data: st.DataObject) -> None:
+def test_walk_follows_tree(drafts: list[int], data: st.DataObject) -> None:
     parents = [data.draw(st.integers(0, i)) for i in range(len(drafts))]
     tokens = data.draw(st.lists(st.integers(0, 2), max_size=9))
     verified = data.draw(st.integers(0, len(drafts)))
@@ -184,7 +182,7 @@ def test_a_walk_goes_from_each_guess_to_its_child(drafts: list[int], data: st.Da
         assert ahead == []
 
 
-def test_a_drafter_may_count_in_int64_as_without_a_trace(model: Model) -> None:
+def test_drafter_may_use_int64(model: Model) -> None:
     class Again(Drafter):
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
             last = table.tokens[rows.clamp(min=0), table.num_tokens[rows.clamp(min=0)] - 1].long()
@@ -197,7 +195,7 @@ def test_a_drafter_may_count_in_int64_as_without_a_trace(model: Model) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_drafts_that_a_step_drops_are_not_in_a_trace(model: Model, mode: str) -> None:
+def test_dropped_drafts_are_not_recorded(model: Model, mode: str) -> None:
     class Wild(Drafter):
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
             return make_proposal(

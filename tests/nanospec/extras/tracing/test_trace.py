@@ -1,4 +1,4 @@
-"""A trace as data and as a file: nothing in a text gets out of it, nothing else is overwritten."""
+"""A trace as data and as a file: text is escaped, and only trace files are overwritten."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ def data_in(html: str) -> Any:
 
 
 @given(st.recursive(st.text() | st.integers() | st.none(), lambda inner: st.lists(inner)))
-def test_embedded_data_is_whole_and_harmless(data: Any) -> None:
+def test_embedded_data_is_escaped(data: Any) -> None:
     text = embedded(data)
     assert json.loads(text) == data
     assert re.search(r"[<>&\u2028\u2029\x00]|[^\x20-\x7e]", text) is None
 
 
-def test_the_page_is_one_file_with_all_of_the_data() -> None:
+def test_page_is_self_contained() -> None:
     trace = example(texts=NASTY)
     html = trace.html()
     assert data_in(html) == json.loads(json.dumps(trace.to_dict()))
     assert html.count("</script>") == 2
-    code = html.replace("http://www.w3.org/2000/svg", "")  # a name, no address
+    code = html.replace("http://www.w3.org/2000/svg", "")  # an XML namespace, not a URL
     assert re.search(r"https?:|src=|@import|url\(|href=|fetch\(|import\(", code) is None
     assert "/* scripts */" not in html
     assert "/* page.css */" not in html
 
 
-def test_numbers_are_short() -> None:
+def test_numbers_are_rounded() -> None:
     trace = example()
     trace.lanes[0].seconds = 1.23456789
     assert trace.to_dict()["lanes"][0]["seconds"] == 1.235
 
 
-def test_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+def test_only_trace_pages_are_overwritten(tmp_path: Path) -> None:
     page, notes = tmp_path / "trace.html", tmp_path / "notes.txt"
     example().save(page)
     first = page.read_text()
@@ -65,9 +65,7 @@ def test_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     assert notes.read_text() == "mine"
 
 
-def test_a_page_needs_a_folder_in_which_it_can_be_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "trace.html"
     example().save(page)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
@@ -77,12 +75,10 @@ def test_a_page_needs_a_folder_in_which_it_can_be_replaced(
     check_target("/dev/null")
 
 
-def test_a_page_that_cannot_be_made_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_keeps_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "trace.html"
     page.write_text("<!doctype html>old")
-    monkeypatch.setattr(Trace, "html", lambda self: "\ud800")  # no UTF-8
+    monkeypatch.setattr(Trace, "html", lambda self: "\ud800")  # not encodable as UTF-8
     with pytest.raises(UnicodeEncodeError):
         example().save(page)
     assert page.read_text() == "<!doctype html>old"

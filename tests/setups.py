@@ -1,7 +1,7 @@
-"""A small vocabulary, every way of guessing on it, and what may be asked: for tests of distributions.
+"""A small vocabulary, all drafting setups on it, and sampling parameters, for tests of distributions.
 
-The target and a blurred copy, the draft model, are checkpoints that transformers can load too. All requests
-have one prompt, and outputs of at most `LENGTH` tokens: few enough to count all of them.
+The target and its noisy copy, the draft model, are checkpoints that transformers can load too. All requests
+have the same prompt and at most `LENGTH` output tokens: few enough to count all outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.random_weights import random_heads
 from tests.tiny import checkpoint
 
 VOCAB, LENGTH = 5, 4
-PROMPT = [0, 3, 2, 2, 4, 1, 0, 1, 3, 0, 4, 1, 2, 0, 3, 2, 4, 1, 0]  # more than a page: its K/V are shared
+PROMPT = [0, 3, 2, 2, 4, 1, 0, 1, 3, 0, 4, 1, 2, 0, 3, 2, 4, 1, 0]  # longer than a block: its K/V are shared
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -43,13 +43,13 @@ _SIZES: dict[str, Any] = {
 
 
 class World(NamedTuple):
-    """The target's folder, and what guesses for it. `said` [V, V]: what it says behind each token alone."""
+    """The target's folder, the models, and `bigram` [V, V], logits after each token for custom drafters."""
 
     folder: Path
     model: Model
     draft: Model
     heads: Heads
-    said: Tensor
+    bigram: Tensor
 
 
 def make_world(folder: Path) -> World:
@@ -60,15 +60,15 @@ def make_world(folder: Path) -> World:
         weights[name] = weight + 0.12 * weight.std() * torch.randn(weight.shape, generator=generator)
     save_file(weights, blurred / "model.safetensors", metadata={"format": "pt"})
     model, draft = (load_model(path, torch.float32, torch.device("cpu")) for path in (target, blurred))
-    said = torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
-    return World(target, model, draft, random_heads(model, 3), said)
+    bigram = torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
+    return World(target, model, draft, random_heads(model, 3), bigram)
 
 
 class Likely(SimpleDrafter):
-    """A user's: what is likeliest behind the last token."""
+    """A custom drafter of the likeliest tokens after the last one."""
 
-    def __init__(self, said: Tensor) -> None:
-        self.after = said.argmax(1).tolist()
+    def __init__(self, bigram: Tensor) -> None:
+        self.after = bigram.argmax(1).tolist()
 
     def draft(self, tokens: list[int], k: int) -> Iterator[int]:
         token = tokens[-1]
@@ -78,10 +78,10 @@ class Likely(SimpleDrafter):
 
 
 class Dice(Drafter):
-    """A user's: drawn, as each request asks, from a distribution of its own with noise of its own."""
+    """A custom drafter that samples with each request's parameters from `bigram`, with its own noise."""
 
-    def __init__(self, said: Tensor) -> None:
-        self.said = said
+    def __init__(self, bigram: Tensor) -> None:
+        self.bigram = bigram
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         own, index = table._replace(seed=table.seed ^ 0x5EED), rows.clamp(min=0)
@@ -89,19 +89,19 @@ class Dice(Drafter):
         token, drafts, logits = table.tokens[index, last.clamp(min=0)], list[Tensor](), list[Tensor]()
         for j in range(k):
             batch = lay_out_text(table, rows, last + j, (wanted - j).clamp(0, 1), 1)
-            logits.append(self.said[token])
+            logits.append(self.bigram[token])
             token = sample(logits[-1], own, batch).clamp(min=0)
             drafts.append(token)
         return make_proposal(torch.stack(drafts, 1), wanted)._replace(logits=torch.stack(logits, 1))
 
 
 class Fork(Drafter):
-    """A user's: a tree of the two likeliest behind the last token, and two behind each of them."""
+    """A custom drafter of a tree: the two likeliest tokens after the last one, and two after each of them."""
 
     makes_trees = True
 
-    def __init__(self, said: Tensor) -> None:
-        self.likely = said.topk(2).indices.int()
+    def __init__(self, bigram: Tensor) -> None:
+        self.likely = bigram.topk(2).indices.int()
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         index = rows.clamp(min=0)
@@ -111,37 +111,37 @@ class Fork(Drafter):
         return make_proposal(drafts, room(table, rows, k), parents)
 
 
-class Way(NamedTuple):
-    """How to guess: `SpecConfig`'s fields, K, or a user's own."""
+class Setup(NamedTuple):
+    """A drafting setup: fields of `SpecConfig`, K, and optionally a custom drafter."""
 
-    guess: dict[str, Any]
+    fields: dict[str, Any]
     k: K = 3
-    own: type[Likely] | type[Dice] | type[Fork] | None = None
+    custom: type[Likely] | type[Dice] | type[Fork] | None = None
     before: tuple[str, ...] = ()
 
 
-WAYS: dict[str, Way] = {
-    "none": Way({}, None),
-    "ngram": Way({"method": "ngram"}),
-    "ngram, auto": Way({"method": "ngram"}, "auto"),
-    "ngram tree": Way({"method": "ngram", "tree_width": 3}, 6),
-    "draft": Way({"method": "draft"}),
-    "draft, K = 1": Way({"method": "draft"}, 1),
-    "medusa": Way({"method": "medusa"}),
-    "medusa tree": Way({"method": "medusa", "tree_width": 3}, 6),
-    "ngram+draft": Way({"method": "ngram+draft", "prompt_lookup_min": 3}),
-    "ngram tree+draft": Way({"method": "ngram+draft", "prompt_lookup_min": 3, "tree_width": 2}, 4),
-    "ngram+medusa": Way({"method": "ngram+medusa", "prompt_lookup_min": 3}),
-    "ngram tree+medusa tree": Way({"method": "ngram+medusa", "prompt_lookup_min": 3, "tree_width": 2}, 5),
-    "a user's": Way({}, 3, Likely),
-    "a user's dice": Way({}, 3, Dice),
-    "a user's tree": Way({"tree_width": 2}, 6, Fork),
-    "ngram+a user's": Way({"prompt_lookup_min": 3}, 3, Likely, before=("ngram",)),
-    "ngram+a user's dice": Way({"prompt_lookup_min": 3}, 3, Dice, before=("ngram",)),
+SETUPS: dict[str, Setup] = {
+    "none": Setup({}, None),
+    "ngram": Setup({"method": "ngram"}),
+    "ngram, auto": Setup({"method": "ngram"}, "auto"),
+    "ngram tree": Setup({"method": "ngram", "tree_width": 3}, 6),
+    "draft": Setup({"method": "draft"}),
+    "draft, K = 1": Setup({"method": "draft"}, 1),
+    "medusa": Setup({"method": "medusa"}),
+    "medusa tree": Setup({"method": "medusa", "tree_width": 3}, 6),
+    "ngram+draft": Setup({"method": "ngram+draft", "prompt_lookup_min": 3}),
+    "ngram tree+draft": Setup({"method": "ngram+draft", "prompt_lookup_min": 3, "tree_width": 2}, 4),
+    "ngram+medusa": Setup({"method": "ngram+medusa", "prompt_lookup_min": 3}),
+    "ngram tree+medusa tree": Setup({"method": "ngram+medusa", "prompt_lookup_min": 3, "tree_width": 2}, 5),
+    "custom": Setup({}, 3, Likely),
+    "custom sampling": Setup({}, 3, Dice),
+    "custom tree": Setup({"tree_width": 2}, 6, Fork),
+    "ngram+custom": Setup({"prompt_lookup_min": 3}, 3, Likely, before=("ngram",)),
+    "ngram+custom sampling": Setup({"prompt_lookup_min": 3}, 3, Dice, before=("ngram",)),
 }
 
-# What may be asked beside a temperature.
-ASKED: dict[str, dict[str, Any]] = {
+# Sampling parameters other than temperature.
+SAMPLING: dict[str, dict[str, Any]] = {
     "nothing": {},
     "top-k": {"top_k": 3},
     "top-p": {"top_p": 0.8},
@@ -170,33 +170,33 @@ TEMPERATURES = (0.6, 1.0, 1.7)
 LOSSLESS = ("exact", "rejection")
 
 
-def rules(way: str) -> tuple[str, ...]:
-    """Where nobody guesses there is nothing to reject."""
-    return LOSSLESS if WAYS[way].k is not None else LOSSLESS[:1]
+def rules(setup: str) -> tuple[str, ...]:
+    """Return the acceptance rules to test; without drafts there is only one."""
+    return LOSSLESS if SETUPS[setup].k is not None else LOSSLESS[:1]
 
 
-def asked(what: str, temperature: float, rule: str) -> SamplingParams:
-    return SamplingParams(temperature=temperature, max_tokens=LENGTH, acceptance=rule, **ASKED[what])
+def params_for(name: str, temperature: float, rule: str) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=LENGTH, acceptance=rule, **SAMPLING[name])
 
 
 def engine_for(world: World, name: str, rule: str = "rejection", **options: Any) -> Engine:
-    """An engine that lets every request choose between "exact" and this rule."""
-    way = WAYS[name]
-    guess, given = {**way.guess, "acceptance": rule}, dict[str, Any]()
-    methods = way.guess.get("method", "")
+    """Return an engine whose requests choose between "exact" and `rule`."""
+    setup = SETUPS[name]
+    fields, given = {**setup.fields, "acceptance": rule}, dict[str, Any]()
+    methods = setup.fields.get("method", "")
     if "draft" in methods:
         given["draft_model"] = world.draft
     if "medusa" in methods:
         given["heads"] = world.heads
-    if way.own is not None:
-        given["drafter"] = [*way.before, way.own(world.said)]
+    if setup.custom is not None:
+        given["drafter"] = [*setup.before, setup.custom(world.bigram)]
     settings = {"max_num_seqs": 256, "max_model_len": 32, **options}
-    return make_engine(world.model, way.k, guess=guess, **given, **settings)
+    return make_engine(world.model, setup.k, spec=fields, **given, **settings)
 
 
 class Drawn(NamedTuple):
-    """How often each output was drawn, of a sixteenth of all requests, a quarter, and all; how many tokens
-    were guessed and accepted for them."""
+    """Counts of outputs among a sixteenth, a quarter and all of the requests, and the numbers of drafted and
+    accepted tokens."""
 
     outputs: tuple[Counter[Output], ...]
     drafted: int
@@ -206,7 +206,7 @@ class Drawn(NamedTuple):
 def draw(
     engines: Sequence[Engine], cells: Sequence[SamplingParams], samples: int, first_seed: int = 0
 ) -> list[Drawn]:
-    """So many outputs for each of the cells, all beside each other, every request with a seed of its own; by
+    """Draw `samples` outputs for each of the cells in mixed batches, each request with its own seed, using
     the engines in turn."""
     sizes = (samples // 16, samples // 4, samples)
     counts = [tuple(Counter[Output]() for _ in sizes) for _ in cells]
