@@ -1,4 +1,4 @@
-"""Tables, batches and logits for the tests of sampling and speculation, here and in tests/gpu."""
+"""Tables, batches and logits for tests of sampling and speculation, here and in tests/gpu."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEUTRAL = {"top_p": 1, "repetition": 1, "max_len": 1000, "limit": 63, "min_n": 1
 
 
 def compiled(**functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """These, where there is a compiler for them."""
+    """Return the functions if a C++ compiler is available, else nothing."""
     return functions if library() is not None else {}
 
 
@@ -32,9 +32,9 @@ def ints(*values: int) -> Tensor:
 
 
 def make_table(V: int, num_rows: int = S, block_size: int = 16, **columns: Any) -> Table:
-    """A table of requests that change nothing, but for the given columns: a value for all rows, or one each.
+    """Return a table of neutral requests with the given columns: one value for all rows, or one per row.
 
-    Tokens make it as large as they are; stop ids may be fewer than it has room for.
+    `tokens` determine its size; `stop_ids` may be fewer than the maximum.
     """
     tokens = torch.as_tensor(columns.get("tokens", [[0]] * num_rows))
     table = Table.empty(len(tokens), tokens.shape[1], block_size, V, "cpu")
@@ -55,8 +55,8 @@ def make_batch(
     parents: Sequence[int] | None = None,
     **tensors: Tensor,
 ) -> Batch:
-    """Chains, random trees, or trees of the given `parents` (by flat index) of the given lengths; no row has
-    any pages. Row b is of request row b, and all tokens are 0, unless `tensors` say otherwise."""
+    """Return a batch of chains, random trees or trees with the given `parents` (by flat index), without
+    blocks. Batch row b belongs to request row b, and all tokens are 0, unless `tensors` override them."""
     B, widest = len(q_len), max([1, *q_len])
     lengths, base = torch.tensor(q_len, dtype=torch.int32), base_len or [0] * B
     starts = torch.arange(B, dtype=torch.int32) * widest if uniform else (lengths.cumsum(0) - lengths).int()
@@ -90,26 +90,26 @@ def make_batch(
     return replace(batch, **tensors)  # type: ignore[arg-type]
 
 
-def guessed(batch: Batch) -> Proposal:
-    """A proposal of the drafts of a batch, by some model."""
+def proposal_of(batch: Batch) -> Proposal:
+    """Return a proposal of a batch's drafts, as from a draft model."""
     B, k = batch.num_rows, batch.max_q_len - 1
     drafts, zeros = torch.full((B, k), GUESSED, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
     return Proposal(drafts, (batch.q_len - 1).clamp(min=0), drafts, zeros, zeros)
 
 
 def emitted(verdict: Verdict) -> Tensor:
-    """[B, Q]: the tokens that a step emitted, kept or not, -1 beyond their number."""
+    """Return the tokens [B, Q] a step emitted, kept or not, padded with -1."""
     return verdict.report[:, COUNTS.value :][:, : verdict.path.shape[1]]
 
 
 def real(batch: Batch, b: int | None = None) -> Tensor:
-    """Flat indices of the tokens that are not padding, of batch row b or of all."""
+    """Return the flat indices of non-padding tokens, of batch row b or all rows."""
     spans = list(zip(batch.q_start.tolist(), batch.q_len.tolist()))
     return torch.cat([torch.arange(a, a + n) for a, n in (spans if b is None else [spans[b]])])
 
 
 def random_table(rng: random.Random, V: int) -> Table:
-    """Different sampling parameters in every row, extremes among them."""
+    """Return a table with random sampling parameters per row, including extremes."""
     table = make_table(V)
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     for s in range(S):
@@ -131,7 +131,7 @@ def random_table(rng: random.Random, V: int) -> Table:
 
 
 def random_logits(rng: random.Random, T: int, V: int, dtype: torch.dtype) -> Tensor:
-    """A different distribution per row: flat, peaked, full of ties, with -inf."""
+    """Return logits with a random distribution per row: flat, peaked, with ties or with -inf."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     logits = torch.randn(T, V, generator=generator)
     for t in range(T):

@@ -1,6 +1,6 @@
-"""The kernels run in Triton's interpreter here, which must be chosen before triton is imported.
+"""Kernels run in Triton's interpreter here, which must be selected before triton is imported.
 
-Compilation (`test_compile.py`) needs the real compiler and runs in a process of its own.
+Compilation (`test_compile.py`) needs the real compiler and runs in a subprocess.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """Fresh memory holds NaN, so that whatever a kernel forgets to write shows."""
+    """Fill new memory with NaN, to detect elements a kernel does not write."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -26,10 +26,10 @@ def poison() -> Iterator[None]:
 
 @pytest.fixture
 def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tl.dot` as tensor cores chain it: onto the addend, in ascending k, whatever the tile's width.
+    """Emulate `tl.dot` on tensor cores: add onto the accumulator in ascending k for any tile width.
 
-    The interpreter's own goes through numpy, whose order of summation depends on the tile. That real
-    instructions keep theirs when the tile becomes wider is checked in tests/gpu.
+    The interpreter uses numpy, whose summation order depends on the tile. tests/gpu checks that real
+    instructions keep their order for wider tiles.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

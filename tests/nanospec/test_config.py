@@ -1,4 +1,4 @@
-"""Settings refuse bad values with one sentence that names the value and the limit."""
+"""Settings reject invalid values with a message that names the value and the limit."""
 
 from __future__ import annotations
 
@@ -72,21 +72,21 @@ def case_id(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("options", "sentence"), BAD_SPEC, ids=case_id)
-def test_bad_speculation_settings_are_refused(options: dict[str, Any], sentence: str) -> None:
+def test_invalid_spec_config_is_rejected(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         resolve_drafters(SpecConfig(**options), None)
     assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize(("options", "sentence"), BAD_ENGINE, ids=case_id)
-def test_bad_engine_settings_are_refused(options: dict[str, Any], sentence: str) -> None:
+def test_invalid_engine_config_is_rejected(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         EngineConfig(**options)
     assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [SpecConfig, EngineConfig])
-def test_unknown_settings_are_a_type_error(kind: type) -> None:
+def test_unknown_settings_raise_type_error(kind: type) -> None:
     with pytest.raises(TypeError, match="max_nun_seqs"):
         kind(max_nun_seqs=3)
 
@@ -108,24 +108,22 @@ def test_settings_are_frozen(config: Any) -> None:
     ],
     ids=case_id,
 )
-def test_max_k_is_the_most_drafts_that_can_occur(options: dict[str, Any], max_k: int) -> None:
+def test_max_k(options: dict[str, Any], max_k: int) -> None:
     assert SpecConfig(**options).max_k == max_k
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps", "cuda:x", 3])
 @pytest.mark.parametrize("build", ["cpu", "cuda"])
-def test_devices_that_do_not_exist_are_refused(
-    name: Any, build: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_devices_are_rejected(name: Any, build: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.device
-    if build == "cuda":  # whose torch takes a number for that of a GPU, whether there is one or not
+    if build == "cuda":  # a CUDA build of torch takes a number for a GPU, even without one
         gpu = lambda device: real(f"cuda:{device}" if isinstance(device, int) else device)  # noqa: E731
         monkeypatch.setattr(torch, "device", gpu)
     with pytest.raises(ValueError, match=r"use 'auto', 'cpu' or 'cuda'"):
         resolve_device(name)
 
 
-def test_what_may_be_set_needs_neither_torch_nor_triton() -> None:
+def test_settings_do_not_import_torch_or_triton() -> None:
     code = (
         "import sys; sys.modules.update(torch=None, triton=None)\n"
         "from nanospec import EngineConfig, SamplingParams, SpecConfig\n"
@@ -141,7 +139,7 @@ def test_what_may_be_set_needs_neither_torch_nor_triton() -> None:
     ("text", "size"),
     [("7", 7), ("400M", 400 << 20), ("4g", 4 << 30), ("1.5 GiB", 3 << 29), ("4GB", 4 * 10**9), ("9b", 9)],
 )
-def test_memory_may_be_written_with_a_unit(text: str, size: int) -> None:
+def test_memory_units(text: str, size: int) -> None:
     assert EngineConfig(kv_cache_memory=text).kv_cache_memory == size  # type: ignore[arg-type]
 
 
@@ -170,7 +168,7 @@ def test_memory_may_be_written_with_a_unit(text: str, size: int) -> None:
     ],
     ids=["ngram", "old-ngram", "shortest", "draft", "model", "medusa", "ours"],
 )
-def test_speculative_config_of_vllm_is_read(asked: dict[str, Any], ours: SpecConfig) -> None:
+def test_from_vllm(asked: dict[str, Any], ours: SpecConfig) -> None:
     assert SpecConfig.from_vllm(asked) == ours
 
 
@@ -185,7 +183,7 @@ def test_speculative_config_of_vllm_is_read(asked: dict[str, Any], ours: SpecCon
         (lambda: LLM("x", max_seqs=3), "the closest is max_num_seqs."),
     ],
 )
-def test_unknown_names_are_a_type_error_that_names_the_closest(refused: Any, sentence: str) -> None:
+def test_unknown_names_suggest_the_closest(refused: Any, sentence: str) -> None:
     with pytest.raises(TypeError) as caught:
         refused()
     assert sentence in str(caught.value)

@@ -1,8 +1,8 @@
-"""The ends of what may be asked and of what a model may look like: shapes that are no powers of two, a
-vocabulary of one token, windows that are full at once, more drafts than fit, parameters at their limits.
+"""Extreme models and requests: shapes that are not powers of two, a vocabulary of one token, full context
+windows, more drafts than fit, sampling parameters at their limits.
 
-`EXTREMES=1000` draws so many engines instead of a few; each is named by its number, which replays it.
-`EXTREMES_LONG=8192` makes the long text so long.
+`EXTREMES=1000` sets the number of random engines; each has its number as seed and test id.
+`EXTREMES_LONG=8192` sets the length of the long text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.tiny import ModelRunner, checkpoint, tiny_model
 
 NUM_ENGINES = int(os.environ.get("EXTREMES", "15"))
 LENGTH = int(os.environ.get("EXTREMES_LONG", "1000"))
-LEAST, MOST = 1e-45, 2**31 - 1  # of float32 and of int32
+LEAST, MOST = 1e-45, 2**31 - 1  # the limits of float32 and int32
 
 
-def drawn_model(rng: random.Random, window: int) -> Model:
-    """Any small shape; one in two is computed in bfloat16, by C++ as far as it takes the shape."""
+def random_model(rng: random.Random, window: int) -> Model:
+    """Return a random small model, half of them in bfloat16, which run in C++ if the shape is supported."""
     layers, kv_heads = rng.choice((1, 2)), rng.choice((1, 2, 3))
     return tiny_model(
         rng.randrange(1 << 30),
@@ -46,8 +46,8 @@ def drawn_model(rng: random.Random, window: int) -> Model:
     )
 
 
-def drawn_job(rng: random.Random, vocab_size: int, window: int) -> Job:
-    """A prompt of any length, often the longest, and parameters at their limits."""
+def random_job(rng: random.Random, vocab_size: int, window: int) -> Job:
+    """Return a job with a prompt of random length, often the maximum, and parameters at their limits."""
     length, variety = rng.choice((1, window - 1, rng.randint(1, window - 1))), rng.choice((2, vocab_size))
     several = dict.fromkeys(range(min(vocab_size, 5)), 1e6)
     params = SamplingParams(
@@ -67,11 +67,11 @@ def drawn_job(rng: random.Random, vocab_size: int, window: int) -> Job:
 
 
 @pytest.mark.parametrize("number", range(NUM_ENGINES))
-def test_drawn_engines_write_what_decoding_alone_does(number: int) -> None:
+def test_random_engines_match_decoding_alone(number: int) -> None:
     rng = random.Random(number)
     window = rng.choice((2, 3, 5, 16, 17, 33, 64, 65))
-    model = drawn_model(rng, window)
-    jobs = [drawn_job(rng, model.config.vocab_size, window) for _ in range(4)]
+    model = random_model(rng, window)
+    jobs = [random_job(rng, model.config.vocab_size, window) for _ in range(4)]
     spec: dict[str, Any] = {"method": "ngram"}
     spec |= {"tree_width": rng.choice((1, 4))} if spec["method"] == "ngram" else {}
     engine = make_engine(
@@ -84,7 +84,7 @@ def test_drawn_engines_write_what_decoding_alone_does(number: int) -> None:
         assert_same(outcome(request), wanted)
 
 
-def test_more_log_probabilities_are_asked_for_than_there_are_tokens() -> None:
+def test_logprobs_exceeding_vocabulary() -> None:
     model = tiny_model(vocab_size=3)
     for k in (0, 4):
         more, two = SamplingParams(logprobs=20, max_tokens=9), SamplingParams(logprobs=2, max_tokens=9)
@@ -97,27 +97,27 @@ def test_more_log_probabilities_are_asked_for_than_there_are_tokens() -> None:
 
 
 @pytest.fixture(scope="module")
-def indifferent() -> Model:
-    """All logits are equal."""
+def uniform_model() -> Model:
+    """A model whose logits are all equal."""
     model = tiny_model(vocab_size=65)
     model.norm.weight.zero_()
     return model
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 9.9e-6, LEAST, 1e-46])
-def test_from_some_temperature_down_it_is_greedy(indifferent: Model, temperature: float) -> None:
-    """Ties are broken by chance above it, below by the lowest id: in float32 nothing else would tell tokens
-    apart, and what divides by such a number overflows."""
+def test_tiny_temperature_is_greedy(uniform_model: Model, temperature: float) -> None:
+    """Above the threshold, sampling breaks ties at random; below it, the lowest id wins. Dividing by smaller
+    temperatures would overflow in float32."""
     for limits in ({}, {"top_p": 0.5, "top_k": 9, "min_p": 0.5}):
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=20, **limits)  # type: ignore
         for k in (0, 4):
-            (request,) = run(make_engine(indifferent, k), [Job([3, 3, 3], params)])
+            (request,) = run(make_engine(uniform_model, k), [Job([3, 3, 3], params)])
             assert (set(request.output_ids) == {0}) == (temperature < 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_an_overflow_is_an_error_that_says_so(dtype: torch.dtype) -> None:
-    """Numbers that float32 has room for overflow in float16: one sentence, and no token is made up."""
+def test_float16_overflow_is_reported(dtype: torch.dtype) -> None:
+    """Values in float32's range overflow in float16: the request fails without emitting a token."""
     model = tiny_model(dtype=dtype)
     for layer in model.layers:
         layer.post_norm.weight.mul_(1e3)
@@ -131,8 +131,8 @@ def test_an_overflow_is_an_error_that_says_so(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_token_of_a_long_text_is_the_likeliest(dtype: torch.dtype) -> None:
-    """Guessed, in full, and then scored at once, which needs no decoding alone to compare with."""
+def test_long_text_is_greedy(dtype: torch.dtype) -> None:
+    """Generate a long text with speculation, then score it in one forward pass as the reference."""
     end = LENGTH + 3
     model = tiny_model(dtype=dtype, max_position_embeddings=end, windows=(64, None), head_dim=32)
     engine = make_engine(model, 16, spec={"method": "ngram"}, max_model_len=end, max_num_seqs=1)
@@ -147,8 +147,8 @@ def test_every_token_of_a_long_text_is_the_likeliest(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("variant", ["llama-tied-llama3", "phi3-longrope"])
-def test_angles_of_far_positions(tmp_path: Path, variant: str) -> None:
-    """Those of transformers, up to the last place of its products of positions and frequencies in float32."""
+def test_rope_at_far_positions(tmp_path: Path, variant: str) -> None:
+    """Compare with transformers, up to rounding of its float32 products of positions and frequencies."""
     import transformers
 
     far, places = 1 << 17, torch.tensor([[0, 1, 8191, 65535, (1 << 17) - 1]])

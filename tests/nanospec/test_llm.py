@@ -1,8 +1,8 @@
-"""Text in, text out: stop strings, streams, chat, errors and interruptions.
+"""The `LLM` class: stop strings, streams, chat, errors and interruptions.
 
-Most tests run a tiny checkpoint that spells the alphabet: after "ab" comes "c", after the last letter
-the end-of-sequence token. Its prompts hold the alphabet already, so that drafts are long and right. One
-token is "!" with the first half of "é", the next one the other half. The last tests run SmolLM2.
+Most tests run a tiny checkpoint that spells the alphabet: "c" follows "ab", and EOS follows the last
+letter. Prompts contain the alphabet, so that long drafts are accepted. One token is "!" with the first
+half of "é", the next one the other half. The last tests run SmolLM2.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tests.drive import MODES, assert_idle, cycle_weights, drafters_of
 
 EOS = "<e>"
 TOKENS = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", ".", "!Ã", "©", EOS, "!", "Ã"]  # é is the bytes Ã ©
-ALPHABET = "abcdefghijklmnopqrstuvwxyz .!é"  # what the tokens but the last spell
+ALPHABET = "abcdefghijklmnopqrstuvwxyz .!é"  # the text of all tokens before EOS
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint: `cycle_model` and a byte-level tokenizer with one merge."""
+    """A checkpoint of `cycle_model` with a byte-level tokenizer that has one merge."""
     folder = tmp_path_factory.mktemp("alphabet")
     config, weights = cycle_weights(len(TOKENS))
     described = {
@@ -86,7 +86,7 @@ def make(folder: Path, k: Any = 5, **options: Any) -> LLM:
 
 
 def after(text: str) -> str:
-    """A prompt that holds the alphabet and ends with `text`."""
+    """Return a prompt that contains the alphabet and ends with `text`."""
     return ALPHABET + EOS + text
 
 
@@ -99,7 +99,7 @@ def streamed(llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[str], 
     return list(llm.stream(prompt, params, ends.append)), ends[0]
 
 
-def test_the_end_of_sequence_ends_the_text_and_is_no_part_of_it(llm: LLM) -> None:
+def test_eos_ends_text_and_is_excluded(llm: LLM) -> None:
     [output] = llm.generate(after("abcd"), greedy())
     assert output.text == ALPHABET[4:]
     assert output.finish_reason == "stop"
@@ -117,19 +117,17 @@ def test_the_end_of_sequence_ends_the_text_and_is_no_part_of_it(llm: LLM) -> Non
         ("f", "e"),
         ("e", ""),
         ("hij", "efg"),
-        (["lmn", "hijk", "ijk"], "efg"),  # the one that is complete first
+        (["lmn", "hijk", "ijk"], "efg"),  # the first one completed
         (["never", "ij"], "efgh"),
         ("z .!é", "efghijklmnopqrstuvwxy"),
-        (".!", "efghijklmnopqrstuvwxyz "),  # the token that completes it begins a character
+        (".!", "efghijklmnopqrstuvwxyz "),  # the token completing it starts another character
         ("é", "efghijklmnopqrstuvwxyz .!"),
         ("never", ALPHABET[4:]),
-        ("abcdef", ALPHABET[4:]),  # begins in the prompt, which does not count
+        ("abcdef", ALPHABET[4:]),  # starts in the prompt, which is not searched
     ],
     ids=str,
 )
-def test_a_stop_string_cuts_text_tokens_logprobs_and_pieces(
-    llm: LLM, stop: str | list[str], text: str
-) -> None:
+def test_stop_string_cuts_text_tokens_logprobs_and_pieces(llm: LLM, stop: str | list[str], text: str) -> None:
     params = greedy(stop=stop, logprobs=0)
     [output] = llm.generate(after("abcd"), params)
     assert output.text == text == "".join(piece.text for piece in output.pieces)
@@ -145,21 +143,21 @@ def test_a_stop_string_cuts_text_tokens_logprobs_and_pieces(
     assert output.stats.num_tokens == len(output.token_ids)
 
 
-def test_no_stop_string_ends_the_text_before_min_tokens(llm: LLM) -> None:
+def test_stop_string_before_min_tokens_is_ignored(llm: LLM) -> None:
     [output] = llm.generate(after("abcd"), greedy(stop=["f", "pqrstu", "x"], min_tokens=5))
     assert output.text == "efghijklmno"
-    for least, text in ((1, ""), (2, "efghijklm")):  # "e" is complete with the first token
+    for least, text in ((1, ""), (2, "efghijklm")):  # the first token completes "e"
         [output] = llm.generate(after("abcd"), greedy(stop=["e", "nop"], min_tokens=least))
         assert output.text == text
 
 
-def test_a_stop_string_may_begin_before_min_tokens(llm: LLM) -> None:
+def test_stop_string_may_begin_before_min_tokens(llm: LLM) -> None:
     [output] = llm.generate(after("abcd"), greedy(stop="efgh", min_tokens=3))
     assert output.text == ""
     assert len(output.token_ids) == 4
 
 
-def test_a_text_cut_inside_a_character_says_so(llm: LLM) -> None:
+def test_text_cut_inside_a_character(llm: LLM) -> None:
     [output] = llm.generate(after("yz "), greedy(max_tokens=2))
     assert output.text == ".!\ufffd"
     chunks, output = streamed(llm, after("yz "), greedy(max_tokens=2))
@@ -167,7 +165,7 @@ def test_a_text_cut_inside_a_character_says_so(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("stop", ["hij", "hiX", "é", ["lmnopq", "o"], "never, ever", ()], ids=str)
-def test_a_stream_joins_to_the_text_and_never_passes_a_stop_string(llm: LLM, stop: Any) -> None:
+def test_stream_matches_text_and_never_exceeds_stop_string(llm: LLM, stop: Any) -> None:
     params = greedy(stop=stop)
     [expected] = llm.generate(after("abcd"), params)
     sent = ""
@@ -180,7 +178,7 @@ def test_a_stream_joins_to_the_text_and_never_passes_a_stop_string(llm: LLM, sto
     assert "".join(piece.text for piece in pieces) == expected.text
 
 
-def test_pieces_say_where_they_were_copied_from(folder: Path) -> None:
+def test_pieces_have_source(folder: Path) -> None:
     llm = make(folder, 5)
     tokens = llm.tokenizer.encode(after("abcd"))
     pieces = [p for step in llm.stream_pieces(after("abcd"), greedy(max_tokens=12)) for p in step]
@@ -191,8 +189,8 @@ def test_pieces_say_where_they_were_copied_from(folder: Path) -> None:
             assert llm.tokenizer.decode([tokens[piece.source]]) == piece.text
 
 
-def test_streams_read_in_turn_each_get_their_whole_text(llm: LLM) -> None:
-    """Also what a request produced, to its end, while another stream was read."""
+def test_interleaved_streams(llm: LLM) -> None:
+    """Also text a request produced while another stream was read."""
     prompts = [after("ab"), after("abcdefgh"), after("xyz .")]
     streams = [llm.stream(prompt, greedy()) for prompt in prompts]
     texts = ["", "", ""]
@@ -206,7 +204,7 @@ def test_streams_read_in_turn_each_get_their_whole_text(llm: LLM) -> None:
     assert begin + "".join(slow) == ALPHABET[2:]
 
 
-def test_a_stream_that_is_left_frees_everything(llm: LLM) -> None:
+def test_abandoned_stream_frees_everything(llm: LLM) -> None:
     for chunk in llm.stream(after("ab"), greedy()):
         assert chunk
         break
@@ -218,12 +216,12 @@ def test_a_stream_that_is_left_frees_everything(llm: LLM) -> None:
         assert_idle(engine)
 
 
-def test_a_stream_is_of_one_output(llm: LLM) -> None:
+def test_stream_rejects_several_outputs(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"n=2 outputs cannot be one stream"):
         next(llm.stream("a", SamplingParams(n=2)))
 
 
-def test_outputs_come_in_order_of_prompts_and_are_reported_as_they_end(llm: LLM) -> None:
+def test_outputs_in_prompt_order_with_callbacks_as_they_finish(llm: LLM) -> None:
     ended: list[tuple[int, str]] = []
     prompts: list[str | list[int]] = [after("a"), llm.tokenizer.encode(after("ab")), after("abc")]
     outputs = llm.generate(
@@ -239,7 +237,7 @@ def test_outputs_come_in_order_of_prompts_and_are_reported_as_they_end(llm: LLM)
     assert llm.metrics()["num_finished"] == 4
 
 
-def test_what_is_run_while_an_output_is_reported_gets_its_results_too(llm: LLM) -> None:
+def test_generate_inside_a_callback(llm: LLM) -> None:
     inner: list[str] = []
 
     def report(index: int, output: RequestOutput) -> None:
@@ -251,7 +249,7 @@ def test_what_is_run_while_an_output_is_reported_gets_its_results_too(llm: LLM) 
     assert inner == [ALPHABET[2:]]
 
 
-def test_a_report_that_fails_ends_the_batch(llm: LLM) -> None:
+def test_failing_callback_ends_batch(llm: LLM) -> None:
     def report(index: int, output: RequestOutput) -> None:
         raise RuntimeError("disk full")
 
@@ -261,13 +259,13 @@ def test_a_report_that_fails_ends_the_batch(llm: LLM) -> None:
         assert_idle(engine)
 
 
-def test_a_prompt_may_be_a_list_of_ids_and_none_gives_none(llm: LLM) -> None:
+def test_prompt_of_token_ids_and_empty_list(llm: LLM) -> None:
     [output] = llm.generate([0, 1, 2], greedy(max_tokens=3))
     assert output.text == "def"
     assert llm.generate([]) == []
 
 
-def test_samples_differ_and_are_those_of_their_seed(folder: Path) -> None:
+def test_samples_differ_and_are_reproducible(folder: Path) -> None:
     params = SamplingParams(n=3, temperature=20, seed=1, max_tokens=20)
     for caching in (True, False):
         outputs = [
@@ -279,7 +277,7 @@ def test_samples_differ_and_are_those_of_their_seed(folder: Path) -> None:
         assert len({tuple(ids) for ids in plain}) == 3
 
 
-def test_chat_renders_one_conversation_or_several(llm: LLM) -> None:
+def test_chat_with_one_or_several_conversations(llm: LLM) -> None:
     def user(text: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": text}]
 
@@ -289,7 +287,7 @@ def test_chat_renders_one_conversation_or_several(llm: LLM) -> None:
     assert [output.text for output in both] == ["b", " "]
 
 
-def test_an_output_has_the_fields_of_its_first_completion(llm: LLM) -> None:
+def test_output_forwards_first_completion(llm: LLM) -> None:
     [output] = llm.generate("ab", greedy(max_tokens=3, logprobs=1))
     assert output.token_ids == output.outputs[0].token_ids
     assert output.seconds >= output.first_token_seconds > 0
@@ -298,7 +296,7 @@ def test_an_output_has_the_fields_of_its_first_completion(llm: LLM) -> None:
         _ = output.txt
 
 
-def test_calls_are_written_as_for_vllm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllm_compatible_calls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llm = make(folder, 3)
     params = greedy(max_tokens=3, logprobs=0, n=2)
     ids = [0, 1]
@@ -321,25 +319,25 @@ def test_calls_are_written_as_for_vllm(folder: Path, capsys: pytest.CaptureFixtu
     assert llm.chat(conversation, sampling_params=params, use_tqdm=False, **asked)[0].text == "def"
 
 
-def test_ids_may_be_tensors(llm: LLM) -> None:
+def test_token_ids_may_be_tensors(llm: LLM) -> None:
     params, wanted = greedy(max_tokens=2), llm.generate([[0, 1], [2, 3]], greedy(max_tokens=2))
     ids: Any
     for ids in (torch.tensor([[0, 1], [2, 3]]), [torch.tensor([0, 1]), np.array([2, 3])]):
         assert [o.token_ids for o in llm.generate(ids, params)] == [o.token_ids for o in wanted]
     ids = torch.tensor([0, 1])
     assert llm.generate(ids, params)[0].token_ids == wanted[0].token_ids
-    texts: Any = np.array(["ab", "cd"])  # whose elements have no dimensions either
+    texts: Any = np.array(["ab", "cd"])  # its elements are 0-dimensional too
     assert [output.prompt_token_ids for output in llm.generate(texts, params)] == [[0, 1], [2, 3]]
     ids = [torch.tensor([0]), torch.tensor([1])]
     several = llm.generate(ids, params)
     assert [output.prompt_token_ids for output in several] == [[0], [1]]
 
 
-def test_what_ended_an_output_is_named(llm: LLM) -> None:
+def test_stop_reason(llm: LLM) -> None:
     asked = greedy(stop=["nop", "xyz"], stop_token_ids=[7])
     assert llm.generate(after("abcd"), asked)[0].stop_reason == 7
     assert llm.generate(after("klm"), asked)[0].stop_reason == "nop"
-    for params in (asked, greedy(max_tokens=2)):  # the model's own end; the length
+    for params in (asked, greedy(max_tokens=2)):  # EOS; the length limit
         assert llm.generate(after("z"), params)[0].stop_reason is None
 
 
@@ -363,9 +361,7 @@ BAD_CALLS: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize(("prompts", "params", "sentence"), BAD_CALLS.values(), ids=list(BAD_CALLS))
-def test_a_call_that_cannot_run_changes_nothing(
-    folder: Path, prompts: Any, params: Any, sentence: str
-) -> None:
+def test_invalid_call_has_no_side_effects(folder: Path, prompts: Any, params: Any, sentence: str) -> None:
     llm = make(folder)
     before = llm.metrics()
     with pytest.raises(ValueError) as caught:
@@ -377,7 +373,7 @@ def test_a_call_that_cannot_run_changes_nothing(
     assert llm.generate("ab", greedy(max_tokens=2))[0].text == "cd"
 
 
-def test_unknown_options_are_a_type_error(folder: Path) -> None:
+def test_unknown_options_raise_type_error(folder: Path) -> None:
     with pytest.raises(TypeError, match="max_seqs"):
         LLM(folder, max_seqs=3)
 
@@ -385,10 +381,10 @@ def test_unknown_options_are_a_type_error(folder: Path) -> None:
 @pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("fails", [False, True], ids=["ctrl-c", "failure"])
-def test_a_model_is_usable_behind_ctrl_c_and_a_failed_step(
+def test_llm_is_usable_after_ctrl_c_and_failed_step(
     folder: Path, step: int, mode: dict[str, Any], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C waits for the end of the step and ends the requests of the call; a failure ends all."""
+    """Ctrl-C takes effect after the step and ends the call's requests; a failed step ends all requests."""
     llm = make(folder, **mode)
     forward, calls = llm.engine.worker.model.forward, 0
 
@@ -413,7 +409,7 @@ def test_a_model_is_usable_behind_ctrl_c_and_a_failed_step(
     assert llm.generate(after("abcd"), greedy())[0].text == ALPHABET[4:]
 
 
-def test_metrics_are_those_of_all_requests(folder: Path) -> None:
+def test_metrics_sum_over_requests(folder: Path) -> None:
     llm = make(folder, 5)
     outputs = llm.generate([after("a"), "ab", after("abc")], greedy(max_tokens=9))
     metrics = llm.metrics()
@@ -423,9 +419,7 @@ def test_metrics_are_those_of_all_requests(folder: Path) -> None:
     assert json.loads(json.dumps(metrics)) == metrics
 
 
-def test_a_draft_model_is_loaded_by_name_and_must_have_the_same_vocabulary(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_draft_model_by_name_with_same_vocabulary(folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
     spec = SpecConfig(method="draft", draft_model=str(folder), num_speculative_tokens=3)
     [output] = LLM(folder, spec=spec, **options).generate(after("abcd"), greedy(max_tokens=16))
@@ -444,7 +438,7 @@ def test_a_draft_model_is_loaded_by_name_and_must_have_the_same_vocabulary(
         LLM(folder, spec=SpecConfig(method="draft", draft_model="nowhere"), **options)
 
 
-def test_a_drafter_may_be_given(folder: Path) -> None:
+def test_custom_drafter(folder: Path) -> None:
     class Alphabet(SimpleDrafter):
         def draft(self, tokens: list[int], k: int) -> range:
             return range(tokens[-1] + 1, TOKENS.index(EOS))
@@ -458,9 +452,7 @@ def test_a_drafter_may_be_given(folder: Path) -> None:
     assert [*output.stats.by_drafter] == ["ngram"]
 
 
-def test_heads_are_found_by_the_models_name(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_are_found_by_model_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path))
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
     with pytest.raises(FileNotFoundError, match="train some: .* train --model"):
@@ -469,7 +461,7 @@ def test_heads_are_found_by_the_models_name(
     for i in range(2):
         heads[f"{i}.0.linear.weight"] = torch.zeros(size, size)
         heads[f"{i}.0.linear.bias"] = torch.zeros(size)
-        heads[f"{i}.1.weight"] = torch.eye(size).roll(2 + i, 0)  # what follows in the alphabet
+        heads[f"{i}.1.weight"] = torch.eye(size).roll(2 + i, 0)  # predicts the following letters
     (tmp_path / "heads").mkdir()
     save_file(heads, tmp_path / "heads" / f"{folder.name}.safetensors")
     llm = LLM(folder, spec=SpecConfig(method="medusa", num_speculative_tokens=5), **options)
@@ -497,7 +489,7 @@ MIXED = [
 ]
 
 
-def test_a_trace_ends_where_a_stop_string_cuts_an_accepted_run(folder: Path) -> None:
+def test_trace_ends_at_stop_string(folder: Path) -> None:
     llm = make(folder, 8, trace=True)
     prompt = ALPHABET + "abc"
     [output] = llm.generate(prompt, greedy(stop="hi", n=2, max_tokens=20))
@@ -514,7 +506,7 @@ def test_a_trace_ends_where_a_stop_string_cuts_an_accepted_run(folder: Path) -> 
     assert recorder.trace().to_dict()["lanes"][0]["token_ids"] == output.token_ids
     for _ in llm.stream("abcd", greedy()):
         break
-    assert recorder.trace().lanes[-1].token_ids  # what there was when it was interrupted
+    assert recorder.trace().lanes[-1].token_ids  # the part before the interruption
     with pytest.raises(ValueError, match=r"There is no trace of this"):
         recorder_of(make(folder).engine.extensions)
 
@@ -533,7 +525,7 @@ def with_k(
     parts: dict[str, Any] | None = None,
     **options: Any,
 ) -> LLM:
-    """The same model in another engine; `parts` make drafters, by method."""
+    """Return an LLM with the same model and another engine; `parts` create drafters by method."""
     other = copy(llm)
     spec = SpecConfig(num_speculative_tokens=k, **(speculation or {}))
     other.config = type(llm.config)(**{**vars(llm.config), "spec": spec, **options})
@@ -547,7 +539,7 @@ def with_k(
 
 @pytest.fixture(scope="module")
 def wanted(real: LLM) -> list[RequestOutput]:
-    """Each prompt by itself, without guesses."""
+    """The output of each prompt alone, without speculation."""
     return [real.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
 
 
@@ -559,7 +551,9 @@ def wanted(real: LLM) -> list[RequestOutput]:
         *(pytest.param(way, marks=pytest.mark.long) for way in ("draft", "medusa", "medusa-tree")),
     ],
 )
-def test_smollm2_on_equals_off_whoever_drafts(real: LLM, wanted: list[RequestOutput], way: str) -> None:
+def test_smollm2_output_is_unchanged_with_every_drafter(
+    real: LLM, wanted: list[RequestOutput], way: str
+) -> None:
     model = real.engine.worker.model
     speculation = {"method": way.replace("-tree", ""), "tree_width": 3 if "tree" in way else 1}
     parts: dict[str, Any] = {}
@@ -573,15 +567,15 @@ def test_smollm2_on_equals_off_whoever_drafts(real: LLM, wanted: list[RequestOut
     assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
     stats = llm.engine.metrics.spec
     assert stats.num_accepted > 10
-    if way == "draft":  # the target itself: what it misses are penalties
+    if way == "draft":  # the target itself, but without penalties
         for output, params in zip(outputs, MIXED, strict=True):
             drafted, accepted = output.stats.num_drafted, output.stats.num_accepted
             assert params.changes_logits or drafted == accepted
 
 
-def test_smollm2_on_equals_off_alone_and_in_a_batch(real: LLM, wanted: list[RequestOutput]) -> None:
-    """In bfloat16 too, to the bit: on a CPU a row's result depends neither on its neighbours nor on how
-    its prompt is cut into chunks."""
+def test_smollm2_output_is_unchanged_in_a_batch(real: LLM, wanted: list[RequestOutput]) -> None:
+    """Bitwise identical in bfloat16 too: on a CPU, a row's result depends neither on other rows nor on the
+    chunks of its prompt."""
     together = with_k(real, 6, max_num_batched_tokens=50)
     accepted = 0
     for alone, got in zip(wanted, together.generate(PROMPTS, MIXED), strict=True):
@@ -593,7 +587,7 @@ def test_smollm2_on_equals_off_alone_and_in_a_batch(real: LLM, wanted: list[Requ
     assert wanted[0].text.startswith(" brown fox jumps over the lazy dog.")
 
 
-def test_smollm2_texts_are_those_of_the_tokens_and_streams_join_to_them(real: LLM) -> None:
+def test_smollm2_text_matches_tokens_and_streams(real: LLM) -> None:
     llm = with_k(real, 4)
     prompt = "naïve café 東京 🙂 ne, " * 4 + "naïve"
     [output] = llm.generate([prompt], greedy(max_tokens=24))

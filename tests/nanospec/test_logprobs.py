@@ -1,4 +1,4 @@
-"""Log-probabilities are those of transformers in float64, with and without guesses, in a mixed batch."""
+"""Logprobs match transformers in float64, with and without speculation, in a mixed batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def jobs() -> list[Job]:
-    """Greedy and drawn; what filters, biases and penalties change is not what the model says."""
+    """Return greedy and sampling jobs; filters, biases and penalties must not affect logprobs."""
     rng = random.Random(4)
     phrase = [rng.randrange(199) for _ in range(5)]
     asked: list[dict[str, Any]] = [
@@ -39,7 +39,7 @@ def jobs() -> list[Job]:
         {"temperature": 1.6},
         {"temperature": 0.4, "top_k": 5, "top_p": 0.8, "min_p": 0.01},
         {"temperature": 0.0, "logit_bias": {7: 4.0}, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-        {"temperature": 1.0, "logit_bias": {7: 60.0}},  # what lookup finds
+        {"temperature": 1.0, "logit_bias": {7: 60.0}},  # token found by lookup
         {"temperature": 0.0, "num_speculative_tokens": 0},
     ]
     return [
@@ -53,13 +53,13 @@ def jobs() -> list[Job]:
 
 @lru_cache(maxsize=64)
 def truth(folder: Path, text: tuple[int, ...]) -> np.ndarray:
-    """[T, V] float64 behind each token of a text."""
+    """Return log-probabilities [T, V] in float64 after each token of a text."""
     logits = reference_logits(folder, torch.tensor(text))
     return logits.log_softmax(-1).numpy()
 
 
 def check(request: Request, folder: Path) -> None:
-    """The token's own value and rank, and the five likeliest; equal up to rounding may change places."""
+    """Check the token's value and rank and the five likeliest tokens, allowing near ties to swap."""
     text = (*request.prompt_ids, *request.output_ids)
     rows = truth(folder, text)[len(request.prompt_ids) - 1 : -1]
     assert len(request.logprobs) == len(rows) == LENGTH
@@ -74,7 +74,7 @@ def check(request: Request, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["llama-linear-biases-d24", "gemma2-caps"])
-def test_log_probabilities_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+def test_logprobs_match_transformers(variant: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, variant)
     model = load_model(folder, torch.float32, torch.device("cpu"))
     parts: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Counters add up, ratios have sane values before the first step, and all of it is JSON."""
+"""Counters add up, ratios are defined before the first step, and all of it can be serialized to JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from nanospec.outputs import Metrics, SpecStats
 
 
-def test_ratios_are_over_all_steps_also_those_without_drafts() -> None:
+def test_ratios_include_steps_without_drafts() -> None:
     stats = SpecStats()
     for drafted, accepted, emitted in ((4, 2, 3), (0, 0, 1), (4, 4, 5), (1, 0, 1)):
         stats.record(drafted, accepted, emitted, "draft" if drafted == 1 else "ngram")
@@ -24,12 +24,12 @@ def test_ratios_are_over_all_steps_also_those_without_drafts() -> None:
     assert stats.by_drafter == {"ngram": [2, 8, 6], "draft": [1, 1, 0]}
 
 
-def test_nothing_recorded_divides_by_nothing() -> None:
+def test_ratios_are_zero_without_steps() -> None:
     stats = SpecStats()
     assert stats.tokens_per_step == stats.acceptance_rate == stats.efficiency == stats.coverage == 0
 
 
-def test_everything_is_json() -> None:
+def test_metrics_are_json_serializable() -> None:
     metrics = Metrics(SpecStats())
     metrics.spec.record(2, 1, 2, "ngram")
     shown = json.loads(json.dumps(metrics.to_dict()))

@@ -1,4 +1,4 @@
-"""`SamplingParams` refuses bad values with one sentence that names the value and the limit."""
+"""`SamplingParams` rejects invalid values with a message that names the value and the limit."""
 
 from __future__ import annotations
 
@@ -74,23 +74,23 @@ def case_id(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("options", "sentence"), BAD, ids=case_id)
-def test_bad_values_are_refused(options: dict[str, Any], sentence: str) -> None:
+def test_invalid_values_are_rejected(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         SamplingParams(**options)
     assert sentence in str(caught.value)
 
 
-def test_every_field_with_a_limit_is_checked() -> None:
+def test_every_field_has_an_invalid_case() -> None:
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert {name for options, _ in BAD for name in options} == fields - {"response_format"}
 
 
-def test_unknown_arguments_are_a_type_error() -> None:
+def test_unknown_arguments_raise_type_error() -> None:
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
 
 
-def test_params_are_frozen_and_keep_no_reference_to_what_they_were_given() -> None:
+def test_params_are_frozen_and_copy_their_arguments() -> None:
     stop, bias = ["a"], {1: 2.0}
     params = SamplingParams(stop=stop, logit_bias=bias)
     stop.append("b")
@@ -101,7 +101,7 @@ def test_params_are_frozen_and_keep_no_reference_to_what_they_were_given() -> No
         params.n = 2  # type: ignore[misc]
 
 
-def test_shorthands_and_limits_are_taken() -> None:
+def test_shorthands_and_limits_are_accepted() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(logit_bias={"12": 1}).logit_bias == {12: 1}  # type: ignore[dict-item]
     empty = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
@@ -126,6 +126,6 @@ def test_shorthands_and_limits_are_taken() -> None:
     ],
     ids=case_id,
 )
-def test_what_changes_logits_is_known_to(options: dict[str, Any]) -> None:
+def test_changes_logits(options: dict[str, Any]) -> None:
     assert SamplingParams(**options).changes_logits
     assert not SamplingParams(temperature=0.5, top_p=0.5, top_k=3, min_p=0.1).changes_logits

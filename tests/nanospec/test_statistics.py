@@ -231,11 +231,11 @@ RATIO = "e > log_q[draft] - log_p[draft]"
 HEAVY = pytest.mark.statistics
 DICE, DRAFT = "custom sampling", "draft"
 DEFECTS = {
-    "what is rejected may be drawn again": Defect(
+    "rejected token may be drawn again": Defect(
         accept, "_rejection", "log_p.exp() - log_q.exp()", "log_p.exp()", DICE,
         ("nothing", 1.0, "rejection"), 256,
     ),
-    "the bonus is drawn from the row before": Defect(
+    "bonus token is drawn from the previous position": Defect(
         sample, "scores_of", "logits[t]", "logits[t - (0 < place == len(row.ids) - 1)]", DRAFT,
         ("nothing", 1.0, "exact"),
     ),
@@ -245,7 +245,7 @@ DEFECTS = {
     ),
 }  # fmt: skip
 SMALL_DEFECTS = {
-    "drafts are accepted 20 % too seldom": Defect(
+    "drafts are accepted 20 % too rarely": Defect(
         accept, "_rejection", RATIO, f"{RATIO} + 0.22", DICE, ("nothing", 1.7, "rejection"), 768
     ),
     "min_tokens counts from the beginning of the run": Defect(
@@ -255,7 +255,7 @@ SMALL_DEFECTS = {
     "drafts are accepted 5 % too often": Defect(
         accept, "_rejection", RATIO, f"{RATIO} - 0.05", DICE, ("nothing", 1.7, "rejection"), 24_000
     ),
-    "drafts are accepted 5 % too seldom": Defect(
+    "drafts are accepted 5 % too rarely": Defect(
         accept, "_rejection", RATIO, f"{RATIO} + 0.05", DICE, ("nothing", 1.7, "rejection"), 24_000
     ),
     "a residual draw shares its noise with the next position": Defect(
@@ -266,7 +266,7 @@ SMALL_DEFECTS = {
         accept, "_rejection", "seed ^ RESIDUAL.value", "seed ^ ACCEPTANCE.value", DICE,
         ("nothing", 1.7, "rejection"), 8192,
     ),
-    "the draft's own filters are forgotten": Defect(
+    "filters of the draft are ignored": Defect(
         accept, "_rejection", "log_probs(guess, s, table)",
         "(guess / table.temperature[s]).log_softmax(-1)", DRAFT, ("filters", 1.7, "rejection"),
         2048,
@@ -274,7 +274,7 @@ SMALL_DEFECTS = {
     "acceptance shares the noise of the draft": Defect(
         accept, "_rejection", "seed ^ ACCEPTANCE.value", "seed", DRAFT, ("nothing", 1.0, "rejection"), 1024
     ),
-    "the draft's bias is forgotten": Defect(
+    "bias of the draft is ignored": Defect(
         accept, "_rejection", "if table.penalized[s]", "if False", DRAFT, ("bias", 1.0, "rejection"), 1024
     ),
     "penalties do not count drafts": Defect(
@@ -284,7 +284,7 @@ SMALL_DEFECTS = {
         top_k_top_p, "naive", "scores = scores[scores >= threshold]", "pass", DRAFT,
         ("filters", 1.7, "exact"), 1024,
     ),
-    "repetition_penalty does not know the prompt": Defect(
+    "repetition_penalty ignores the prompt": Defect(
         scores, "penalize", "(counts > 0) | table.in_prompt[s]", "counts > 0", DRAFT,
         ("repetition", 1.0, "exact"), 2048,
     ),

@@ -25,10 +25,10 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from tests.kernels.batches import (
     S,
-    guessed,
     ints,
     make_batch,
     make_table,
+    proposal_of,
     random_logits,
     random_table,
     real,
@@ -119,7 +119,7 @@ def verified(targets: Tensor, batch: Batch) -> verify.Verdict:
     """What verification makes of targets, for requests without limits."""
     requests = int(batch.rows.max()) + 1
     table = make_table(5000, num_rows=requests, max_len=0)
-    return verify.naive(targets, batch, table, guessed(batch))
+    return verify.naive(targets, batch, table, proposal_of(batch))
 
 
 FORMS = ["chain", "packed", "tree", "nan", "ngram"]

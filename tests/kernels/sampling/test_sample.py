@@ -25,10 +25,10 @@ from tests.kernels.batches import (
     S,
     compiled,
     emitted,
-    guessed,
     ints,
     make_batch,
     make_table,
+    proposal_of,
     random_logits,
     random_table,
 )
@@ -192,7 +192,7 @@ def test_penalties_follow_the_drafts(form: str, implementation: str) -> None:
 def num_emitted(targets: Tensor, batch: Batch, table: Table) -> tuple[Tensor, Tensor]:
     """What verification makes of targets."""
     table = make_table(table.vocab_size, tokens=torch.zeros(S, 1000))
-    verdict = verify.naive(targets, batch, table, guessed(batch))
+    verdict = verify.naive(targets, batch, table, proposal_of(batch))
     return emitted(verdict), verdict.num_emitted
 
 

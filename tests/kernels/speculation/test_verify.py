@@ -19,7 +19,7 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
-from tests.kernels.batches import compiled, emitted, guessed, ints, make_batch, make_table
+from tests.kernels.batches import compiled, emitted, ints, make_batch, make_table, proposal_of
 
 S, V, CAPACITY = 6, 12, 20
 
@@ -178,7 +178,7 @@ def test_where_a_run_ends(case: str, implementation: str) -> None:
     run, length, max_len, stops, kept, code = CASES[case]
     table = one_row(length, max_len, stops)
     batch = make_batch([len(run)], input_ids=ints(0, *run[:-1]))  # all drafts are right
-    verdict = IMPLEMENTATIONS[implementation](ints(*run), batch, table, guessed(batch))
+    verdict = IMPLEMENTATIONS[implementation](ints(*run), batch, table, proposal_of(batch))
     assert emitted(verdict).tolist() == [run]
     assert report.decode(verdict.report.tolist())[0].tokens == kept
     assert table.tokens[0, length:].tolist() == kept + [99] * (CAPACITY - length - len(kept))
@@ -199,7 +199,7 @@ def test_parents_in_a_circle_end(implementation: str) -> None:
         ((0, 99, -7, 0), [0, 3, 0, 0]),
     ):
         batch, table = replace(tree, parents=ints(*parents)), one_row()
-        verdict = IMPLEMENTATIONS[implementation](same, batch, table, guessed(batch))
+        verdict = IMPLEMENTATIONS[implementation](same, batch, table, proposal_of(batch))
         assert verdict.path.tolist() == [path]
         emits = 1 + sum(place > 0 for place in path)
         assert int(verdict.num_emitted) == emits

@@ -23,7 +23,7 @@ from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from tests.drive import MODES, Job, cycle, cycle_model, make_engine, random_jobs, run, run_and_compare
-from tests.kernels.batches import guessed, make_batch
+from tests.kernels.batches import make_batch, proposal_of
 from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
@@ -251,7 +251,7 @@ def test_heads_use_hidden_state_of_last_accepted_token(model: Model) -> None:
     batch = make_batch([6, 6], parents=[0, 0, 1, 0, 3, 3] + [0] * 6, rows=torch.tensor([2, -1]).int())
     path = torch.tensor([[0, 3, 5, 0, 0, 0], [0] * 6], dtype=torch.int32)
     verdict = Verdict(path, torch.tensor([3, 0], dtype=torch.int32), path)
-    drafter.learn(table, guessed(batch), batch, verdict, hidden)
+    drafter.learn(table, proposal_of(batch), batch, verdict, hidden)
     assert torch.equal(drafter.hidden[:3], torch.stack([0 * hidden[0], 0 * hidden[0], hidden[5]]))
     assert drafter.propose(table, rows, 8).num_drafts.tolist() == [0, 0, 8]
     drafter.release(2)

@@ -1,4 +1,4 @@
-"""`ModelConfig` reads every supported config.json and refuses the others with a sentence."""
+"""`ModelConfig` reads every supported config.json and rejects others with a one-line message."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_head_dim() -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_refuses(changes: dict[str, Any], words: str) -> None:
+def test_invalid_config_is_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         parse(**changes)
     message = str(caught.value)
@@ -150,7 +150,7 @@ def test_rope_parameters_of_gemma_must_be_an_object() -> None:
     ],
     ids=["short", "unknown", "no-window", "negative", "zero"],
 )
-def test_refuses_windows(changes: dict[str, Any], words: str) -> None:
+def test_invalid_windows_are_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse("Qwen2", **changes)
 
@@ -161,7 +161,7 @@ def test_dtype() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_shapes_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+def test_shapes_match_transformers(variant: str, tmp_path: Path) -> None:
     from safetensors import safe_open
 
     folder = checkpoint(tmp_path, variant)

@@ -1,4 +1,4 @@
-"""The forward pass in C++: against exact arithmetic, its bits, in trees too, and what it must not read."""
+"""The C++ forward pass: accuracy, bitwise reproducibility, trees, and memory it must not read."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def compiled(config: ModelConfig, change: Change | None = None) -> CompiledModel
     return CompiledModel(config, BF16, "cpu", weights(config, change))
 
 
-def by_pytorch(config: ModelConfig, change: Change | None = None) -> Model:
-    """The same weights, not packed for C++."""
+def in_pytorch(config: ModelConfig, change: Change | None = None) -> Model:
+    """Return a model with the same weights in PyTorch."""
     with forced("naive"):
         return Model(config, BF16, "cpu", weights(config, change))
 
 
 def exact(config: ModelConfig, change: Change | None = None) -> Model:
-    """The same weights in float64."""
+    """Return a model with the same weights in float64."""
     get = weights(config, change)
     with forced("naive"):
         return Model(config, torch.float64, "cpu", lambda name: get(name).double())
@@ -101,15 +101,15 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_is_as_near_to_exact_arithmetic_as_pytorch(model: Model, block_size: int) -> None:
-    """Prompts longer than a span, single tokens and several, packed and padded."""
+def test_accuracy_matches_pytorch(model: Model, block_size: int) -> None:
+    """Prompts longer than a span, one or several tokens, packed and padded."""
     steps: list[dict[str, Any]] = [
         {"chunks": {0: tokens(model, 330), 1: tokens(model, 5, 1), 2: tokens(model, 255, 2)}},
         {"chunks": {0: tokens(model, 1, 3), 1: tokens(model, 13, 4), 2: tokens(model, 3, 5)}},
         {"chunks": {1: tokens(model, 2, 6), 0: tokens(model, 7, 7)}, "pad_to": 9},
     ]
     ours = ModelRunner(model, 3, 640, block_size)
-    theirs, wanted = (ModelRunner(make(model.config), 3, 640, block_size) for make in (by_pytorch, exact))
+    theirs, wanted = (ModelRunner(make(model.config), 3, 640, block_size) for make in (in_pytorch, exact))
     for step in steps:
         actual = ours.step(**step)
         with forced("naive"):
@@ -120,7 +120,7 @@ def test_is_as_near_to_exact_arithmetic_as_pytorch(model: Model, block_size: int
 
 @pytest.mark.usefixtures("other_library")
 def test_other_processors(model: Model) -> None:
-    test_is_as_near_to_exact_arithmetic_as_pytorch(model, 16)
+    test_accuracy_matches_pytorch(model, 16)
 
 
 def test_gates_far_from_zero() -> None:
@@ -131,60 +131,60 @@ def test_gates_far_from_zero() -> None:
 
     config = config_of("mqa-d80-biases")
     model = compiled(config, change)
-    wanted, pages, ids = (
+    wanted, runner, ids = (
         ModelRunner(exact(config, change), 1, 64),
         ModelRunner(model, 1, 64),
         tokens(model, 9),
     )
     with forced("naive"):
         expected = wanted.step({0: ids})[0]
-    assert error(pages.step({0: ids})[0], expected) < 0.03
+    assert error(runner.step({0: ids})[0], expected) < 0.03
 
 
-def first_values(pages: ModelRunner) -> Tensor:
-    """Of the first layer and row, heads of 32: [heads, 20, 32]."""
-    tiles = pages.cache[pages.table.block_table[0, :2].long(), 0, :, 1, 0]  # [2, heads, 16, 32] as
+def first_values(runner: ModelRunner) -> Tensor:
+    """Return the values of the first layer and row, with heads of 32: [heads, 20, 32]."""
+    tiles = runner.cache[runner.table.block_table[0, :2].long(), 0, :, 1, 0]  # [2, heads, 16, 32] as
     return tiles.view(2, -1, 8, 32, 2).permute(1, 0, 2, 4, 3).flatten(1, 3)[:, :20]
 
 
-def test_values_that_overflow_are_the_largest_number_in_the_cache() -> None:
-    """So that they stay numbers when they are multiplied by 0; what was not a number becomes 0."""
+def test_overflowing_values_are_clamped_in_the_cache() -> None:
+    """So that multiplying them by 0 gives 0; NaN becomes 0."""
     model = compiled(config_of("gqa"), lambda name, tensor: tensor * (3e38 if "v_proj" in name else 1))
-    pages, ids = ModelRunner(model, 1, 64), tokens(model, 20)
+    runner, ids = ModelRunner(model, 1, 64), tokens(model, 20)
     model.embedding[ids[-1]] = torch.nan
-    pages.step({0: ids})
-    values = first_values(pages)
+    runner.step({0: ids})
+    values = first_values(runner)
     assert (values.min(), values.max()) == (torch.finfo(BF16).min, torch.finfo(BF16).max)
     assert not values[:, -1].any()
 
 
 @pytest.mark.usefixtures("other_library")
-def test_values_that_are_too_small_are_zero() -> None:
+def test_underflowing_values_are_zero() -> None:
     model = compiled(config_of("gqa"), lambda name, tensor: tensor * (1e-38 if "v_proj" in name else 1))
-    pages = ModelRunner(model, 1, 64)
-    pages.step({0: tokens(model, 20)})
-    assert not first_values(pages).any()
+    runner = ModelRunner(model, 1, 64)
+    runner.step({0: tokens(model, 20)})
+    assert not first_values(runner).any()
 
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
-def test_bits_do_not_depend_on_the_batch(window_model: Model, seed: int) -> None:
-    """In pieces of any size, beside others, padded, on any number of threads: the bits of 64 at a time."""
+def test_results_are_bitwise_independent_of_the_batch(window_model: Model, seed: int) -> None:
+    """Chunks of any size, other rows, padding and threads give the results of chunks of 64 bitwise."""
     model, length, rng = window_model, 700, random.Random(seed)
-    text, pages = tokens(model, length), ModelRunner(window_model, 4, 704)
-    expected = torch.cat([pages.step({0: part})[0] for part in text.split(64)])
-    pages = ModelRunner(model, 4, 704)
+    text, runner = tokens(model, length), ModelRunner(window_model, 4, 704)
+    expected = torch.cat([runner.step({0: part})[0] for part in text.split(64)])
+    runner = ModelRunner(model, 4, 704)
     threads = torch.get_num_threads()
     try:
-        while (start := pages.length[0]) < length:
+        while (start := runner.length[0]) < length:
             torch.set_num_threads(rng.randint(1, 4))
             n = min(rng.choice([1, 2, 5, 12, 13, 63, 200, 400]), length - start)
             others = rng.sample([1, 2, 3], rng.randint(0, 3))
             chunks = {row: tokens(model, rng.choice([1, 3, 11])) for row in others}
             chunks[0] = text[start : start + n]
             pad = n + rng.randint(0, 3) if len(chunks) == 1 and n < 60 else None
-            logits = pages.step(chunks, pad_to=pad)[0]
-            pages.length[1:] = [0, 100, 300]  # of whatever lies there
+            logits = runner.step(chunks, pad_to=pad)[0]
+            runner.length[1:] = [0, 100, 300]  # whatever the cache holds there
             assert torch.equal(logits, expected[start : start + n]), (start, n)
     finally:
         torch.set_num_threads(threads)
@@ -196,21 +196,21 @@ BASES = (0, 1, 14, 15, 16, 17, 31, 63, 64, 200, 239, 240, 246, 254, 255, 256, 25
 
 
 def poisoned(model: Model, block_size: int) -> ModelRunner:
-    """Three rows; what no step has written is NaN as a key and the largest number as a value."""
-    pages = ModelRunner(model, 3, 640, block_size)
-    pages.cache[:, :, :, 0] = torch.nan
-    pages.cache[:, :, :, 1] = torch.finfo(BF16).max
-    return pages
+    """Return three rows whose unwritten keys are NaN and unwritten values the largest number."""
+    runner = ModelRunner(model, 3, 640, block_size)
+    runner.cache[:, :, :, 0] = torch.nan
+    runner.cache[:, :, :, 1] = torch.finfo(BF16).max
+    return runner
 
 
 def random_parents(rng: random.Random, k: int) -> list[int]:
-    """Of nodes 1 .. k: deep, wide or between, or a chain."""
+    """Return random parents of nodes 1 .. k: deep, wide, in between, or a chain."""
     near = rng.choice((1, 2, 5, 64))
     return [rng.randint(max(i - near, 0), i - 1) for i in range(1, k + 1)]
 
 
 def paths_of(parents: list[int]) -> list[list[int]]:
-    """From node 0 to each leaf."""
+    """Return the path from node 0 to each leaf."""
     paths = [[0]]
     for i, parent in enumerate(parents, 1):
         paths.append([*paths[parent], i])
@@ -221,8 +221,8 @@ def paths_of(parents: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "rows-4-kb-apart"])
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32))
-def test_a_node_has_the_bits_of_a_chain_of_its_path(name: str, seed: int) -> None:
-    """Beside other trees, where tiles, pages and spans begin and end, on any number of threads."""
+def test_tree_nodes_match_chains_bitwise(name: str, seed: int) -> None:
+    """Next to other trees, at boundaries of tiles, blocks and spans, on any number of threads."""
     model, rng = build_model(name), random.Random(seed)
     block_size, k = rng.choice((16, 64)), rng.choice((1, 4, 8, 30, 63))
     base = [rng.choice(BASES) for _ in range(3)]
@@ -230,22 +230,22 @@ def test_a_node_has_the_bits_of_a_chain_of_its_path(name: str, seed: int) -> Non
     trees = [random_parents(rng, k) for _ in base]
     texts = [tokens(model, n + 1, seed + i) for i, n in enumerate(base)]
     drafts = tokens(model, 3 * k, seed + 9).view(3, k).int()
-    pages, chains = poisoned(model, block_size), poisoned(model, block_size)
-    for one in (pages, chains):
+    runner, chains = poisoned(model, block_size), poisoned(model, block_size)
+    for one in (runner, chains):
         if prompts := {row: text[:-1] for row, text in enumerate(texts) if len(text) > 1}:
             one.step(prompts)
     for row, text in enumerate(texts):
-        pages.table.tokens[row, : len(text)] = text
-        pages.table.num_tokens[row] = len(text)
-    pages.table.max_len.fill_(640)
+        runner.table.tokens[row, : len(text)] = text
+        runner.table.num_tokens[row] = len(text)
+    runner.table.max_len.fill_(640)
     nothing = torch.zeros(3, dtype=torch.int32)
     parents = torch.tensor(trees, dtype=torch.int32)
     proposal = Proposal(drafts, torch.tensor(count, dtype=torch.int32), drafts, nothing, nothing, parents)
-    batch = lay_out(pages.table, torch.arange(3, dtype=torch.int32), proposal, packed=rng.random() < 0.5)
+    batch = lay_out(runner.table, torch.arange(3, dtype=torch.int32), proposal, packed=rng.random() < 0.5)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(rng.randint(1, 3))
-        logits = model.logits(model.forward(batch, pages.cache))
+        logits = model.logits(model.forward(batch, runner.cache))
     finally:
         torch.set_num_threads(threads)
     for row, start in enumerate(batch.q_start.tolist()):
@@ -259,19 +259,19 @@ def test_a_node_has_the_bits_of_a_chain_of_its_path(name: str, seed: int) -> Non
 # ---- what is read and written --------------------------------------------------------------------
 
 
-def test_keys_and_values_alone(model: Model) -> None:
+def test_write_kv_matches_forward(model: Model) -> None:
     caches = []
     for run in (model.forward, model.write_kv):
-        pages = ModelRunner(model, 2, 640)
-        pages.table.tokens[:, :300] = torch.stack([tokens(model, 300), tokens(model, 300, 1)])
-        run(Batch.of_chunks(pages.table, [Chunk(0, 0, 300), Chunk(1, 0, 7)]), pages.cache)
-        caches.append(pages.cache)
+        runner = ModelRunner(model, 2, 640)
+        runner.table.tokens[:, :300] = torch.stack([tokens(model, 300), tokens(model, 300, 1)])
+        run(Batch.of_chunks(runner.table, [Chunk(0, 0, 300), Chunk(1, 0, 7)]), runner.cache)
+        caches.append(runner.cache)
     assert torch.equal(*caches)
 
 
-def test_nothing_that_a_query_does_not_see_reaches_it(model: Model) -> None:
-    """Neither other pages, nor later entries, nor a later draft, though keys and logits are NaN and values as
-    large as numbers can be."""
+def test_masked_entries_have_no_effect(model: Model) -> None:
+    """Other blocks, later entries and later drafts have no effect, even with NaN keys and logits and the
+    largest finite values."""
     broken, bad = compiled(model.config), model.config.vocab_size - 1
     broken.embedding[bad] = torch.nan
     prompt, drafts = tokens(model, 270) % bad, tokens(model, 6, 1) % bad
@@ -279,35 +279,35 @@ def test_nothing_that_a_query_does_not_see_reaches_it(model: Model) -> None:
     with_nan[3] = bad
     results = []
     for poison, ids in ((False, drafts), (True, drafts), (True, with_nan)):
-        pages = ModelRunner(broken, 2, 640)
-        pages.cache[:, :, :, 0] = torch.nan if poison else 0
-        pages.cache[:, :, :, 1] = torch.finfo(BF16).max if poison else 0
-        pages.step({0: prompt})
-        results.append(pages.step({0: ids})[0])
+        runner = ModelRunner(broken, 2, 640)
+        runner.cache[:, :, :, 0] = torch.nan if poison else 0
+        runner.cache[:, :, :, 1] = torch.finfo(BF16).max if poison else 0
+        runner.step({0: prompt})
+        results.append(runner.step({0: ids})[0])
     assert results[0].isfinite().all()
     assert torch.equal(results[1], results[0])
     assert torch.equal(results[2][:3], results[0][:3])
     assert results[2][3].isnan().all()
 
 
-def test_hidden_states_are_never_4_kb_apart() -> None:
-    """Nor are rows of other sizes padded."""
+def test_hidden_states_avoid_4_kb_stride() -> None:
+    """Only rows of such sizes are padded."""
     for name, stride in (("rows-4-kb-apart", 2080), ("gqa", 96)):
         model = build_model(name)
-        pages = ModelRunner(model, 1, 64)
-        batch = Batch.of_chunks(pages.table, [Chunk(0, 0, 3)])
-        assert model.forward(batch, pages.cache).stride() == (stride, 1)
+        runner = ModelRunner(model, 1, 64)
+        batch = Batch.of_chunks(runner.table, [Chunk(0, 0, 3)])
+        assert model.forward(batch, runner.cache).stride() == (stride, 1)
 
 
-def test_products_of_pytorch_are_not_disturbed(window_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may use the same registers, of a shape of their own, in the same thread."""
+def test_pytorch_matmul_is_unaffected(window_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch may use the same AMX registers with another tile shape in the same thread."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     x, weight = torch.randn(130, 256).to(BF16), torch.randn(96, 256).to(BF16)
     strips, expected, results = packed.pack(weight), x @ weight.T, []
     for _ in range(3):
-        pages = ModelRunner(window_model, 1, 64)
-        pages.table.tokens[0, :5] = tokens(window_model, 5)
-        hidden = window_model.forward(Batch.of_chunks(pages.table, [Chunk(0, 0, 5)]), pages.cache)
+        runner = ModelRunner(window_model, 1, 64)
+        runner.table.tokens[0, :5] = tokens(window_model, 5)
+        hidden = window_model.forward(Batch.of_chunks(runner.table, [Chunk(0, 0, 5)]), runner.cache)
         assert torch.equal(x @ weight.T, expected)
         results.append((hidden, packed.linear(x, strips)))
         assert torch.equal(x @ weight.T, expected)
@@ -317,13 +317,13 @@ def test_products_of_pytorch_are_not_disturbed(window_model: Model, monkeypatch:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_has_helpers_of_its_own(window_model: Model) -> None:
-    """Small tensors only: PyTorch's own threads do not survive a fork."""
+def test_forked_process_has_its_own_threads(window_model: Model) -> None:
+    """Only with small tensors, since PyTorch's threads do not survive a fork."""
     ids, threads = tokens(window_model, 9), torch.get_num_threads()
     ours, childs = ModelRunner(window_model, 1, 32), ModelRunner(window_model, 1, 32)
     torch.set_num_threads(3)
     try:
-        expected = ours.step({0: ids})[0]  # from now on there are threads
+        expected = ours.step({0: ids})[0]  # starts the threads
         if not (child := os.fork()):
             right = torch.equal(childs.step({0: ids})[0], expected)
             os._exit(0 if right and len(os.listdir("/proc/self/task")) == 3 else 1)
@@ -341,7 +341,7 @@ def test_a_forked_process_has_helpers_of_its_own(window_model: Model) -> None:
         torch.set_num_threads(threads)
 
 
-def test_reports_name_the_implementation(window_model: Model) -> None:
+def test_computed_by(window_model: Model) -> None:
     assert re.fullmatch(r"C\+\+ \((AMX|avx512_bf16|AVX-512|AVX2|no AVX)\)", computed_by(window_model))
     assert computed_by(tiny_model()) == "PyTorch"  # in float32
     assert "products in C++ (" in computed_by(tiny_model(dtype=BF16, intermediate_size=90))

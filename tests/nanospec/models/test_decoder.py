@@ -1,4 +1,4 @@
-"""The decoder gives the logits of transformers, however its tokens are cut into steps."""
+"""The decoder matches the logits of transformers, however its tokens are split into steps."""
 
 from __future__ import annotations
 
@@ -38,44 +38,44 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(model, ids, [reference_logits(folder, sequence) for sequence in ids])
 
 
-def test_one_prefill(case: Case) -> None:
-    pages = ModelRunner(case.model, 2, 112)
-    for row, logits in pages.step(dict(enumerate(case.ids))).items():
+def test_single_prefill(case: Case) -> None:
+    runner = ModelRunner(case.model, 2, 112)
+    for row, logits in runner.step(dict(enumerate(case.ids))).items():
         case.check(row, 0, logits, "prefill")
 
 
-def test_chunked_in_odd_sizes(case: Case) -> None:
-    pages = ModelRunner(case.model, 2, 112)
+def test_chunks_of_odd_sizes(case: Case) -> None:
+    runner = ModelRunner(case.model, 2, 112)
     for size in (1, 31, 7, 17, 3, 41):
         chunks = {}
         for row, ids in enumerate(case.ids):
-            start = pages.length[row]
+            start = runner.length[row]
             if start < len(ids):
                 chunks[row] = ids[start : start + size + 4 * row]
-        starts = list(pages.length)
-        for row, logits in pages.step(chunks).items():
+        starts = list(runner.length)
+        for row, logits in runner.step(chunks).items():
             case.check(row, starts[row], logits, f"chunk of {len(logits)}")
-    assert tuple(pages.length) == LENGTHS
+    assert tuple(runner.length) == LENGTHS
 
 
 @pytest.mark.parametrize("k", [0, 4], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 def test_steps_with_rejected_drafts(case: Case, k: int, padded: bool) -> None:
-    """Steps of K+1 tokens whose last ones are wrong and are overwritten by the next step."""
-    pages = ModelRunner(case.model, 2, 112)
+    """Steps of K+1 tokens; the last ones are rejected and overwritten by the next step."""
+    runner = ModelRunner(case.model, 2, 112)
     prompt = {0: case.ids[0][:21], 1: case.ids[1][:6]}
-    pages.step(prompt)
+    runner.step(prompt)
     generator = torch.Generator().manual_seed(5)
     for turn in range(10):
         accepted = turn % (k + 1) + 1
-        chunks, starts = {}, list(pages.length)
+        chunks, starts = {}, list(runner.length)
         for row in (1, 0):  # the order of rows in a batch is free
             right = case.ids[row][starts[row] : starts[row] + accepted]
             wrong = torch.randint(case.model.config.vocab_size, (k,), generator=generator)
-            # In a grid row 1 has fewer drafts than row 0, so that it is padded.
+            # In a grid, row 1 has fewer drafts than row 0 and is padded.
             width = max(accepted, k + 1 - (row if padded else 0))
             chunks[row] = torch.cat((right, wrong))[:width]
-        logits = pages.step(chunks, keep=accepted, pad_to=k + 1 if padded else None)
+        logits = runner.step(chunks, keep=accepted, pad_to=k + 1 if padded else None)
         for row in (0, 1):
             case.check(row, starts[row], logits[row][:accepted], f"step {turn}")
 
@@ -88,8 +88,8 @@ def test_rows_without_tokens() -> None:
         assert_close(ModelRunner(model, 3, 64).step(chunks)[1], expected, 1e-6)
 
 
-def test_padding_changes_nothing() -> None:
-    """Padding tokens leave the cache and the logits of real tokens alone, to the bit."""
+def test_padding_has_no_effect() -> None:
+    """Padding leaves the cache bitwise unchanged, and the logits of real tokens."""
     model = tiny_model()
     ids = torch.arange(40) % 64
     plain, padded = ModelRunner(model, 2, 64), ModelRunner(model, 2, 64)
@@ -112,8 +112,8 @@ def real(smollm2: Path) -> tuple[Path, Tensor, Tensor]:
 
 def test_smollm2(real: tuple[Path, Tensor, Tensor]) -> None:
     folder, ids, expected = real
-    pages = ModelRunner(load_model(folder, torch.float32, "cpu"), 1, 80)
-    logits = torch.cat([pages.step({0: chunk})[0] for chunk in ids.split([70, 1, 1, 5, 3])])
+    runner = ModelRunner(load_model(folder, torch.float32, "cpu"), 1, 80)
+    logits = torch.cat([runner.step({0: chunk})[0] for chunk in ids.split([70, 1, 1, 5, 3])])
     largest = assert_close(logits, expected, 3e-6, "SmolLM2")
     assert largest < 5e-4  # logits reach 33; transformers itself is 1e-4 from float64
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
@@ -139,7 +139,7 @@ def test_random_models() -> None:
 
 
 @pytest.mark.parametrize("variant", ["plain", "tied", "everything"])
-def test_every_weight_is_taken_once(variant: str) -> None:
+def test_every_weight_is_loaded_once(variant: str) -> None:
     everything = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True}
     options = {"plain": {}, "tied": {"tie_word_embeddings": True}, "everything": everything}
     config = tiny_config(**options[variant])

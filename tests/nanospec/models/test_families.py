@@ -1,6 +1,6 @@
-"""What each family adds: as released files say it, by the logits of transformers, to the bit on a CPU.
+"""Features of each model family: released configs, logits of transformers, bitwise identity on a CPU.
 
-Prompts, chunks and drafts of every entry of `VARIANTS` in float32 are in `test_decoder.py`.
+`test_decoder.py` tests every entry of `VARIANTS` in float32 with prompts, chunks and drafts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.tiny import ModelRunner, checkpoint, num_parameters, reference_logits
 from tests.util import assert_close, error_ratio
 
 BF16 = torch.bfloat16
-NEW: dict[str, dict[str, Any]] = {  # variants, and what makes their heads wide enough for the C++
+NEW: dict[str, dict[str, Any]] = {  # variants, with changes that make their heads wide enough for C++
     "phi3-window11": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "phi3-partly-rotated": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "gemma2-caps": {},
@@ -54,17 +54,17 @@ def tokens(count: int, seed: int = 0) -> Tensor:
     return torch.randint(199, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def test_bfloat16_is_as_near_as_that_of_transformers(folder: Path, backend: Backend) -> None:
+def test_bfloat16_accuracy_matches_transformers(folder: Path, backend: Backend) -> None:
     model, ids = load_model(folder, BF16, "cpu"), tokens(90)
     assert isinstance(model, CompiledModel) == (backend == "native")
     exact, theirs = reference_logits(folder, ids), reference_logits(folder, ids, BF16)
-    pages = ModelRunner(model, 1, 112)
-    ours = torch.cat([pages.step({0: chunk})[0] for chunk in ids.split([50, 1, 5, 34])])
+    runner = ModelRunner(model, 1, 112)
+    ours = torch.cat([runner.step({0: chunk})[0] for chunk in ids.split([50, 1, 5, 34])])
     assert error_ratio(ours, exact) < 1.3 * error_ratio(theirs, exact)
 
 
-def test_guesses_change_no_bit(folder: Path, backend: Backend) -> None:
-    """In bfloat16 on a CPU, by either implementation."""
+def test_speculation_is_bitwise_identical(folder: Path, backend: Backend) -> None:
+    """In bfloat16 on a CPU, with both implementations."""
     model = load_model(folder, BF16, "cpu")
     params = [SamplingParams(temperature=t, seed=3, max_tokens=40, logprobs=2) for t in (0, 0, 0.7, 1.2)]
     jobs = [Job([*range(5, 25), i] * 2, p) for i, p in enumerate(params)]
@@ -76,7 +76,7 @@ def test_guesses_change_no_bit(folder: Path, backend: Backend) -> None:
     assert results[0] == results[1]
 
 
-def test_embeddings_are_scaled_by_a_rounded_number() -> None:
+def test_embedding_scale_is_rounded_to_bfloat16() -> None:
     config: dict[str, Any] = {"embedding_scale": 2304**0.5 + 0.1, "tie_word_embeddings": True}
     assert tiny_model(dtype=BF16, **config).embedding_scale == 48.0
     model = tiny_model(**config, logit_softcap=1.0)
@@ -88,8 +88,8 @@ def test_embeddings_are_scaled_by_a_rounded_number() -> None:
 
 
 @pytest.mark.parametrize("longest", [64, 32])
-def test_longrope_is_chosen_by_the_longest_text(tmp_path: Path, longest: int) -> None:
-    """Beyond the 32 tokens of pretraining all texts are rotated as long ones are."""
+def test_longrope_factors_follow_max_model_len(tmp_path: Path, longest: int) -> None:
+    """If the context length exceeds the 32 tokens of pretraining, all texts use the long factors."""
     folder = checkpoint(tmp_path, "phi3-longrope")
     model, ids = load_model(folder, torch.float32, "cpu", longest), tokens(longest)
     assert model.config.max_position_embeddings == longest
@@ -100,7 +100,7 @@ def test_longrope_is_chosen_by_the_longest_text(tmp_path: Path, longest: int) ->
         assert error_ratio(logits[:20], short) > 0.01
 
 
-def test_gemma_3_with_images_reads_texts(tmp_path: Path) -> None:
+def test_gemma_3_multimodal_checkpoint_loads_as_text_model(tmp_path: Path) -> None:
     import transformers
 
     small: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -125,7 +125,7 @@ QKV = "model.layers.1.self_attn.qkv_proj.weight"
 NORM = "model.layers.1.pre_feedforward_layernorm.weight"
 
 
-def test_tensors_are_named_as_the_checkpoint_does(tmp_path: Path) -> None:
+def test_errors_use_checkpoint_tensor_names(tmp_path: Path) -> None:
     for variant, name, shape, words in (
         ("phi3-window11", QKV, None, f"missing: {QKV}."),
         ("phi3-window11", QKV, (100, 64), f"of the wrong shape: {QKV} [100, 64] instead of [128, 64]."),
@@ -169,7 +169,7 @@ PHI3: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_gemma_2_as_released() -> None:
+def test_gemma_2_released_config() -> None:
     config = config_of(GEMMA2_2B)
     assert config.windows[:3] == (4096, None, 4096)
     assert config.tie_word_embeddings
@@ -178,8 +178,8 @@ def test_gemma_2_as_released() -> None:
     assert num_parameters(config) == 2_614_341_888
 
 
-def test_gemma_3_as_released() -> None:
-    """Most of what it needs is left to the defaults."""
+def test_gemma_3_released_config() -> None:
+    """Most fields are left to their defaults."""
     config = config_of(GEMMA3_4B)
     assert config.windows[:7] == (1024,) * 5 + (None, 1024)
     assert (config.rope.kind, config.rope.theta, config.rope.factor) == ("linear", 1e6, 8)
@@ -190,9 +190,9 @@ def test_gemma_3_as_released() -> None:
     assert config.dtype == "bfloat16"
 
 
-def test_phi_3_as_released() -> None:
+def test_phi_3_released_config() -> None:
     config = config_of(PHI3)
-    assert config.windows == (None,) * 32  # it is longer than any text
+    assert config.windows == (None,) * 32  # the window exceeds the context length
     assert config.rope.kind == "longrope"
     assert abs(config.rope.amplitude - 1.1902380714) < 1e-9
     assert num_parameters(config) == 3_821_079_552
@@ -215,7 +215,7 @@ def test_phi_3_as_released() -> None:
     ],
     ids=["activation", "bidirectional", "cap", "text", "part", "factors"],
 )
-def test_refuses(raw: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+def test_invalid_config_is_rejected(raw: dict[str, Any], changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         config_of({**raw, **changes})
     assert str(caught.value).endswith(".")
@@ -224,7 +224,7 @@ def test_refuses(raw: dict[str, Any], changes: dict[str, Any], words: str) -> No
 # ---- a new family is one class -----------------------------------------------------------------------
 
 
-def test_a_new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Toy(Family):
         def config(self, raw: Raw) -> ModelConfig:
             return read(raw, qkv_bias=True)

@@ -1,4 +1,4 @@
-"""GGUF files become the same model, in the layout of the Hugging Face hub; others are refused."""
+"""GGUF files are converted to the Hugging Face layout without loss; unsupported files are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gguf_file import VOCAB, write_gguf
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_tensors_survive_unchanged(tmp_path: Path, architecture: str, tied: bool) -> None:
+def test_tensors_are_unchanged(tmp_path: Path, architecture: str, tied: bool) -> None:
     weights = write_gguf(tmp_path / "m.gguf", architecture, tied)
     convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
     found = load_file(tmp_path / "m" / "model.safetensors")
@@ -34,12 +34,12 @@ def test_tensors_survive_unchanged(tmp_path: Path, architecture: str, tied: bool
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_transformers_loads_it_and_gives_the_same_logits(tmp_path: Path, architecture: str) -> None:
+def test_transformers_computes_same_logits(tmp_path: Path, architecture: str) -> None:
     transformers = pytest.importorskip("transformers")
     weights = write_gguf(tmp_path / "m.gguf", architecture)
     convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
-    # The same model, built from the weights as they were before llama.cpp's reordering.
+    # The same model, built from the weights before llama.cpp's reordering.
     config = transformers.AutoConfig.from_pretrained(tmp_path / "m")
     expected = transformers.AutoModelForCausalLM.from_config(config)
     state = {name: torch.from_numpy(values) for name, values in weights.items()}
@@ -58,13 +58,13 @@ def test_quantized_tensors_are_expanded(tmp_path: Path, dtype: str) -> None:
         torch.testing.assert_close(tensor.float(), expected, rtol=0.01, atol=0.01)
 
 
-def test_tokenizer_of_the_file(tmp_path: Path) -> None:
+def test_tokenizer(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "m")
     tokenizer = Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
     encoded = tokenizer.encode("ab 12<|im_end|><tool>a")
     assert encoded.tokens == ["ab", "Ġ", "1", "2", "<|im_end|>", "<tool>", "a"]
-    assert tokenizer.decode(encoded.ids) == "ab 12<tool>a"  # user defined is not special
+    assert tokenizer.decode(encoded.ids) == "ab 12<tool>a"  # a user-defined token is not special
     assert tokenizer.get_vocab_size() == VOCAB - 1  # the unused token is left out
     generation = json.loads((tmp_path / "m" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [2, 0]
@@ -106,7 +106,7 @@ def test_pre_tokenizers(tmp_path: Path, pre: str, tokens: list[str]) -> None:
     ],
     ids=["pre", "tokenizer", "rope-scaling", "moe", "part", "freqs", "tensor", "zero", "type", "huge"],
 )
-def test_what_cannot_be_converted_is_refused(
+def test_unsupported_file_is_rejected(
     tmp_path: Path, edit: Callable[[gguf.GGUFWriter], Any], message: str
 ) -> None:
     write_gguf(tmp_path / "m.gguf", edit=lambda writer: edit_again(writer, edit))
@@ -115,8 +115,8 @@ def test_what_cannot_be_converted_is_refused(
     assert len(str(caught.value)) < 600
 
 
-def test_a_length_beyond_the_file_is_one_sentence(tmp_path: Path) -> None:
-    """The library would read nothing, 2^62 times."""
+def test_length_beyond_the_file_is_rejected(tmp_path: Path) -> None:
+    """The gguf library would loop 2^62 times."""
     path = tmp_path / "m.gguf"
     write_gguf(path)
     data = path.read_bytes()
@@ -128,14 +128,14 @@ def test_a_length_beyond_the_file_is_one_sentence(tmp_path: Path) -> None:
 
 
 def edit_again(writer: gguf.GGUFWriter, edit: Callable[[gguf.GGUFWriter], Any]) -> None:
-    """Apply `edit`, which may set a key a second time; the writer would refuse that."""
+    """Apply `edit`, which may set a key again, which the writer would reject."""
     before = dict(writer.kv_data[0])
     writer.kv_data[0].clear()
     edit(writer)
     writer.kv_data[0] = {**before, **writer.kv_data[0]}
 
 
-def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
+def test_unknown_architecture_is_rejected(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -144,7 +144,7 @@ def test_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
         convert(tmp_path / "m.gguf", tmp_path / "m")
 
 
-def test_truncated_file_is_one_sentence(tmp_path: Path) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path)
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Names of models become folders; what is missing gets a sentence that says how to get it."""
+"""Model names are resolved to folders; a missing model is reported with how to get it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanospec.models import available_models, default_heads, resolve_model
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """All folders where models are looked for, empty, in their order."""
+    """The empty folders that are searched for models, in search order."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path / "named"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -25,13 +25,13 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
 
 
 def put(folder: Path, name: str) -> Path:
-    """A model, as far as finding it goes."""
+    """Create a minimal model folder and return it."""
     (folder / name).mkdir(parents=True)
     (folder / name / "config.json").write_text("{}")
     return folder / name
 
 
-def test_names_are_looked_up_in_order(places: dict[str, Path]) -> None:
+def test_resolve_model_search_order(places: dict[str, Path]) -> None:
     for folder in reversed(places.values()):
         put(folder, "mine")
         assert resolve_model("mine") == folder / "mine"
@@ -43,7 +43,7 @@ def test_names_are_looked_up_in_order(places: dict[str, Path]) -> None:
     assert resolve_model("mine").samefile(path)
 
 
-def test_heads_of_the_package_are_found_last(places: dict[str, Path]) -> None:
+def test_default_heads_search_order(places: dict[str, Path]) -> None:
     with pytest.raises(FileNotFoundError, match="train some: nanospec train --model mine"):
         default_heads(Path("mine"))
     for folder in (models.PACKAGE, places["cache"], places["here"]):
@@ -56,13 +56,13 @@ def test_heads_of_the_package_are_found_last(places: dict[str, Path]) -> None:
     ("started", "typed"),
     [("bin/nanospec", "nanospec"), ("run.py", "python run.py"), ("mine.py", "python -m nanospec")],
 )
-def test_messages_name_what_the_user_types(started: str, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_name_the_invoked_command(started: str, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [started])
     with pytest.raises(FileNotFoundError, match=f"Fetch one with: {typed} fetch NAME"):
         resolve_model("nothing")
 
 
-def test_resolve_model_says_what_is_wrong(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_model_errors(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "download", lambda name: (_ for _ in ()).throw(OSError("unreachable\nmore")))
     put(places["named"], "mine")
     (places["named"] / "empty").mkdir()

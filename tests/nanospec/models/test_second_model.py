@@ -1,4 +1,4 @@
-"""Qwen2.5-Coder-1.5B, the second real model (`make test-models`): qkv bias, its own tokenizer and head."""
+"""Qwen2.5-Coder-1.5B, the second real model (`make test-models`): QKV bias, another tokenizer, tied head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def llm(folder: Path) -> LLM:
     return LLM(folder, spec=SpecConfig(), max_model_len=512, max_num_seqs=3, enable_prefix_caching=False)
 
 
-def test_speculation_on_equals_off_and_edits_code(llm: LLM) -> None:
+def test_speculation_does_not_change_output(llm: LLM) -> None:
     prompt = llm.chat_prompt([{"role": "user", "content": QUESTION}])
     params = [
         SamplingParams(temperature=0, max_tokens=60),
@@ -41,12 +41,12 @@ def test_speculation_on_equals_off_and_edits_code(llm: LLM) -> None:
     on, off, sampled_on, sampled_off = llm.generate([prompt] * 4, params)
     assert "def area(w, " in on.text
     assert on.stats.tokens_per_step > 1.1
-    if fast_in_bfloat16():  # in bf16 to the bit; in fp32 up to rounding
+    if fast_in_bfloat16():  # bitwise identical in bf16 only
         assert on.token_ids == off.token_ids
         assert sampled_on.token_ids == sampled_off.token_ids
 
 
-def test_next_token_is_that_of_transformers(llm: LLM, folder: Path) -> None:
+def test_next_token_matches_transformers(llm: LLM, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     ids = llm.tokenizer.encode("def fibonacci(n):\n    if n < 2:\n        return n\n    return")

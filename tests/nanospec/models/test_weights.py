@@ -1,4 +1,4 @@
-"""A checkpoint is loaded right or refused with a sentence that says why."""
+"""Checkpoints are loaded correctly or rejected with the reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A checkpoint of one file that the test may spoil."""
+    """A checkpoint of one file that the test may modify."""
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
@@ -60,8 +60,8 @@ def load(folder: Path) -> Model:
     return load_model(folder, torch.float32, "cpu")
 
 
-def refused(folder: Path, kind: Any = ValueError) -> str:
-    """The one-line message with which loading is refused."""
+def load_error(folder: Path, kind: Any = ValueError) -> str:
+    """Check that loading fails with a one-line message, and return it."""
     with pytest.raises(kind) as caught:
         load(folder)
     message = str(caught.value)
@@ -76,7 +76,7 @@ def test_shards(sharded: Path, expected: Tensor) -> None:
     assert torch.equal(logits(load(sharded)), expected)
 
 
-def test_another_file_name(folder: Path, expected: Tensor) -> None:
+def test_other_file_name(folder: Path, expected: Tensor) -> None:
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     assert torch.equal(logits(load(folder)), expected)
 
@@ -95,12 +95,12 @@ def test_dtypes(folder: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
 def test_weights_do_not_alias_the_file(folder: Path, expected: Tensor) -> None:
     model = load(folder)
     file = folder / "model.safetensors"
-    with file.open("r+b") as stream:  # in place, as the mapping would see it
+    with file.open("r+b") as stream:  # in place, visible through a memory mapping
         stream.write(bytes(file.stat().st_size))
     assert torch.equal(logits(model), expected)
 
 
-def test_all_mismatches_are_named_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_mismatches_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(tensors: dict[str, Tensor]) -> None:
         del tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
@@ -110,30 +110,30 @@ def test_all_mismatches_are_named_at_once(folder: Path, monkeypatch: pytest.Monk
 
     edit(folder, spoil)
     monkeypatch.setattr(weights, "Model", None)  # nothing is loaded before the check
-    message = refused(folder)
+    message = load_error(folder)
     assert "1 tensor(s) missing: model.layers.1.mlp.up_proj.weight" in message
     assert "1 tensor(s) not expected: model.layers.0.self_attn.q_proj.bias" in message
     assert "of the wrong shape: model.norm.weight [65] instead of [64]" in message
     assert "not stored as F32, BF16, F16: model.layers.2.mlp.down_proj.weight I8" in message
 
 
-def test_long_lists_and_names_are_cut(folder: Path) -> None:
+def test_long_lists_and_names_are_truncated(folder: Path) -> None:
     edit(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers" in name])
     edit(folder, lambda tensors: tensors.update({"x" * 10**5: torch.zeros(1), "a\nb": torch.zeros(1)}))
-    message = refused(folder)
+    message = load_error(folder)
     assert "27 tensor(s) missing" in message
     assert "and 19 more" in message
     assert "2 tensor(s) not expected: 'a\\nb', 'xxx" in message
     assert len(message) < 1000
 
 
-def test_harmless_extras(folder: Path, expected: Tensor) -> None:
+def test_ignored_extra_tensors(folder: Path, expected: Tensor) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     edit(folder, lambda tensors: tensors.update(extra))
     assert torch.equal(logits(load(folder)), expected)
 
 
-def test_output_head_beside_a_tied_table(tmp_path: Path) -> None:
+def test_lm_head_next_to_tied_embedding(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, "qwen2-tied")
     expected = logits(load(folder))
     edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
@@ -146,30 +146,30 @@ def test_broken_files(folder: Path) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\n" * 3
     for content in (*(whole[:size] for size in (0, 4, 100, -1)), b"\xff" * 1000, pointer):
         file.write_bytes(content)
-        assert f"{file} is not a valid safetensors file" in refused(folder)
+        assert f"{file} is not a valid safetensors file" in load_error(folder)
 
 
 def test_missing_files(folder: Path) -> None:
     for other in ("nowhere", "config.json"):
-        assert "a model folder needs a config.json" in refused(folder / other, FileNotFoundError)
+        assert "a model folder needs a config.json" in load_error(folder / other, FileNotFoundError)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "found pytorch_model.bin" in refused(folder, FileNotFoundError)
+    assert "found pytorch_model.bin" in load_error(folder, FileNotFoundError)
     (folder / "pytorch_model.bin").unlink()
-    assert refused(folder, FileNotFoundError).endswith("has no *.safetensors file; fetch the model again.")
+    assert load_error(folder, FileNotFoundError).endswith("has no *.safetensors file; fetch the model again.")
     (folder / "config.json").unlink()
-    assert "needs a config.json" in refused(folder, FileNotFoundError)
+    assert "needs a config.json" in load_error(folder, FileNotFoundError)
 
 
 def test_several_files_without_an_index(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "a.safetensors")
     (folder / "model.safetensors").rename(folder / "b.safetensors")
-    assert "2 safetensors files but neither" in refused(folder)
+    assert "2 safetensors files but neither" in load_error(folder)
 
 
 def test_missing_shard(sharded: Path) -> None:
     files = sorted(sharded.glob("*.safetensors"))
     files[1].unlink()
-    message = refused(sharded, FileNotFoundError)
+    message = load_error(sharded, FileNotFoundError)
     assert f"lacks 1 of the {len(files)} shards" in message
     assert files[1].name in message
 
@@ -187,13 +187,13 @@ def test_missing_shard(sharded: Path) -> None:
 )
 def test_bad_index(sharded: Path, content: str, words: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)
-    assert re.search(words, refused(sharded, (ValueError, FileNotFoundError)))
+    assert re.search(words, load_error(sharded, (ValueError, FileNotFoundError)))
 
 
 def test_tensor_in_two_shards(sharded: Path) -> None:
     files = sorted(sharded.glob("*.safetensors"))
     save_file(load_file(files[0]) | load_file(files[1]), files[1])
-    assert "holds tensors of another shard too: " in refused(sharded)
+    assert "holds tensors of another shard too: " in load_error(sharded)
 
 
 def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +215,7 @@ def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT", "SVE256"])
 @pytest.mark.parametrize("compiles", [True, False])
-def test_bfloat16_is_fast_where_the_c_plus_plus_runs_or_the_processor_has_it(
-    monkeypatch: pytest.MonkeyPatch, capability: str, compiles: bool
-) -> None:
+def test_fast_in_bfloat16(monkeypatch: pytest.MonkeyPatch, capability: str, compiles: bool) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(launch, "library", lambda: object() if compiles else None)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)

@@ -1,4 +1,4 @@
-"""Three small tokenizers of different kinds, and the default model's."""
+"""Three small tokenizers of different types, and the default model's tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanospec.text.tokenizer import Tokenizer
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """256 bytes, a few merges that cut through UTF-8 characters, and special tokens."""
+    """Return a tokenizer with 256 bytes, merges that split UTF-8 characters, and special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("l", "l"), ("Ġ", "he"), ("Ġhe", "ll"), ("ð", "Ł"), ("ł", "Ġ")]
     texts = ["<s>", "</s>", *letters, *("".join(pair) for pair in merges)]
@@ -29,7 +29,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """Pieces with a leading ▁ for a space, and byte tokens for what they lack."""
+    """Return a tokenizer with ▁ for a space and byte fallback."""
     pieces = ["▁", "▁▁", "a", "b", "▁a", "ab", "é", "▁ab"]
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     merges = [("▁", "▁"), ("▁", "a"), ("a", "b"), ("▁", "ab")]
@@ -43,7 +43,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """As `byte_fallback`, but without bytes and with the Metaspace decoder."""
+    """Return a tokenizer like `byte_fallback`, but without byte tokens and with the Metaspace decoder."""
     texts = ["<unk>", "<s>", "▁", "a", "b", "▁a", "▁b", "ab", "\ufffd", "é"]
     vocab = {text: i for i, text in enumerate(texts)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a"), ("▁", "b"), ("a", "b")]))
@@ -71,13 +71,13 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 @pytest.fixture(scope="session")
 def default(smollm2: Path) -> Tokenizer:
-    """The default model's."""
+    """The default model's tokenizer."""
     return Tokenizer(smollm2)
 
 
 @pytest.fixture(scope="session", params=[*KINDS, "smollm2"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Tokenizer:
-    """Each of them."""
+    """Each of the tokenizers in turn."""
     if request.param == "smollm2":
         found: Tokenizer = request.getfixturevalue("default")
         return found

@@ -1,4 +1,4 @@
-"""Chat templates: where they are found, what they may use, and what they refuse."""
+"""Chat templates: where they are found, their features, and their errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_template_in_tokenizer_config(tmp_path: Path) -> None:
         assert ids.count(0) == 1  # one BOS
 
 
-def test_template_file_wins(tmp_path: Path) -> None:
+def test_template_file_takes_precedence(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, TEMPLATE, chat_template="{{ messages | length }}{{ x }}")
     assert tokenizer.apply_chat_template(HI, x="!") == "1!"
 
@@ -50,7 +50,7 @@ def test_named_templates(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(HI, chat_template="{{ 'new' }}") == "new"
 
 
-def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
+def test_unused_template_variables_are_rejected(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, TEMPLATE + "{{ thinking }}")
     assert tokenizer.apply_chat_template(HI, thinking="!", tools=None).endswith("!")
     assert tokenizer.apply_chat_template(HI, chat_template_kwargs={"thinking": "!"}).endswith("!")
@@ -94,7 +94,7 @@ def test_template_features(tmp_path: Path, template: str, text: str) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_errors_of_a_template_are_one_sentence(
+def test_template_errors_are_reported_in_one_line(
     tmp_path: Path, template: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "MAX_PROMPT", 10**6)
@@ -103,12 +103,12 @@ def test_errors_of_a_template_are_one_sentence(
 
 
 @pytest.mark.parametrize("template", [5, [5], [{"name": "a"}], {"a": 5}])
-def test_template_of_a_wrong_type_is_one_sentence(tmp_path: Path, template: Any) -> None:
+def test_template_of_wrong_type_is_rejected(tmp_path: Path, template: Any) -> None:
     with pytest.raises(ValueError, match=r"_config\.json: chat_template=.* must be a template, or several"):
         with_template(tmp_path, template)
 
 
-def test_folder_without_a_template_that_can_be_read(tmp_path: Path) -> None:
+def test_missing_or_unreadable_template(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no chat template 'default' .*plain prompt"):
         Tokenizer(save(byte_level(), tmp_path)).apply_chat_template(HI)
     (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")

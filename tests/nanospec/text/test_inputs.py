@@ -1,4 +1,4 @@
-"""Whatever a user hands to the settings, to `LLM` and its methods: a right result or one short sentence."""
+"""Arbitrary values passed to settings and `LLM` give a correct result or a short one-line error."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ ODD: list[Any] = [
 SETTINGS = (SamplingParams, SpecConfig, EngineConfig, ServeConfig)
 
 
-def said(function: Callable[..., Any], *args: Any, **named: Any) -> str:
-    """The sentence with which it refuses, "" if it does not; anything else fails."""
+def error_of(function: Callable[..., Any], *args: Any, **named: Any) -> str:
+    """Call the function and return the message of its error, or "" without one; check the message's form."""
     try:
         function(*args, **named)
     except (ValueError, TypeError, FileNotFoundError) as error:
@@ -83,35 +83,37 @@ def said(function: Callable[..., Any], *args: Any, **named: Any) -> str:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_is_shown_in_at_most_100_characters(value: Any, text: str) -> None:
+def test_shown_is_at_most_100_characters(value: Any, text: str) -> None:
     assert shown(value) == text
     assert len(text) <= 100
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_every_field_takes_or_refuses_everything(settings: type) -> None:
+def test_fields_accept_or_reject_any_value(settings: type) -> None:
     for field in fields(settings):
         for value in ODD:
-            text = said(settings, **{field.name: value})
+            text = error_of(settings, **{field.name: value})
             assert not text or field.name in text
 
 
 @given(st.sampled_from(SETTINGS), st.data())
-def test_fields_together_do(settings: type, data: st.DataObject) -> None:
+def test_combined_fields_accept_or_reject_any_value(settings: type, data: st.DataObject) -> None:
     names = st.sampled_from([field.name for field in fields(settings)])
     values = st.sampled_from(ODD) | st.integers() | st.floats() | st.text() | st.lists(st.integers())
-    said(settings, **data.draw(st.dictionaries(names, values, max_size=4)))
+    error_of(settings, **data.draw(st.dictionaries(names, values, max_size=4)))
 
 
-def test_words_of_others_do() -> None:
+def test_vllm_options_accept_or_reject_any_value() -> None:
     for value in ODD:
-        said(check_names, {"swap_space": value, LONG: value}, EngineConfig)
-        said(SpecConfig.from_vllm, value)
+        error_of(check_names, {"swap_space": value, LONG: value}, EngineConfig)
+        error_of(SpecConfig.from_vllm, value)
         for name in ("method", "model", "num_speculative_tokens", "draft_model"):
-            said(lambda name, value: resolve_drafters(SpecConfig.from_vllm({name: value}), None), name, value)
-        said(resolve_drafters, SpecConfig(), value)
+            error_of(
+                lambda name, value: resolve_drafters(SpecConfig.from_vllm({name: value}), None), name, value
+            )
+        error_of(resolve_drafters, SpecConfig(), value)
         if not isinstance(value, str) or value == LONG:
-            assert said(LLM, value).startswith("model=")
+            assert error_of(LLM, value).startswith("model=")
 
 
 @pytest.fixture(scope="module")
@@ -119,33 +121,33 @@ def llm(folder: Path) -> LLM:
     return make(folder)
 
 
-def test_every_prompt_is_taken_or_refused(llm: LLM) -> None:
+def test_prompts_accept_or_reject_any_value(llm: LLM) -> None:
     params = SamplingParams(max_tokens=1)
     for value in ODD:
         for prompt in (value, ["a", value], {"prompt": value}, {"prompt_token_ids": value}, {LONG: 1}):
-            said(llm.generate, prompt, params)
-        said(llm.generate, "a", value)
-        said(llm.generate, ["a"], [value])
-        said(lambda given: list(llm.stream(given)), value)
-        said(lambda given: list(llm.stream("a", given)), value)
-        said(llm.tokenizer.encode, value)
+            error_of(llm.generate, prompt, params)
+        error_of(llm.generate, "a", value)
+        error_of(llm.generate, ["a"], [value])
+        error_of(lambda given: list(llm.stream(given)), value)
+        error_of(lambda given: list(llm.stream("a", given)), value)
+        error_of(llm.tokenizer.encode, value)
         if not isinstance(value, range):
-            said(llm.tokenizer.decode, [value])
+            error_of(llm.tokenizer.decode, [value])
     with llm.shared.turn() as engine:
         assert not engine.has_work
 
 
-def test_every_conversation_is_taken_or_refused(llm: LLM) -> None:
+def test_conversations_accept_or_reject_any_value(llm: LLM) -> None:
     message, params = [{"role": "user", "content": "ab"}], SamplingParams(max_tokens=1)
     for value in ODD:
-        said(llm.chat, value, params)
-        said(llm.chat, [value], params)
+        error_of(llm.chat, value, params)
+        error_of(llm.chat, [value], params)
         for name in ("chat_template", "chat_template_kwargs", "tools", "documents"):
-            said(llm.chat, message, params, **{name: value})
+            error_of(llm.chat, message, params, **{name: value})
 
 
 @pytest.mark.parametrize("ids", [np.array([0, 1]), torch.tensor([0, 1]), np.array([0, 1], "u1"), range(2)])
-def test_prompts_may_be_arrays_of_integers(llm: LLM, ids: Any) -> None:
+def test_prompts_may_be_integer_arrays(llm: LLM, ids: Any) -> None:
     params = SamplingParams(temperature=0, max_tokens=3)
     expected = llm.generate([0, 1], params)[0].token_ids
     assert [done.token_ids for done in llm.generate(ids, params)] == [expected]
@@ -165,18 +167,16 @@ def test_prompts_may_be_arrays_of_integers(llm: LLM, ids: Any) -> None:
     ],
     ids=["none", "float", "floats", "set", "many ids", "long"],
 )
-def test_other_prompts_are_refused_before_they_are_encoded(llm: LLM, prompt: Any, sentence: str) -> None:
-    assert said(llm.generate, prompt).startswith(sentence)
+def test_invalid_prompts_are_rejected_before_encoding(llm: LLM, prompt: Any, sentence: str) -> None:
+    assert error_of(llm.generate, prompt).startswith(sentence)
 
 
-def test_a_long_conversation_is_refused_before_it_is_encoded(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_conversation_is_rejected_before_encoding(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("it was encoded"))
-    assert "characters, too many" in said(llm.chat, [{"role": "user", "content": "a" * 10**6}])
+    assert "characters, too many" in error_of(llm.chat, [{"role": "user", "content": "a" * 10**6}])
 
 
-def test_rows_that_no_memory_holds_are_refused() -> None:
+def test_rows_exceeding_memory_are_rejected() -> None:
     config = EngineConfig(max_num_seqs=1 << 16, max_model_len=64, kv_cache_memory=64 << 20)
     with pytest.raises(ValueError, match="lower max_num_seqs"):
         plan_cache(config, tiny_model(vocab_size=200_000, hidden_size=16, num_layers=1))

@@ -1,5 +1,5 @@
-"""Tokenizer: ids of a text and back, special tokens, files that are missing or broken. Incremental
-detokenization: pieces join to the text, hold whole characters, and cost little."""
+"""Tokenizer: encoding, decoding, special tokens, missing and broken files. Incremental detokenization: pieces
+join to the text, hold complete characters, and take bounded time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ HI = [{"role": "user", "content": "hi"}]
 @settings(max_examples=200)
 @given(text=st.text(st.characters(codec="utf-8", min_codepoint=32, max_codepoint=0x3FFFF)))
 def test_byte_level_round_trip(default: Tokenizer, text: str) -> None:
-    """Without rare bytes that SmolLM2 has no token for: control characters, 0xF1 and above."""
+    """Excludes bytes for which SmolLM2 has no token: control characters, 0xF1 and above."""
     assert default.decode(default.encode(text), skip_special_tokens=False) == text
 
 
-def test_missing_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no tokenizer\.json; save"):
         Tokenizer(tmp_path)
 
@@ -42,7 +42,7 @@ def test_missing_tokenizer_is_one_sentence(tmp_path: Path) -> None:
         ("config", "null", "must hold a JSON object, not a NoneType"),
     ],
 )
-def test_broken_file_is_one_sentence(tmp_path: Path, name: str, content: str, words: str) -> None:
+def test_broken_file_is_reported(tmp_path: Path, name: str, content: str, words: str) -> None:
     save(byte_level(), tmp_path)
     (tmp_path / f"{name}.json").write_text(content)
     with pytest.raises(ValueError, match=rf"{name}\.json {words}"):
@@ -50,15 +50,15 @@ def test_broken_file_is_one_sentence(tmp_path: Path, name: str, content: str, wo
 
 
 @pytest.mark.parametrize("ids", ["2", 2.5, {}, [None], [[2]], -1, 2**31, True, ["x" * 1000]], ids=shown)
-def test_token_ids_of_wrong_types_are_one_sentence(tmp_path: Path, ids: Any) -> None:
+def test_invalid_eos_token_ids_are_rejected(tmp_path: Path, ids: Any) -> None:
     folder = save(byte_level(), tmp_path, generation_config={"eos_token_id": ids})
     with pytest.raises(ValueError, match=r"config\.json: eos_.* must be a token id or a list") as caught:
         Tokenizer(folder)
     assert len(str(caught.value)) < len(str(folder)) + 400
 
 
-def test_tokenizer_whose_parts_do_not_fit_is_one_sentence(tmp_path: Path) -> None:
-    """Each `encode` would panic, which is no Exception."""
+def test_inconsistent_tokenizer_is_rejected(tmp_path: Path) -> None:
+    """Otherwise each `encode` would panic, which is not an Exception."""
     save(byte_level(), tmp_path)
     path = tmp_path / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -68,12 +68,12 @@ def test_tokenizer_whose_parts_do_not_fit_is_one_sentence(tmp_path: Path) -> Non
         Tokenizer(tmp_path)
 
 
-def test_tokenizer_without_tokens_is_one_sentence(tmp_path: Path) -> None:
+def test_tokenizer_without_tokens_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it has no tokens"):
         Tokenizer(save(tokenizers.Tokenizer(models.BPE()), tmp_path))
 
 
-def test_end_tokens_come_from_all_files_in_order(tmp_path: Path) -> None:
+def test_eos_token_ids_come_from_all_files(tmp_path: Path) -> None:
     folder = save(
         byte_level(),
         tmp_path,
@@ -85,7 +85,7 @@ def test_end_tokens_come_from_all_files_in_order(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (7, 5, 1)
 
 
-def test_truncation_of_the_file_is_switched_off(tmp_path: Path) -> None:
+def test_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     backend = byte_level()
     backend.enable_truncation(4)
     backend.enable_padding(length=6)
@@ -101,12 +101,12 @@ def test_vocab_size_counts_added_tokens(tmp_path: Path) -> None:
     assert tokenizer.special_token_ids == {0, 1}
 
 
-def test_same_ids_and_chat_as_transformers(default: Tokenizer, smollm2: Path) -> None:
+def test_ids_and_chat_match_transformers(default: Tokenizer, smollm2: Path) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(smollm2)
     for text in ("It's 2024, isn't it?", "  x\n\n\ty = 3.1", "naïve 你好 🤗", "<|im_end|>x", ""):
         assert default.encode(text) == reference(text)["input_ids"]
-    assert default.encode("12 345", False) == [33, 34, 216, 35, 36, 37]  # digits stand alone
+    assert default.encode("12 345", False) == [33, 34, 216, 35, 36, 37]  # digits are separate tokens
     chat = [*HI, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "é"}]
     for prompt in (True, False):
         assert default.apply_chat_template(chat, prompt) == reference.apply_chat_template(
@@ -117,7 +117,7 @@ def test_same_ids_and_chat_as_transformers(default: Tokenizer, smollm2: Path) ->
 
 
 @pytest.mark.model2
-def test_second_model_as_in_transformers() -> None:
+def test_second_model_matches_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     folder = WEIGHTS / "qwen2.5-coder-1.5b-instruct"
     if not (folder / "tokenizer.json").is_file():
@@ -136,7 +136,7 @@ def test_second_model_as_in_transformers() -> None:
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], step: int = 1, skip: bool = True) -> list[str]:
-    """The pieces that come out when `ids` arrive `step` at a time."""
+    """Return the pieces when `ids` arrive `step` at a time."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     pieces = [detokenizer.push(ids[i : i + step]) for i in range(0, len(ids), step)]
     return [*pieces, detokenizer.flush()]
@@ -144,7 +144,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], step: int = 1, skip: bool = Tru
 
 @settings(max_examples=200)
 @given(data=st.data(), step=st.integers(1, 5), skip=st.booleans())
-def test_pieces_of_any_ids_join_to_decode(
+def test_pieces_of_any_ids_join_to_text(
     tokenizer: Tokenizer, data: st.DataObject, step: int, skip: bool
 ) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=80))
@@ -153,7 +153,7 @@ def test_pieces_of_any_ids_join_to_decode(
 
 @settings(max_examples=200)
 @given(text=st.text(max_size=40), step=st.integers(1, 3))
-def test_pieces_of_text_hold_whole_characters(tokenizer: Tokenizer, text: str, step: int) -> None:
+def test_pieces_have_whole_characters(tokenizer: Tokenizer, text: str, step: int) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     pieces = stream(tokenizer, ids, step)
     assert "".join(pieces) == tokenizer.decode(ids)
@@ -162,7 +162,7 @@ def test_pieces_of_text_hold_whole_characters(tokenizer: Tokenizer, text: str, s
 
 
 @pytest.mark.parametrize("text", ["a b  ab", "é 你好 🤗 👨‍👩‍👧", " \n\t", "  a", "\ufffd a \ufffd"])
-def test_pieces_of_chosen_texts_join(tokenizer: Tokenizer, text: str) -> None:
+def test_pieces_of_selected_texts_join(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text * 9, add_special_tokens=False)
     for step in (1, 2, 7, len(ids)):
         assert "".join(stream(tokenizer, ids, step)) == tokenizer.decode(ids)
@@ -190,7 +190,7 @@ def test_special_tokens_are_skipped_or_shown(default: Tokenizer) -> None:
 
 
 def test_cost_per_token_is_bounded(tokenizer: Tokenizer) -> None:
-    """Whatever arrives, even bytes that never become a character, the window stays short."""
+    """The window stays short for all ids, even bytes that never form a character."""
     byte = next((i for i in range(260) if tokenizer.decode([i]) == "\ufffd"), 3)
     for ids in ([byte] * 500, [1] * 500, list(range(min(500, tokenizer.vocab_size)))):
         detokenizer = Detokenizer(tokenizer)

@@ -191,12 +191,12 @@ def test_real_model_in_bf16_is_bitwise_identical_under_load(smollm2: Path) -> No
             found[i] = server.post("/v1/completions", body(i)).json()["choices"][0]
 
         list(pool.map(ask_for, range(9)))
-    guessed = 0
+    num_accepted = 0
     for i, choice in found.items():
         asked = body(i)
         [alone] = llm.generate(asked.pop("prompt"), SamplingParams(**asked))
         assert choice["text"] == alone.text
         own = [at[token].logprob for token, at in zip(alone.token_ids, alone.logprobs)]
         assert choice["logprobs"]["token_logprobs"] == own
-        guessed += alone.stats.num_accepted
-    assert guessed > 10
+        num_accepted += alone.stats.num_accepted
+    assert num_accepted > 10

@@ -73,10 +73,10 @@ def test_many_outputs_follow_format_with_and_without_speculation(make: Callable[
         params = SamplingParams(temperature=rng.choice(heats), seed=i, max_tokens=70, response_format=asked)
         jobs.append(Job(rng.choices(range(1, 270), k=6) + list(range(30, 40)), params))
     options = {"max_num_seqs": 64, "enable_prefix_caching": False}
-    plain, guessed = (run(make(k, **options), jobs) for k in (None, 6))
-    for a, b in zip(plain, guessed, strict=True):
+    plain, speculative = (run(make(k, **options), jobs) for k in (None, 6))
+    for a, b in zip(plain, speculative, strict=True):
         assert (a.output_ids, a.finish_reason, a.text) == (b.output_ids, b.finish_reason, b.text)
-    assert assert_formats_followed(guessed) == assert_formats_followed(plain) > 320
+    assert assert_formats_followed(speculative) == assert_formats_followed(plain) > 320
     assert len({request.text for request in plain}) > 200
 
 
@@ -156,8 +156,8 @@ def test_more_drafts_than_a_captured_step_can_hold(make: Callable[..., Engine]) 
     asked = {"type": "choice", "choice": ["red or green or blue or red again"]}
     jobs = [Job([i, 2], SamplingParams(max_tokens=40, response_format=asked)) for i in range(64)]
     options = {"max_num_seqs": 64, "max_model_len": 48}
-    plain, guessed = (run(make(k, **options, **MODES["as-on-gpu"]), jobs) for k in (None, 16))
-    assert [r.output_ids for r in guessed] == [r.output_ids for r in plain]
+    plain, speculative = (run(make(k, **options, **MODES["as-on-gpu"]), jobs) for k in (None, 16))
+    assert [r.output_ids for r in speculative] == [r.output_ids for r in plain]
 
 
 @pytest.mark.parametrize("asked", [JSON, REGEX, CHOICE], ids=["json", "regex", "choice"])
@@ -180,12 +180,12 @@ def test_stop_strings_and_tokens_end_guided_output(make: Callable[..., Engine], 
     comma = tokenizer.encode(", ", add_special_tokens=False)
     ways: list[dict[str, Any]] = [{"stop": [text]}, {"stop": "c"}, {"stop_token_ids": comma}]
     jobs = [Job([1, 2], replace(params, **way)) for way in ways] + [Job([1, 2], params)]
-    plain, guessed = (run(make(k), jobs) for k in (None, 6))
-    for a, b in zip(plain, guessed, strict=True):
+    plain, speculative = (run(make(k), jobs) for k in (None, 6))
+    for a, b in zip(plain, speculative, strict=True):
         assert (a.output_ids, a.text, a.stop_reason) == (b.output_ids, b.text, b.stop_reason)
-    full = guessed[3].text
-    assert guessed[1].text == full[: full.index("c")]
-    assert (guessed[1].stop_reason, guessed[3].stop_reason) == ("c", None)
+    full = speculative[3].text
+    assert speculative[1].text == full[: full.index("c")]
+    assert (speculative[1].stop_reason, speculative[3].stop_reason) == ("c", None)
 
 
 def test_logprobs_bias_and_penalties_with_grammar(make: Callable[..., Engine]) -> None:
@@ -193,11 +193,11 @@ def test_logprobs_bias_and_penalties_with_grammar(make: Callable[..., Engine]) -
     no = {t: -1e6 for t in range(VOCAB) if t not in (0, 1 + sorted(CHOICES).index("ab"))}
     jobs = [Job([1], params), Job([1], replace(params, frequency_penalty=2, logit_bias={5: 9}))]
     jobs.append(Job([1], replace(params, logit_bias=no)))
-    plain, guessed = (run(make(k), jobs) for k in (None, 6))
-    for a, b in zip(plain, guessed, strict=True):
+    plain, speculative = (run(make(k), jobs) for k in (None, 6))
+    for a, b in zip(plain, speculative, strict=True):
         assert_same(outcome(b), outcome(a))
         assert b.text in CHOICES
-    for place in guessed[0].logprobs:
+    for place in speculative[0].logprobs:
         assert sum(2.718281828**entry.logprob for entry in place.values()) == pytest.approx(1, abs=1e-4)
 
 
@@ -287,8 +287,8 @@ def test_trace_shows_grammar_drafts(make: Callable[..., Engine]) -> None:
     [request] = run(make(4, trace=True), [Job([1, 2], params)])
     assert request.extension_data is not None
     steps = request.extension_data.steps
-    guessed = [step for step in steps if step.method == "grammar"]
-    assert sum(len(step.accepted) for step in guessed) == request.stats.num_accepted > 0
+    speculative = [step for step in steps if step.method == "grammar"]
+    assert sum(len(step.accepted) for step in speculative) == request.stats.num_accepted > 0
     assert sum(step.verified for step in steps) == request.stats.num_drafted
     assert [t for step in steps for t in step.tokens] == request.output_ids
 
