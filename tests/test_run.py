@@ -33,7 +33,7 @@ def test_it_is_one_program_however_it_is_started(start: list[str]) -> None:
     asked = [sys.executable, *start, "fetch", "gpt-5"]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no model 'gpt-5'; known are" in done.stderr
+    assert "unknown model 'gpt-5'; use" in done.stderr
 
 
 def test_output_without_a_terminal_has_no_escape_codes() -> None:
@@ -67,7 +67,7 @@ def test_ctrl_c_leaves_whole_results_and_the_run_can_be_resumed(tmp_path: Path) 
         errors = process.stderr.read()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    assert "of 30 requests are done; the same command goes on from there." in errors
+    assert "of 30 requests are done; rerun the command to continue." in errors
     before = results(target)
     assert 2 <= len(before) < 30
     assert main(command("--input", source, "--output", target, "--raw")[2:]) == 0

@@ -97,7 +97,7 @@ def test_standard_output_on_a_full_disk(
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["--prompt", "x"]) == 2
-    assert capsys.readouterr().err == "Standard output cannot be written: No space left on device.\n"
+    assert capsys.readouterr().err == "Cannot write to standard output: No space left on device.\n"
 
 
 def test_a_compiled_library_that_is_cut_off_is_compiled_again(

@@ -1,4 +1,4 @@
-"""Parse JSON from users: requests of the server, lines of a batch, texts to train on."""
+"""Strict JSON parsing of user input: HTTP bodies, lines of a batch, training texts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MAX_DEPTH = 128  # levels of nesting
 
 
 def strict_json(text: bytes) -> Any:
-    """Parse JSON from a user. Raises ValueError with the reason, also for NaN, infinity, more than MAX_DEPTH
-    levels of nesting, and a name that occurs twice in one object."""
+    """Parse UTF-8 JSON. Raises ValueError for invalid JSON, NaN, infinity, duplicate keys, and more than
+    MAX_DEPTH levels of nesting."""
     decoded = text.decode("utf-8-sig")  # UnicodeDecodeError is a ValueError
-    too_deep = f"it is nested more than {MAX_DEPTH} levels deep"
+    too_deep = f"nested more than {MAX_DEPTH} levels deep"
     try:
         value = json.loads(decoded, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
@@ -33,7 +33,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     items = dict(pairs)
     if len(items) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{shown(max(names, key=names.count))} stands twice in one object")
+        raise ValueError(f"duplicate key {shown(max(names, key=names.count))}")
     return items
 
 

@@ -1,7 +1,7 @@
-"""OpenAI's formats of requests and answers (platform.openai.com/docs/api-reference), as far as text goes.
+"""OpenAI's request and response formats (platform.openai.com/docs/api-reference), text only.
 
-Of the server and of batches. A request that needs what is not there (tools, images) is refused; only fields
-of `IGNORED` are dropped.
+Used by the server and by batches. A request that needs an unsupported feature (tools, images) is rejected;
+only the fields in `IGNORED` are dropped.
 """
 
 from __future__ import annotations
@@ -19,84 +19,84 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}
-IGNORED = frozenset({  # they change no text; the model is the one that is loaded
+IGNORED = frozenset({  # these do not affect the output; only one model is loaded
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prediction",
 })  # fmt: skip
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # fields, and their values that do not need what is not there
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> accepted values, those that do not use the feature
     "stream": (False,), "stream_options": (), "tools": ([],), "tool_choice": ("none", "auto"),
     "functions": ([],), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
     "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "skip_special_tokens": (True,),
 }  # fmt: skip
-# How byte-level vocabularies (GPT-2's and those after it) write bytes: letters for themselves, others beyond.
+# GPT-2's byte-level alphabet: printable bytes stand for themselves, other bytes are mapped to 256 and above.
 LETTERS = (*range(33, 127), *range(161, 173), *range(174, 256))
 OTHERS = [byte for byte in range(256) if byte not in LETTERS]
 BYTES = {chr(byte): byte for byte in LETTERS} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 def translate_request(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request by the names of `SamplingParams`, with "messages" or "prompt". Raises ValueError or
-    TypeError for features that are not there."""
+    """Convert an OpenAI request body to the fields of `SamplingParams` and "messages" or "prompt". Raises
+    ValueError or TypeError for unsupported features."""
     request: dict[str, Any] = {}
     for theirs, ours in RENAMED.items():
         if body.get(theirs) is not None and body.get(ours) not in (None, body[theirs]):
-            raise ValueError(f'"{theirs}" and "{ours}" are two words for one; give one of them.')
+            raise ValueError(f'"{theirs}" and "{ours}" have the same meaning; set only one of them.')
     for name, value in body.items():
         if value is None or name in IGNORED or (name in UNSUPPORTED and value in UNSUPPORTED[name]):
             continue
         if name in UNSUPPORTED:
-            quoted = f": {shown(value)}" if isinstance(value, str | int | float) else ""
-            raise ValueError(f'"{name}" asks for what nanospec does not do{quoted}.')
+            quoted = f"={shown(value)}" if isinstance(value, str | int | float) else ""
+            raise ValueError(f"{name}{quoted} is not supported.")
         request[RENAMED.get(name) or name] = value
     if url == CHAT:
         request.update(_chat_logprobs(request))
         request["messages"] = normalize_messages(request.get("messages"))
     elif "messages" in request:
-        raise ValueError(f'"messages" belong to {CHAT}.')
+        raise ValueError(f'"messages" is only supported by {CHAT}.')
     elif isinstance(prompts := request.get("prompt"), list) and len(prompts) == 1:
         request["prompt"] = prompts if isinstance(prompts[0], int) else prompts[0]
     return request
 
 
 def normalize_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages whose contents are texts, also if they were given in parts, or as null. Raises
-    ValueError."""
+    """Return messages with string contents: text parts are joined, and null becomes an empty string. Raises
+    ValueError for invalid messages."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError('"messages" must be a list of at least one {"role": ..., "content": ...}.')
+        raise ValueError('"messages" must be a non-empty list of {"role": ..., "content": ...} objects.')
     return [_message(message) for message in messages]
 
 
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-        raise ValueError(f'"messages" hold {shown(message)}, which needs a "role" and a "content".')
+        raise ValueError(f'"messages" contains {shown(message)}, but each needs a "role" and a "content".')
     if message.get("tool_calls"):
-        raise ValueError('"messages" hold "tool_calls", and nanospec knows no tools.')
+        raise ValueError('"messages" contains "tool_calls", but tools are not supported.')
     parts = message["content"]
     if parts is None or isinstance(parts, str):
         return {**message, "content": parts or ""}
     for part in parts if isinstance(parts, list) else [parts]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'"messages" hold {shown(part)}, which is no text; nanospec reads texts only.')
+            raise ValueError(f'"messages" contains {shown(part)}, but only text content is supported.')
     return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
-    """Replace OpenAI's flag and number of likeliest tokens by that number alone."""
+    """Convert OpenAI's `logprobs` flag and `top_logprobs` to the number of top log-probabilities."""
     enabled, top = request.pop("logprobs", False), request.pop("top_logprobs", 0)
     if not isinstance(enabled, bool) or (top and not enabled):
-        raise ValueError('"logprobs" must be true or false in a chat, and true with "top_logprobs".')
+        raise ValueError('"logprobs" must be true or false, and "top_logprobs" requires it to be true.')
     return {"logprobs": top} if enabled else {}
 
 
 def response_header(url: str, request_id: str, model: str, chunk: bool = False) -> dict[str, Any]:
-    """Return the fields that begin a response, or with `chunk` an event of a stream."""
+    """Return the first fields of a response, or of a stream event if `chunk` is set."""
     kind = "chat.completion" + ".chunk" * chunk if url == CHAT else "text_completion"
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def choice(url: str, done: Completion, number: int | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return an output; `number`: of likeliest tokens to report, None for no log-probabilities."""
+    """Return an output as a choice with the `number` top log-probabilities per token (None: no logprobs)."""
     text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
     positions = (done.logprobs or [])[: done.num_text_tokens]
     entries = logprobs(url, positions, done.pieces, number, tokenizer)
@@ -112,8 +112,8 @@ def logprobs(
     tokenizer: Tokenizer,
     offset: int = 0,
 ) -> dict[str, Any] | None:
-    """Return the log-probabilities of the tokens at `positions`, which come first there, and of the `number`
-    likeliest; None if `number` is. The text of `pieces`, the same tokens, begins at `offset`."""
+    """Return the log-probabilities of the sampled tokens, first in each of `positions`, and of the `number`
+    most likely ones; None if `number` is None. `pieces` are the tokens' texts, which start at `offset`."""
     if number is None:
         return None
 
@@ -138,7 +138,7 @@ def logprobs(
 
 
 def token_bytes(tokenizer: Tokenizer, token: int, text: str) -> bytes:
-    """Return the bytes of a token with this text, also if they are part of a character."""
+    """Return the bytes of a token, even if they are only part of a character; `text` is its decoded text."""
     if "\ufffd" in text:
         raw = tokenizer.backend.id_to_token(token) or ""
         if token in tokenizer.byte_token_ids:
@@ -149,8 +149,8 @@ def token_bytes(tokenizer: Tokenizer, token: int, text: str) -> bytes:
 
 
 def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, Any]:
-    """Return tokens in and out, and what guessing did (`speculation`, which is ours). Each prompt has `n`
-    outputs; what the others share with the first one is no find in the cache."""
+    """Return token counts and speculation statistics (`speculation` is an extension of OpenAI's format). Each
+    prompt has `n` outputs, and only the first one's prefix-cache hits count."""
     cached = sum(done.num_cached_tokens for done in outputs if done.index % n == 0)
     names = ("num_steps", "num_tokens", "num_drafted", "num_accepted")
     spec = SpecStats(**{name: sum(getattr(done.stats, name) for done in outputs) for name in names})
@@ -167,6 +167,6 @@ def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, A
 
 
 def counts(num_prompt: int, num_output: int) -> dict[str, int]:
-    """Return numbers of tokens, as usage has them."""
+    """Return the token counts of a usage object."""
     total = num_prompt + num_output
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": total}

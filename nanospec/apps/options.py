@@ -1,8 +1,8 @@
-"""Make command-line options of classes of settings, and settings of options.
+"""Command-line options derived from settings dataclasses.
 
-Each field of a class is an option: its name is the field's, its parser follows from the field's type, and its
-help is in the docstring of the class. The first class that has a name gets it (`--seed` is sampling's). An
-option that is not given keeps the default of the class, or of the command.
+Each field becomes an option with the field's name, a parser for the field's type, and help from the docstring
+of the class. If two classes share a field name, the option sets the first one (`--seed` is sampling's). An
+option that is not set keeps the default of the class or of the command.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..config import EngineConfig, SamplingParams, SpecConfig
 from ..text import shown
 from .json_input import strict_json
 
-SETTINGS: tuple[tuple[Any, str], ...] = (  # classes of settings with their titles; first come first
+SETTINGS: tuple[tuple[Any, str], ...] = (  # settings classes with their titles, in order of precedence
     (SpecConfig, "speculation"),
     (SamplingParams, "sampling (defaults for all requests)"),
     (EngineConfig, "engine"),
 )
-FLAGS = {"method": "--spec"}  # options that are not named like their fields
+FLAGS = {"method": "--spec"}  # options that are not named after their fields
 SHORT = {"tensor_parallel_size": "-tp"}
-# In --help, which --help-all completes.
+# Shown by --help; --help-all shows every option.
 COMMON = ("method", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed", *SHORT)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser without abbreviations; an error is one sentence and exit status 2."""
+    """An ArgumentParser without abbreviations. An error prints one sentence and exits with status 2."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -42,8 +42,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].split("=", 1)[0]
             if not name.startswith("-"):
-                self.error(f"{shown(unknown[0])} belongs to no option; a text with blanks needs quotes")
-            self.error(f"there is no option {name}{did_you_mean(name, self._option_string_actions)}")
+                self.error(f"unexpected argument {shown(unknown[0])}; quote values that contain spaces")
+            self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return what to add to "there is no ...": the name that begins like it, or else the closest, if any."""
+    """Return "; did you mean X?" for the known name that starts with `word`, else for the closest match."""
     names = [name for name in known if name != word]
     longer = sorted((name for name in names if word.strip("-") and name.startswith(word)), key=len)
     close = longer or (get_close_matches(word, names) if word.strip("-") else [])
@@ -61,12 +61,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Return the option of a field."""
+    """Return the command-line option of a field."""
     return FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def in_flags(message: str, settings: Iterable[Any] = tuple(dict(SETTINGS))) -> str:
-    """Replace the names of settings in a message by options: --max-model-len for max_model_len."""
+    """Replace field names in a message with their options: max_model_len becomes --max-model-len."""
 
     def flag(match: re.Match[str]) -> str:
         name, equals = match.groups()
@@ -80,8 +80,8 @@ def in_flags(message: str, settings: Iterable[Any] = tuple(dict(SETTINGS))) -> s
 
 
 def typed(read: Callable[[str], Any], expected: str, metavar: str) -> dict[str, Any]:
-    """Return argparse's arguments for an option that `read` parses. A ValueError becomes a message with what
-    is `expected`, or, if that is "", with the text behind "name=" in the error."""
+    """Return the argparse arguments of an option parsed by `read`. If that raises ValueError, the message
+    names what is `expected`, or, if that is "", repeats the error after its "name="."""
 
     def parse(text: str) -> Any:
         try:
@@ -93,16 +93,16 @@ def typed(read: Callable[[str], Any], expected: str, metavar: str) -> dict[str, 
     return {"type": parse, "metavar": metavar}
 
 
-NUMBER = typed(int, "a whole number", "N")
+NUMBER = typed(int, "an integer", "N")
 OBJECT = typed(lambda text: strict_json(text.encode()), "a JSON object", "JSON")
-READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # part of a field's type -> arguments for argparse
+READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # substring of a field's type -> argparse arguments
     ("bool", {"action": argparse.BooleanOptionalAction}),
-    ("auto", typed(lambda text: text if text == "auto" else int(text), "a whole number or 'auto'", "N|auto")),
+    ("auto", typed(lambda text: text if text == "auto" else int(text), "an integer or 'auto'", "N|auto")),
     ("Mapping", OBJECT),
     ("dict", OBJECT),
     ("Sequence[str]", {"action": "append", "metavar": "TEXT"}),
-    ("Sequence[int]", typed(lambda text: [*map(int, text.split(","))], "whole numbers with commas", "N,N")),
-    ("int | None", typed(lambda text: None if text == "none" else int(text), "a whole number", "N")),
+    ("Sequence[int]", typed(lambda text: [*map(int, text.split(","))], "comma-separated integers", "N,N")),
+    ("int | None", typed(lambda text: None if text == "none" else int(text), "an integer", "N")),
     ("int", NUMBER),
     ("float", typed(float, "a number", "X")),
     ("", {"metavar": "TEXT"}),
@@ -110,14 +110,13 @@ READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # part of a field's type ->
 
 
 def descriptions(settings: type) -> dict[str, str]:
-    """Return what the docstring of a class of settings says of each field."""
+    """Return the description of each field in the docstring of a settings class."""
     entries = re.findall(r"^ {8}(\w[\w, ]*): (.*(?:\n {12}.*)*)", settings.__doc__ or "", re.MULTILINE)
     return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
 
 
 def add_settings(parser: Parser, settings: type, title: str, full: bool, defaults: Mapping[str, Any]) -> None:
-    """Add the fields of a class of settings as options. The help shows `defaults` where they are not those of
-    the class."""
+    """Add the fields of a settings class as options. `defaults` override the defaults shown in the help."""
     group, help_texts = parser.add_argument_group(title), descriptions(settings)
     for field in fields(settings):
         name, flag = field.name, flag_of(field.name)
@@ -133,20 +132,20 @@ def add_settings(parser: Parser, settings: type, title: str, full: bool, default
         flags = (flag, SHORT[name]) if name in SHORT else (flag,)
         dest = f"{settings.__name__}.{name}"
         action = group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, **arguments)
-        # Not as an argument: Python 3.10 and 3.11 add a default to the help of an option with a --no- form.
+        # Not passed as an argument, because Python 3.10 and 3.11 append a default to BooleanOptionalAction's.
         action.help = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
 
 
 def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
-    """Return the fields of a class of settings that are on the command line."""
+    """Return the fields of a settings class that were set on the command line."""
     prefix = settings + "."
     return {name.removeprefix(prefix): v for name, v in vars(args).items() if name.startswith(prefix)}
 
 
 def base_parser(full: bool, **options: Any) -> Parser:
-    """Return a parser with --model and --help-all; `full`: the latter was given, and needs no hint."""
-    parser = Parser(epilog="" if full else "--help-all names all options.", **options)
+    """Return a parser with --model and --help-all; `full` omits the hint at the latter."""
+    parser = Parser(epilog="" if full else "Use --help-all to show every option.", **options)
     parser.add_argument("--help-all", action="help", help="show every option and exit")
-    model = "a folder, the name of a fetched model, or a hub id"
+    model = "model folder, name of a fetched model, or Hugging Face id"
     parser.add_argument("--model", default="smollm2-135m-instruct", help=model)
     return parser

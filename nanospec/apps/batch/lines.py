@@ -21,27 +21,27 @@ from ..json_input import strict_json
 from ..openai_format import CHAT, COMPLETIONS, translate_request
 from ..tasks import ONE_OF, Task, parse_task
 
-MAX_LINE = 32 << 20  # bytes: a few times what the longest windows hold
-NAMES = ("custom_id", "id")  # the user's own names of a request, copied to its result
+MAX_LINE = 32 << 20  # bytes; several times the longest context lengths
+NAMES = ("custom_id", "id")  # the user's names for a request, copied to its result
 
 
 class LineError(ValueError):
-    """A line of a file is not usable; the message names the line."""
+    """A line of a file is invalid; the message names the line."""
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings of lines that do not set them."""
+    """Defaults for lines that do not set a parameter."""
 
-    params: SamplingParams  # of lines in our format
-    sampling: Mapping[str, Any]  # the sampling options that were set; OpenAI's lines take these alone
+    params: SamplingParams  # for lines in nanospec's format
+    sampling: Mapping[str, Any]  # the sampling options that were set, for lines in OpenAI's format
     system: str | None = None
     raw: bool = False
-    model: str = ""  # fingerprint of the model and of the options that change results
+    model: str = ""  # fingerprint of the model and the options that affect results
 
 
 def open_input(source: str) -> AbstractContextManager[BinaryIO]:
-    """Open a file to read, or standard input for "-". Raises ValueError if that is closed."""
+    """Open a file for reading, or standard input for "-". Raises ValueError if standard input is closed."""
     if source != "-":
         return open(source, "rb")
     if sys.stdin is None:
@@ -50,12 +50,12 @@ def open_input(source: str) -> AbstractContextManager[BinaryIO]:
 
 
 def line_name(source: str, number: int) -> str:
-    """Return the name of a line in messages."""
+    """Return the name of a line for messages."""
     return f"{'standard input' if source == '-' else source} line {number}"
 
 
 def read_tasks(source: str, defaults: Defaults) -> list[Task]:
-    """Read all requests of a file. Raises LineError."""
+    """Parse all requests of a file. Raises LineError."""
     tasks: list[Task] = []
     by_custom_id: dict[str, Task] = {}
     for number, line in read_lines(source):
@@ -63,14 +63,14 @@ def read_tasks(source: str, defaults: Defaults) -> list[Task]:
         try:
             request = strict_json(line)
         except ValueError as error:
-            raise LineError(f"{name} is no JSON: {error}.") from None
+            raise LineError(f"{name} is not valid JSON: {error}.") from None
         try:
             task = _task(number - 1, request, defaults)
             custom_id = json.dumps(task.names.get("custom_id"))
-            first = by_custom_id.setdefault(custom_id, task)  # OpenAI's results have no other name
+            first = by_custom_id.setdefault(custom_id, task)  # identifies results in OpenAI's format
             if custom_id != "null" and first is not task and (task.url or first.url):
                 other = f"line {first.index + 1}"
-                raise ValueError(f"custom_id {custom_id} is that of {other} too; give each its own.")
+                raise ValueError(f"custom_id {custom_id} is also used by {other}, but must be unique.")
         except (ValueError, TypeError) as error:
             raise LineError(f"{name}: {error}") from None
         tasks.append(task)
@@ -78,15 +78,15 @@ def read_tasks(source: str, defaults: Defaults) -> list[Task]:
 
 
 def read_lines(source: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file that are not blank with their numbers, from 1, without a byte-order mark.
-    Raises LineError for a line above `MAX_LINE` before all of it is read."""
+    """Yield the nonblank lines of a file with their numbers, from 1, without a byte-order mark. Raises
+    LineError for a line longer than `MAX_LINE`, without reading all of it."""
     with open_input(source) as file:
         for number in count(1):
             line = file.readline(MAX_LINE + 1)
             if not line:
                 return
             if len(line) > MAX_LINE:
-                limit = f"{MAX_LINE >> 20} MB, the limit of a request"
+                limit = f"{MAX_LINE >> 20} MB, the limit for a request"
                 raise LineError(f"{line_name(source, number)} is longer than {limit}.")
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip(b" \t\r\n"):
@@ -114,9 +114,9 @@ def _from_openai(line: Mapping[str, Any], defaults: Defaults) -> Task:
         wrong = f"{shown(url)} with {shown(method)}"
         raise ValueError(f'"url" must be "{CHAT}" or "{COMPLETIONS}" and "method" "POST", not {wrong}.')
     if not isinstance(body, dict):
-        raise ValueError('"body" must be a JSON object, as is sent to the "url".')
+        raise ValueError('"body" must be a JSON object, the body of a request to the "url".')
     if unknown := sorted(line.keys() - {*NAMES, "method", "url", "body"}):
-        raise ValueError(f'unknown field {shown(unknown[0])}; what is asked stands in "body".')
+        raise ValueError(f'unknown field {shown(unknown[0])}; request parameters belong in "body".')
     try:
         request = translate_request(url, body)
     except ValueError as error:

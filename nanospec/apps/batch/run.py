@@ -1,9 +1,9 @@
-"""Answer a file of requests into a file of results, both JSON lines (`docs/batches.md`).
+"""Run a batch: read a file of requests and write a file of results, both JSON Lines (`docs/batches.md`).
 
-Results are written as requests end. A line begins with the key of its request (`Task.key`), which ties it to
-the request's line, parameters and model, so running an interrupted batch again answers only what is missing.
-A file that holds anything else is refused and not changed; only a torn last line is removed. One process at a
-time writes a file.
+Results are written as requests finish. Each starts with the key of its request (`Task.key`), a fingerprint of
+the line, parameters and model, so rerunning an interrupted batch only runs requests without a result. A file
+with other content is rejected and left unchanged; only an incomplete last line is removed. The file is locked
+against other processes while it is written.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from ...outputs import RequestOutput
     from ...text.tokenizer import Tokenizer
 
-Check = Callable[[Sequence[int], SamplingParams], None]  # raises ValueError for what cannot run
-Line = tuple[Task, list[int], SamplingParams]  # the prompt as token ids; the parameters have a seed
-MAX_PREFIX = 64  # bytes, enough for any `result_prefix`
+Check = Callable[[Sequence[int], SamplingParams], None]  # raises ValueError if a request cannot run
+Line = tuple[Task, list[int], SamplingParams]  # task, prompt as token ids, parameters with a seed
+MAX_PREFIX = 64  # bytes; longer than any `result_prefix`
 
 
 @dataclass
 class Batch:
-    """The requests of a batch and the file of their results."""
+    """The requests of a batch and the file for their results."""
 
     source: str
     output: str
     tasks: list[Task]
-    done: set[int]  # indices of the tasks that an earlier run has answered
+    done: set[int]  # indices of the tasks with a result from an earlier run
     file: BinaryIO
-    written: int = 0  # results of this run
-    tokens: int = 0  # of these results
+    written: int = 0  # number of results of this run
+    tokens: int = 0  # number of tokens in these results
     seconds: float = 0.0
 
     @property
@@ -59,20 +59,20 @@ class Batch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Show a progress bar and measure the time. Ctrl-C gets a message with the number of results."""
+        """Show a progress bar and measure the time. Adds the number of results to a KeyboardInterrupt."""
         start = time.perf_counter()
         with tqdm(total=len(self.tasks), initial=len(self.done), unit="request", disable=None) as self._bar:
             try:
                 yield
             except KeyboardInterrupt:
-                hint = "" if self.output == "-" else "; the same command goes on from there"
+                hint = "" if self.output == "-" else "; rerun the command to continue"
                 done = len(self.done) + self.written
                 raise KeyboardInterrupt(f"{done} of {len(self.tasks)} requests are done{hint}") from None
             finally:
                 self.seconds = time.perf_counter() - start
 
     def write(self, line: bytes, tokens: int) -> None:
-        """Append a result. Raises OSError that names the file; the next run removes a torn line."""
+        """Append a result. Raises OSError with the file's name; the next run removes an incomplete line."""
         rest = memoryview(line)
         try:
             while rest:
@@ -81,7 +81,7 @@ class Batch:
         except OSError as error:
             if self.output == "-":
                 raise
-            message = f"{error.strerror}; the same command goes on where this one ended"
+            message = f"{error.strerror}; rerun the command to continue"
             raise OSError(error.errno, message, self.output) from None
         self.written, self.tokens = self.written + 1, self.tokens + tokens
         self._bar.update()
@@ -98,14 +98,14 @@ class Batch:
 
 
 def result_prefix(task: Task) -> bytes:
-    """Return the beginning of the result of a task, up to the first `", `."""
+    """Return the start of a task's result, up to and including the first `", `."""
     if task.url:
         return f'{{"id": "batch_req_{task.key}", '.encode()
     return f'{{"index": {task.index}, "key": "{task.key}", '.encode()
 
 
 def result_line(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> bytes:
-    """Return the line of a finished request, in the format of the request."""
+    """Return the result of a request as a line in the request's format."""
     if task.url:
         line = _to_openai(task, output, model, tokenizer)
     else:
@@ -113,7 +113,7 @@ def result_line(task: Task, output: RequestOutput, model: str, tokenizer: Tokeni
         if len(output.outputs) > 1:
             line["outputs"] = [completion.to_dict() for completion in output.outputs]
     text = json.dumps(line, ensure_ascii=False) + "\n"
-    return text.encode(errors="backslashreplace")  # JSON's escape for half of a surrogate pair in a name
+    return text.encode(errors="backslashreplace")  # unpaired surrogates in a name become JSON escapes
 
 
 def _to_openai(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -134,16 +134,16 @@ def _to_openai(task: Task, output: RequestOutput, model: str, tokenizer: Tokeniz
 
 @contextmanager
 def results_file(output: str) -> Iterator[BinaryIO]:
-    """Open a file to append to. Raises LineError while another process has it. If the block raises before
-    anything is written, a file that was new is removed."""
+    """Open and lock a file for appending. Raises LineError if another process has locked it. If the block
+    raises before anything was written, a newly created file is removed."""
     is_new = not os.path.lexists(output)
     with open(output, "ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LineError(f"another process writes {output}; wait for it or name another output.") from None
+            raise LineError(f"another process is writing {output}; wait or use another output.") from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system does not support locks
         try:
             yield file
         except BaseException:
@@ -153,26 +153,26 @@ def results_file(output: str) -> Iterator[BinaryIO]:
 
 
 def indices_done(path: Path, tasks: Sequence[Task]) -> set[int]:
-    """Return the indices of the tasks whose results the file holds, and cut off a torn last result. Raises
-    LineError, and leaves the file as it is, if it holds anything else."""
+    """Return the indices of the tasks with results in a file, and remove an incomplete last line. Raises
+    LineError, without changing the file, if it contains anything else."""
     by_prefix = {result_prefix(task): task.index for task in tasks}
     done: set[int] = set()
-    if not path.is_file():  # a pipe, for example
+    if not path.is_file():  # for example, a pipe
         return done
     with path.open("rb") as file:
         for number in count(1):
-            line = file.readline(MAX_PREFIX)  # a large file that is not a batch's is not read whole
+            line = file.readline(MAX_PREFIX)  # avoids reading all of a large, unrelated file
             index = by_prefix.get(b"".join(line.partition(b'", ')[:2]))
             if index is not None and not line.endswith(b"\n"):
                 line += file.readline()
             if not line.endswith(b"\n") and (index is not None or len(line) < MAX_PREFIX):
                 break
             if index is None or index in done or not line.endswith(b"}\n"):
-                reason = "a second result" if index in done else "no result of this input, model, options"
-                raise LineError(f"{path} line {number} is {reason}; name another output.")
+                reason = "a duplicate" if index in done else "not a result of this input, model and options"
+                raise LineError(f"{path} line {number} is {reason}; use another output.")
             done.add(index)
     if line and not any(line.startswith(prefix) or prefix.startswith(line) for prefix in by_prefix):
-        raise LineError(f"{path} ends with what is no result of this input; name another output.")
+        raise LineError(f"{path}: the last line is not a result of this input; use another output.")
     if line:
         os.truncate(path, path.stat().st_size - len(line))
     return done
@@ -180,12 +180,12 @@ def indices_done(path: Path, tasks: Sequence[Task]) -> set[int]:
 
 @contextmanager
 def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Batch]:
-    """Read the requests and open the results, without a model. Raises ValueError or OSError, and changes
-    nothing, for a bad line, and for an output that cannot be written, that another process writes, or that
-    holds anything but results of these requests."""
+    """Read the requests and open the results file, before the model is loaded. Raises ValueError or OSError,
+    without changing anything, for an invalid line, or if the output is not writable, is locked by another
+    process, or contains anything but results of these requests."""
     source, output = args.input, args.output
     if os.path.isfile(output) and os.path.isfile(source) and os.path.samefile(source, output):
-        raise LineError(f"--input {source} and --output {output} are the same file; name another output.")
+        raise LineError(f"--input {source} and --output {output} are the same file; use another output.")
     sampling = given(args, "SamplingParams")
     tasks = read_tasks(source, Defaults(params, sampling, args.system, args.raw, _fingerprint(args)))
     with nullcontext(sys.stdout.buffer) if output == "-" else results_file(output) as file:
@@ -194,7 +194,7 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
 
 
 def _fingerprint(args: argparse.Namespace) -> str:
-    """Return a fingerprint of the options and the model files that change results; of weights the sizes."""
+    """Return a fingerprint of the options and model files that affect results (for weights, their sizes)."""
     spec, engine = given(args, "SpecConfig"), given(args, "EngineConfig")
     lossy = sorted(spec.items()) if spec.get("acceptance", "exact") != "exact" else []
     settings = [engine.get("dtype", "auto"), engine.get("max_model_len"), lossy]
@@ -208,8 +208,8 @@ def _fingerprint(args: argparse.Namespace) -> str:
 
 
 def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
-    """Answer the requests without results and return statistics. Raises LineError, before anything runs, for
-    a line that the model cannot take, and KeyboardInterrupt with a message."""
+    """Run the requests without results and return statistics. Raises LineError, before any request runs, for
+    a line that the model does not support, and KeyboardInterrupt with a message."""
     lines = prepare_lines(batch, llm.tokenizer, llm.engine.check, llm.engine.max_model_len, llm.config.seed)
 
     def write(position: int, output: RequestOutput) -> None:
@@ -223,8 +223,8 @@ def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
 
 
 def prepare_lines(batch: Batch, tokenizer: Tokenizer, check: Check, window: int, seed: int) -> list[Line]:
-    """Return the requests without results, with the seeds that an engine of this `seed` gives them. Raises
-    LineError if `check` refuses one or its prompt is too long for `window` tokens."""
+    """Return the requests without results, with the seeds that an engine with this `seed` would assign.
+    Raises LineError if `check` rejects one, or if a prompt is too long for `window` tokens."""
     print_prompt_mode(tokenizer, batch.todo)
     lines, params = list[Line](), seeded_params(batch.tasks, seed)
     for task in batch.todo:
@@ -245,13 +245,13 @@ def prepare_lines(batch: Batch, tokenizer: Tokenizer, check: Check, window: int,
 
 
 def line_error(source: str, index: int, reason: str) -> LineError:
-    """Return the error for a line that the model cannot take."""
+    """Return the error for a line that the model does not support."""
     return LineError(f"{line_name(source, index + 1)}: {in_flags(reason, (EngineConfig,))}")
 
 
 def seeded_params(tasks: Sequence[Task], seed: int) -> dict[int, SamplingParams]:
-    """Return the parameters of each task by its index. A task without a seed gets the one that an engine of
-    this `seed` gives it when it runs all tasks in order, so the results of a resumed batch are the same."""
+    """Return the parameters by task index. A task without a seed gets the one that an engine with this `seed`
+    would assign if it ran all tasks in order, so that resuming a batch does not change its results."""
     from ...engine.request import seed_of  # imports torch
 
     first = accumulate((task.params.n for task in tasks), initial=seed + 1)
@@ -260,28 +260,28 @@ def seeded_params(tasks: Sequence[Task], seed: int) -> dict[int, SamplingParams]
 
 
 def print_prompt_mode(tokenizer: Tokenizer, todo: Sequence[Task]) -> None:
-    """Print whether the chat template is applied to texts."""
+    """Print whether the chat template is applied to prompts."""
     texts = [task for task in todo if isinstance(task.prompt, str) and not task.url]
     if texts and texts[0].raw:
-        print("Prompts are continued as they are (--raw).", file=sys.stderr)
+        print("Continuing prompts as plain text (--raw).", file=sys.stderr)
     elif texts and tokenizer.has_chat_template:
-        print("Prompts are answered as chats; --raw continues them as they are.", file=sys.stderr)
+        print("Applying the chat template to prompts; use --raw to continue them instead.", file=sys.stderr)
     elif texts:
-        print("The model has no chat template: prompts are continued as they are.", file=sys.stderr)
+        print("The model has no chat template; continuing prompts as plain text.", file=sys.stderr)
 
 
 def num_tokens(output: RequestOutput) -> int:
-    """Return the number of tokens of all outputs of a request."""
+    """Return the total number of tokens in the outputs of a request."""
     return sum(len(done.token_ids) for done in output.outputs)
 
 
 def batch_summary(figures: dict[str, Any]) -> str:
-    """Return one line of statistics about a batch."""
+    """Return one line of statistics of a batch."""
     todo = figures["requests"] - figures["done_before"]
     if not todo:
-        return "All requests were done before."
+        return "All requests already have results."
     text = f"{todo} request{'s' * (todo != 1)} in {figures['seconds']:.1f} s, "
     if "replicas" in figures:
         text += f"{figures['replicas']} replica{'s' * (figures['replicas'] != 1)}, "
     text += f"{figures['tokens_per_second']:.0f} tok/s"
-    return text + (f"; {figures['done_before']} were done before" if figures["done_before"] else "")
+    return text + (f"; {figures['done_before']} already had results" if figures["done_before"] else "")

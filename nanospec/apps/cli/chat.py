@@ -1,4 +1,4 @@
-"""Chat with a model: read messages, run commands, stream answers that Ctrl-C ends."""
+"""Interactive chat: reads messages, runs commands and streams answers, which Ctrl-C stops."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from .console import DIM, Console
 
 PROMPT, CONTINUED = "> ", ". "
 COMMANDS = ("/help", "/reset", "/undo", "/system", "/exit")
-WELCOME = "Type a message, then Enter; /help names the commands; Ctrl-D ends the chat."
+WELCOME = "Type a message and press Enter. /help lists the commands, Ctrl-D ends the chat."
 HELP = """\
-/help           this
-/reset          forget the conversation
-/undo           take back the last message and its answer
-/system TEXT    what the model is told beforehand; without a text: show it
-/exit           end the chat; so do Ctrl-D, and Ctrl-C twice
-Enter sends; a backslash and Enter begin a new line. Ctrl-C ends an answer.
-A message that begins with a slash needs a blank before it."""
+/help           show this help
+/reset          clear the conversation
+/undo           remove the last message and its answer
+/system TEXT    set the system message, or show it without TEXT
+/exit           end the chat, as do Ctrl-D and pressing Ctrl-C twice
+Enter sends the message; end a line with a backslash to continue on the next one.
+Ctrl-C stops an answer. Put a space before a message that starts with a slash."""
 
 
 @dataclass
 class Chat:
-    """A conversation with a model; `on_answer` is called with each whole answer. Raises ValueError for a
-    model that cannot chat."""
+    """A conversation with a model. `on_answer` is called with each completed answer. Raises ValueError for a
+    model without a chat template."""
 
     llm: LLM
     params: SamplingParams
     console: Console
     system: str | None = None
     on_answer: Callable[[RequestOutput], None] | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)  # questions and answers in turn
+    messages: list[dict[str, str]] = field(default_factory=list)  # user and assistant alternate
 
     def __post_init__(self) -> None:
         if not self.llm.tokenizer.has_chat_template:
-            raise ValueError("the model has no chat template, so it is no model to chat with; use --prompt.")
+            raise ValueError("the model has no chat template; use --prompt instead of --chat.")
         self.llm.engine.check([0], self.params)
 
     def run(self, messages: Iterable[str]) -> None:
-        """Answer messages and run commands until there are no more."""
+        """Answer messages and run commands until the input ends."""
         self.console.line(WELCOME, DIM)
         for text in messages:
             if command := re.match(r"/(\w+)(?:\s+(.*))?$", text, re.DOTALL):
@@ -57,25 +57,25 @@ class Chat:
                 self.answer(text.strip())
 
     def command(self, name: str, text: str) -> None:
-        """Run a command and print its effect."""
+        """Run a command and print its result."""
         if name == "help":
             reply = HELP
         elif name in ("reset", "clear"):
-            self.messages, reply = [], "The conversation is forgotten."
+            self.messages, reply = [], "Conversation cleared."
         elif name == "undo":
             last = self.messages[-2]["content"] if self.messages else ""
-            reply = f"Taken back: {last}" if last else "There is nothing to take back."
+            reply = f"Removed: {last}" if last else "Nothing to undo."
             self.messages = self.messages[:-2]
         elif name == "system":
             self.system = text or self.system
-            reply = f"The system message is: {self.system}" if self.system else "There is no system message."
+            reply = f"System message: {self.system}" if self.system else "No system message is set."
         else:
-            hint = did_you_mean(f"/{name}", COMMANDS) or "; /help names those that there are."
-            reply = f"There is no command /{name}{hint}"
+            hint = did_you_mean(f"/{name}", COMMANDS) or "; /help lists the commands."
+            reply = f"Unknown command /{name}{hint}"
         self.console.line(reply, DIM)
 
     def answer(self, text: str) -> None:
-        """Answer a message and keep both. Ctrl-C ends the answer; its text so far is kept."""
+        """Answer a message and add both to the conversation. Ctrl-C stops the answer and keeps its text."""
         turn = [*self.messages, {"role": "user", "content": text}]
         outputs: list[RequestOutput] = []
         answer: list[str] = []
@@ -86,8 +86,8 @@ class Chat:
                 answer += [piece.text for piece in pieces]
         except KeyboardInterrupt:
             self.console.line(" [stopped]", DIM)
-        except ValueError as error:  # the conversation has outgrown the window
-            self.console.line(f"{in_flags(str(error))} /undo takes the last message back, /reset all.")
+        except ValueError as error:  # the conversation exceeds the context length
+            self.console.line(f"{in_flags(str(error))} Use /undo to remove the last message, or /reset.")
             return
         else:
             self.console.line()
@@ -97,15 +97,15 @@ class Chat:
 
 
 def typed_messages(console: Console) -> Iterator[str]:
-    """Yield messages until the end of input or two Ctrl-C in a row. Prompts go to the console. A line that
-    ends with a backslash continues in the next one."""
+    """Yield messages until the input ends or Ctrl-C is pressed twice. A line that ends with a backslash
+    continues on the next one. Prompts are written to the console."""
     with suppress(ImportError):
-        import readline  # noqa: F401 (input() edits lines and keeps a history with it)
+        import readline  # noqa: F401 (gives input() line editing and a history)
     text, interrupted = "", False
     while True:
         try:
             prompt = CONTINUED if text else PROMPT
-            if console.stream is not sys.stdout:  # where `input` writes
+            if console.stream is not sys.stdout:  # `input` would write it there
                 console.write(prompt)
                 prompt = ""
             text += input(prompt)
@@ -116,7 +116,7 @@ def typed_messages(console: Console) -> Iterator[str]:
             if interrupted:
                 return
             text, interrupted = "", True
-            console.line("\nCtrl-C again or Ctrl-D ends the chat.", DIM)
+            console.line("\nPress Ctrl-C again or Ctrl-D to end the chat.", DIM)
             continue
         interrupted = False
         if text.endswith("\\"):

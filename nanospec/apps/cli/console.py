@@ -1,4 +1,4 @@
-"""What the command line prints: streamed text with drafted tokens marked, and small tables."""
+"""Terminal output: streamed text with accepted drafts highlighted, and small tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from ...llm import LLM
     from ...outputs import Piece
 
-ACCEPTED = "\x1b[32m"  # green: drafted, and the target agreed
+ACCEPTED = "\x1b[32m"  # green
 DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
 class Console:
-    """Writes to a stream; colours and other escape codes only on a terminal (and not with NO_COLOR)."""
+    """Writes to a stream, with escape codes only if it is a terminal and NO_COLOR is not set."""
 
     def __init__(self, stream: TextIO | None = None, show_drafts: bool = False) -> None:
         self.stream = stream or sys.stdout
@@ -27,7 +27,7 @@ class Console:
         self.show_drafts = show_drafts and self.colour
 
     def write(self, text: str, style: str = "") -> None:
-        """Write at once, without a line break."""
+        """Write text without a newline, and flush."""
         self.stream.write(f"{style}{text}{RESET}" if style and self.colour else text)
         self.stream.flush()
 
@@ -36,13 +36,13 @@ class Console:
         self.write("\n")
 
     def pieces(self, pieces: Iterable[Piece]) -> None:
-        """Write streamed tokens; with `show_drafts`, drafted ones stand out from the target's own."""
+        """Write streamed tokens, highlighting accepted drafts if `show_drafts` is set."""
         for text, source in pieces:
             if text:
                 self.write(text, ACCEPTED if self.show_drafts and source != OWN else "")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Columns as wide as their contents; the first to the left, the others to the right."""
+        """Write a table with the first column aligned left and the others aligned right."""
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         for n, row in enumerate((header, *rows)):
             cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
@@ -50,15 +50,15 @@ class Console:
 
 
 def announce(name: str, folder: Path) -> None:
-    """Print on a terminal which model is being loaded, and its size."""
+    """Print the name and size of the model being loaded, if standard error is a terminal."""
     if sys.stderr.isatty():
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         print(f"Loading {name} ({size / 1e9:.2f} GB) ...", file=sys.stderr)
 
 
 def announce_ranks(llm: LLM) -> None:
-    """Print the memory that each rank of a split model needs."""
+    """Print the memory needed by each rank of a tensor-parallel model."""
     plans = llm.engine.worker.memory
     for rank, plan in enumerate(plans if len(plans) > 1 else ()):
         sizes = ", ".join(f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in plan.items())
-        print(f"Rank {rank} takes {sum(plan.values()) / 1e6:,.1f} MB: {sizes}.", file=sys.stderr)
+        print(f"Rank {rank} needs {sum(plan.values()) / 1e6:,.1f} MB: {sizes}.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Three requests with and without speculation, side by side: what `make run` shows."""
+"""The demo (`make run`): three requests with and without speculation, compared in a table."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ REQUESTS = {
 
 @dataclass
 class Answers:
-    """The demo's outputs by request: with drafts, and without."""
+    """The demo's outputs by request, with (`spec`) and without (`plain`) speculation."""
 
     spec: list[RequestOutput] = field(default_factory=list)
     plain: list[RequestOutput] = field(default_factory=list)
 
     def trace(self) -> Trace:
-        """Return the page's content: the outputs with drafts beside the measured times without."""
+        """Return a trace of the outputs with speculation that also has the measured times without it."""
         trace = Trace.of([output.outputs[0] for output in self.spec[: len(self.plain)]])
         for lane, name, plain in zip(trace.lanes, REQUESTS, self.plain):
-            lane.name, lane.start = name, 0.0  # each is compared from its own beginning on
+            lane.name, lane.start = name, 0.0  # each request is timed from its own start
             lane.plain_seconds, lane.plain_is_measured = plain.seconds, True
         return trace
 
 
 def run_demo(llm: LLM, console: Console, answers: Answers) -> None:
-    """Answer the built-in requests greedily, streaming them, and compare with speculation off."""
+    """Answer the built-in requests greedily with and without speculation, and print a comparison."""
     console.show_drafts = console.colour
     if console.colour:
-        console.line("Green: guessed, and right.", DIM)
+        console.line("Green: accepted drafts.", DIM)
     speculative = SamplingParams(temperature=0.0, max_tokens=240)
     plain = replace(speculative, num_speculative_tokens=0)
     llm.generate("Warm up.", plain)
@@ -81,7 +81,7 @@ def run_demo(llm: LLM, console: Console, answers: Answers) -> None:
 
 
 def _row(name: str, plain: RequestOutput, spec: RequestOutput) -> tuple[str, ...]:
-    """Return one line of the table."""
+    """Return one row of the table."""
     before, after = decode_rate(plain), decode_rate(spec)
     stats = spec.stats
     return (
@@ -97,6 +97,6 @@ def _row(name: str, plain: RequestOutput, spec: RequestOutput) -> tuple[str, ...
 
 
 def decode_rate(output: RequestOutput) -> float:
-    """Return tokens per second of decoding, without the step that gave the first token."""
+    """Return the decoding speed in tokens per second, excluding the step of the first token."""
     seconds = output.seconds - output.first_token_seconds
     return (len(output.token_ids) - 1) / max(seconds, 1e-9)

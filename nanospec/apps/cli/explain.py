@@ -1,13 +1,13 @@
-"""`--explain`: why guessing tokens pays on this machine.
+"""`--explain`: why speculation pays on this machine.
 
-A step that scores T tokens reads every weight once, for any T, and computes 2 FLOPs for each weight and
-token. So it takes at least
+A step that scores T tokens reads every weight once, whatever T is, and computes 2 FLOPs per weight and token.
+So each of its parts takes at least
 
     max(bytes / bandwidth, FLOPs / rate)
 
-for each of its parts. Bandwidth and rate are measured here, and so are the times of real steps. From these
-follows what an answer gains: t tokens per step, in steps of 1 + d tokens on average, should come
-t * ms(1) / ms(1 + d) times as fast as one token per step.
+Bandwidth and rate are measured here, and so are the times of real steps. They predict the speed-up of an
+answer: emitting t tokens per step, with 1 + d tokens scored per step on average, should be
+t * ms(1) / ms(1 + d) times as fast as emitting one token per step.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from ...models.config import ModelConfig
 from .console import Console
 from .demo import REQUESTS, decode_rate
 
-CONTEXT = 1024  # cached tokens, of which a step reads the keys and values
-BLOCK, CPU_SIDE, GPU_SIDE = 512 << 20, 1024, 8192  # bytes that are read; side of the matrices multiplied
+CONTEXT = 1024  # cached tokens whose keys and values a step reads
+BLOCK, CPU_SIDE, GPU_SIDE = 512 << 20, 1024, 8192  # bytes to read; sizes of the square matrices to multiply
 REPEATS = 5
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-MAX_TOKENS, WINDOW = 128, 512  # of the answer whose speed-up is measured; the window it needs
+MAX_TOKENS, WINDOW = 128, 512  # of the answer whose speed-up is measured; the context length it needs
 ACCEPTANCES, DRAFTS = (0.3, 0.5, 0.7, 0.9), 4
 
 
 class Machine(NamedTuple):
-    """Bytes per second that memory delivers, and FLOPs per second of matrix products in the model's dtype."""
+    """Memory bandwidth in bytes per second, and FLOPs per second of matrix products in the model's dtype."""
 
     bandwidth: float
     flops: float
 
 
 class Part(NamedTuple):
-    """The least bytes read and FLOPs computed by a part of a step."""
+    """The minimum bytes read and FLOPs computed by a part of a step."""
 
     name: str
     bytes: int
     flops: int
 
     def ms(self, machine: Machine) -> float:
-        """Return the least ms that it takes."""
+        """Return the minimum time in ms."""
         return 1e3 * max(self.bytes / machine.bandwidth, self.flops / machine.flops)
 
     def cells(self, machine: Machine) -> tuple[str, str, str]:
-        """Return MB, GFLOP and least ms for a table."""
+        """Return MB, GFLOP and minimum ms as table cells."""
         return f"{self.bytes / 1e6:.1f}", f"{self.flops / 1e9:.2f}", f"{self.ms(machine):.2f}"
 
 
 def parts(config: ModelConfig, tokens: int, context: int, itemsize: int) -> list[Part]:
-    """Count a step that scores `tokens` tokens of one request with `context` cached tokens before them;
-    `itemsize` is the bytes of a weight and of a cached value. Activations are left out: they are small, and
-    stay in caches."""
+    """Return the parts of a step that scores `tokens` tokens of one request after `context` cached tokens.
+    `itemsize` is the size of a weight and of a cached value in bytes. Activations are ignored, as they are
+    small and stay in caches."""
     head = config.vocab_size * config.hidden_size
     shapes = config.parameter_shapes().items()
     layers = sum(math.prod(shape) for name, shape in shapes if name not in VOCABULARY)
@@ -78,7 +78,7 @@ def parts(config: ModelConfig, tokens: int, context: int, itemsize: int) -> list
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Time PyTorch reading 512 MiB, and a product of square matrices as the engine computes it."""
+    """Time PyTorch reading 512 MiB and the engine's matrix product of square matrices."""
     block = torch.ones(BLOCK // 4, dtype=torch.float32, device=device)
     n = GPU_SIDE if device.type == "cuda" else CPU_SIDE
     a = torch.randn(n, n, device=device).to(dtype)
@@ -88,7 +88,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Machine:
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of some runs."""
+    """Return the time of the fastest run in seconds."""
 
     def timed() -> None:
         run()
@@ -98,34 +98,34 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
 
 
 def explain(llm: LLM, console: Console) -> None:
-    """Print the figures of this model on this machine."""
+    """Print the measurements of this model on this machine."""
     engine, model = llm.engine, llm.engine.worker.model
     machine, itemsize = measure(model.device, model.dtype), model.dtype.itemsize
     context = min(CONTEXT, engine.max_model_len)
     rates = f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s"
     console.line(f"{rates} in {model.dtype}")
-    console.line(f"\nA step of one request after {context} tokens, without drafts and with {DRAFTS}:")
+    console.line(f"\nOne step of one request after {context} cached tokens, with 0 and {DRAFTS} drafts:")
     counts = [parts(model.config, tokens, context, itemsize) for tokens in (1, 1 + DRAFTS)]
     rows = [(one.name, *one.cells(machine), *more.cells(machine)) for one, more in zip(*counts)]
-    console.table(("", *("MB", "GFLOP", "least ms") * 2), rows)
-    console.line("\nMeasured, without a text before it:")
+    console.table(("", *("MB", "GFLOP", "min ms") * 2), rows)
+    console.line("\nMeasured step times with an empty context:")
     costs = engine.policy.costs or engine.worker.measure()
     ms = costs.packed or {1 + k: step_ms for k, step_ms in costs.by_k(1, engine.worker.max_k).items()}
     rows = []
     for tokens, step_ms in ms.items():
         least = sum(part.ms(machine) for part in parts(model.config, tokens, 1, itemsize))
         rows.append((str(tokens), f"{least:.2f}", f"{step_ms:.2f}", f"{step_ms / ms[1]:.2f}x"))
-    console.table(("tokens in a step", "least ms", "measured ms", "of one token"), rows)
+    console.table(("tokens scored", "min ms", "measured ms", "vs one token"), rows)
     if llm.config.spec.max_k:
         _explain_answer(llm, console, ms)
 
 
 def _explain_answer(llm: LLM, console: Console, ms: Mapping[int, float]) -> None:
-    """Print when drafts pay, and the speed-up of the demo's code edit."""
+    """Print when drafts pay off, and the predicted and measured speed-up of the demo's code edit."""
     measured = StepCosts(packed=ms)
     ratio = measured.cost(1, 1 + DRAFTS) / ms[1]
     gains = ", ".join(f"{a:.0%}: {sum(a**j for j in range(1 + DRAFTS)) / ratio:.2f}x" for a in ACCEPTANCES)
-    console.line(f"\n{DRAFTS} drafts break even at {ratio:.2f} tokens per step; by acceptance: {gains}")
+    console.line(f"\n{DRAFTS} drafts break even at {ratio:.2f} tokens per step; by acceptance rate: {gains}")
     if llm.engine.max_model_len < WINDOW:
         return
     text, chats = REQUESTS["code edit"], llm.tokenizer.has_chat_template
@@ -137,6 +137,6 @@ def _explain_answer(llm: LLM, console: Console, ms: Mapping[int, float]) -> None
     drafted = stats.num_drafted / stats.num_steps
     predicted = stats.tokens_per_step * ms[1] / measured.cost(1, 1 + drafted)
     console.line(
-        f"A code edit: {stats.tokens_per_step:.2f} tokens per step with {drafted:.1f} drafts; speed-up "
+        f"Code edit: {stats.tokens_per_step:.2f} tokens per step with {drafted:.1f} drafts; speed-up "
         f"{predicted:.2f}x predicted, {decode_rate(spec) / decode_rate(plain):.2f}x measured"
     )

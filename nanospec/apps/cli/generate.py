@@ -1,4 +1,4 @@
-"""Run the command line's task: answer a prompt, or by other files a chat or a batch, --demo or --explain."""
+"""Load the model and run the mode of the command line: prompt, chat, batch, demo or explanation."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .explain import explain
 
 
 def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -> None:
-    """Load the model and run the task of the options. Raises ValueError, TypeError or OSError."""
+    """Load the model and run the mode that the options select. Raises ValueError, TypeError or OSError."""
     console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
     engine_options = {"spec": SpecConfig(**given(args, "SpecConfig")), **given(args, "EngineConfig")}
     if args.trace is not None:
-        check_target(args.trace)  # before a model is loaded
+        check_target(args.trace)  # before the model is loaded
         engine_options["trace"] = True
     if args.replicas is not None and batch is not None:
         from ..cluster.batch import run_on_ray
@@ -39,9 +39,9 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -
         if args.json:
             print(json.dumps({"batch": figures}))
         return
-    if args.chat or args.prompt is not None:  # one request: less to measure and to keep room for
+    if args.chat or args.prompt is not None:  # one request at a time needs fewer rows
         engine_options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
-    if args.demo:  # the second run of a prompt must not profit from the first
+    if args.demo:  # the second run of a prompt must not reuse the blocks of the first
         engine_options["enable_prefix_caching"] = False
     llm, answers = LLM(args.folder, **engine_options), Answers()
     announce_ranks(llm)
@@ -64,34 +64,34 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -
 
 
 def latest_trace(llm: LLM) -> Trace:
-    """Return how the latest requests came about, finished or not."""
+    """Return the trace of the latest requests, finished or not."""
     with llm.shared.turn() as engine:
         return recorder_of(engine.extensions).trace()
 
 
 @contextmanager
 def saved_trace(path: str | None, trace: Callable[[], Trace]) -> Iterator[None]:
-    """With a path, write what has run as a page when the block ends, also where it is interrupted."""
+    """Write the trace to `path`, if it is set, when the block ends or is interrupted."""
     try:
         yield
     finally:
         if path is not None:
-            begin = "\n" if sys.exc_info()[0] else ""  # the text may end anywhere
+            begin = "\n" if sys.exc_info()[0] else ""  # interrupted text may not end with a newline
             if (page := trace()).lanes:
                 page.save(path)
                 print(f"{begin}Trace: {path}", file=sys.stderr)
             else:
-                print(f"{begin}Nothing has run, so {path} is not written.", file=sys.stderr)
+                print(f"{begin}No requests were run; {path} was not written.", file=sys.stderr)
 
 
 def run_prompt(llm: LLM, params: SamplingParams, console: Console, args: argparse.Namespace) -> None:
-    """Answer one prompt, streaming it."""
+    """Answer one prompt, streaming the text unless there are several outputs."""
     prompt: str | list[int] = args.prompt
     if not args.raw and (args.system or llm.tokenizer.has_chat_template):
         message = {"role": "user", "content": args.prompt}
         prompt = llm.chat_prompt(with_system([message], args.system))
     elif not args.raw:
-        Console(sys.stderr).line("The model has no chat template: it continues the prompt.", DIM)
+        Console(sys.stderr).line("The model has no chat template; continuing the prompt as plain text.", DIM)
     outputs: list[RequestOutput] = []
     if params.n > 1:
         outputs = llm.generate(prompt, params)
@@ -107,7 +107,7 @@ def run_prompt(llm: LLM, params: SamplingParams, console: Console, args: argpars
 def report(
     llm: LLM, args: argparse.Namespace, console: Console, output: RequestOutput | None = None, **more: Any
 ) -> None:
-    """Print statistics: a line for people, or with --json an object on standard output."""
+    """Print statistics as text, or with --json as a JSON object on standard output."""
     if args.json:
         result: dict[str, Any] = {"metrics": llm.metrics(), **more}
         if output is not None:
@@ -122,7 +122,7 @@ def report(
 
 
 def summary(output: RequestOutput) -> str:
-    """Return one line about how an output came about."""
+    """Return one line of statistics about an output."""
     stats = output.stats
     count = len(output.token_ids)
     text = f"[{count} token{'s' * (count != 1)}, {count / max(output.seconds, 1e-9):.1f} tok/s, "
@@ -130,7 +130,7 @@ def summary(output: RequestOutput) -> str:
     if stats.num_drafted:
         text += f", {stats.acceptance_rate:.0%} of {stats.num_drafted} drafts accepted"
     if stats.num_accepted and stats.acceptance in LOSSY:
-        text += f" ({stats.acceptance} acceptance: not what the model alone would have written)"
+        text += f" ({stats.acceptance} acceptance: may differ from the output without speculation)"
     if output.error:
         text += f"; {output.error}"
     return f"{text}, finished: {output.finish_reason}]"

@@ -1,8 +1,8 @@
-"""Run the command line and turn errors into exit statuses.
+"""The command line: dispatches commands and turns errors into exit statuses.
 
-The first word may name a command of `COMMANDS`, which has its own options; without one the options of
-`parser.py` apply. Imports are late, as torch takes seconds, and all that needs no model is checked before
-one is loaded. Bad input ends with one sentence; an unexpected error ends with Python's traceback.
+If the first argument is one of `COMMANDS`, that command parses the others; else the options of `parser.py`
+apply. Imports are deferred, because torch takes seconds to import. Everything that can be checked without a
+model is checked before one is loaded. Bad input prints one sentence, an unexpected error a traceback.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from importlib import import_module
 from ...config import SamplingParams
 from ...models import program, resolve_model
 
-COMMANDS = {  # name -> module and function(argv) that run it
+COMMANDS = {  # name -> module, function(argv)
     "serve": ("nanospec.apps.cli.serve", "main"),
     "fetch": ("nanospec.apps.cli.fetch", "main"),
     "convert": ("nanospec.apps.cli.fetch", "convert_main"),
     "train": ("nanospec.apps.training", "main"),
 }
-NEEDED = ("torch", "triton", "safetensors", "tokenizers")  # `run.py` says how they are installed
+NEEDED = ("torch", "triton", "safetensors", "tokenizers")  # `run.py` explains how to install them
 EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command line and return its exit status. A bad option ends the process, as in argparse."""
+    """Run a command line and return its exit status. An invalid option raises SystemExit, as in argparse."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -36,13 +36,13 @@ def main(argv: Sequence[str]) -> int:
         try:
             return _run(list(argv))
         finally:
-            sys.stdout.flush()  # raises here if the reader has gone
+            sys.stdout.flush()  # raises here if the reader has exited
     except BrokenPipeError:  # as with `| head`
         _discard_output()
         return EXIT_BROKEN_PIPE
-    except OSError as error:  # a full disk behind standard output
+    except OSError as error:  # standard output is a file on a full disk
         _discard_output()
-        print(f"Standard output cannot be written: {error.strerror or error}.", file=sys.stderr)
+        print(f"Cannot write to standard output: {error.strerror or error}.", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt as interrupt:
         print(f"\nInterrupted{': ' if interrupt.args else ''}{interrupt}.", file=sys.stderr)
@@ -61,18 +61,18 @@ def _run(argv: list[str]) -> int:
     except (BrokenPipeError, ModuleNotFoundError):
         raise
     except (ValueError, TypeError, ImportError, OSError, MemoryError) as error:  # bad input, missing files
-        about_files = isinstance(error, LineError | OSError)  # file names may look like settings
+        about_files = isinstance(error, LineError | OSError)  # a file name may look like a setting
         text = str(error) if about_files else in_flags(str(error))
         if isinstance(error, OSError) and error.strerror:
             if error.errno == ENOSPC and not error.filename:
-                raise  # of standard output; files have names
+                raise  # from standard output, since files have names
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print(f"{program()}: {text}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
 def _generate(argv: list[str]) -> int:
-    """Run without a command: answer a prompt, a chat or a batch, show the demo, or explain."""
+    """Run a command line without a command."""
     from ..batch.run import open_batch
     from ..options import given
     from .console import announce
@@ -85,7 +85,7 @@ def _generate(argv: list[str]) -> int:
     args.folder = resolve_model(args.model)
     with open_batch(args, params) if args.input else nullcontext() as batch:
         if batch is not None and not batch.todo and not args.json:
-            print("All requests were done before; nothing has run.", file=sys.stderr)
+            print("All requests already have results; nothing to do.", file=sys.stderr)
             return 0
         announce(args.model, args.folder)
         from .generate import run
@@ -95,19 +95,19 @@ def _generate(argv: list[str]) -> int:
 
 
 def _standard_input() -> str:
-    """Return standard input without its last line break. Raises ValueError if it is no text."""
+    """Return standard input without its last newline. Raises ValueError if it is too long or not UTF-8."""
     from ..batch.lines import MAX_LINE, open_input
 
     with open_input("-") as file:
         data = file.read(MAX_LINE + 1)
     if len(data) > MAX_LINE:
-        raise ValueError(f"standard input is longer than {MAX_LINE >> 20} MB, the limit of a prompt.")
+        raise ValueError(f"standard input is longer than {MAX_LINE >> 20} MB, the limit for a prompt.")
     try:
         return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is no text in UTF-8, at byte {error.start}.") from None
+        raise ValueError(f"standard input is not valid UTF-8 at byte {error.start}.") from None
 
 
 def _discard_output() -> None:
-    """Redirect standard output to /dev/null, or Python's last flush would fail again."""
+    """Redirect standard output to /dev/null, so that Python's flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

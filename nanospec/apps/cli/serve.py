@@ -14,19 +14,19 @@ from ...text import shown
 from ..options import Parser, add_settings, base_parser, given, in_flags
 from ..serve.settings import ServeConfig
 
-DEFAULTS = {"max_num_batched_tokens": 512}  # how long a prompt holds up the others
+DEFAULTS = {"max_num_batched_tokens": 512}  # limits how long a prompt delays other requests
 REQUIRED = ("starlette", "uvicorn", "prometheus_client", "h11")
 SETTINGS = ((ServeConfig, "server"), (SpecConfig, "speculation"), (EngineConfig, "engine"))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C; return the exit status. Raises ValueError in the words of the command
-    line."""
+    """Serve until SIGTERM or Ctrl-C and return the exit status. Raises ValueError that names options instead
+    of fields."""
     parser = build_parser("--help-all" in argv)
     args = parser.parse_args(argv)
     options = given(args, "ServeConfig")
     if args.replicas is not None and "write_timeout" in options:
-        parser.error("--write-timeout cuts off connections, and with --replicas they are Ray's; leave it out")
+        parser.error("--write-timeout is not supported with --replicas, as Ray owns the connections")
     args.model = args.positional or args.model
     keys = filter(None, os.environ.get("NANOSPEC_API_KEY", "").split(","))
     try:
@@ -35,19 +35,19 @@ def main(argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in REQUIRED:
             raise
-        message = f"serving needs {error.name}: pip install 'nanospec[serve]', or `make run` in a checkout."
+        message = f"serve requires {error.name}: pip install 'nanospec[serve]', or `make run` in a checkout."
         raise ValueError(message) from None
     except (ValueError, TypeError, MemoryError) as error:
         raise ValueError(in_flags(str(error), dict(SETTINGS))) from None
 
 
 def build_parser(full: bool = False) -> Parser:
-    """Return the parser. With `full` its help names the options of the engine too."""
-    text = "Answer OpenAI's requests over HTTP (/v1/chat/completions, ...), with a page to try it."
+    """Return the parser. With `full`, its help lists every option of speculation and the engine."""
+    text = "Start an OpenAI-compatible server (/v1/chat/completions, ...) with a chat page."
     parser = base_parser(full, prog=f"{program()} serve", description=text)
-    parser.add_argument("positional", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)  # as vLLM has it
+    parser.add_argument("positional", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)  # as in vLLM
     parser.add_argument(
-        "--replicas", type=replicas, metavar="N|MIN:MAX", help="so many engines, by Ray, or as are needed"
+        "--replicas", type=replicas, metavar="N|MIN:MAX", help="number of engines, run with Ray, or its range"
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     for settings, title in SETTINGS:
@@ -56,11 +56,11 @@ def build_parser(full: bool = False) -> Parser:
 
 
 def replicas(text: str) -> tuple[int, int]:
-    """Return (least, most) of "2" or "1:4"."""
+    """Parse "2" or "1:4" to (minimum, maximum)."""
     least, colon, most = text.partition(":")
     numbers = [int(part) if part.isdecimal() else 0 for part in (least, most if colon else least)]
     if not 1 <= numbers[0] <= numbers[1]:
-        raise argparse.ArgumentTypeError(f"{shown(text)} must be a number from 1, or MIN:MAX, as in 1:4")
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be at least 1, or MIN:MAX such as 1:4")
     return numbers[0], numbers[1]
 
 
@@ -80,7 +80,7 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Path) -> int:
         from ..cluster.serve import run as deploy
 
         return deploy(config, folder, args.model, options, args.replicas, args.log_level)
-    listener = listen(config)  # first, as it may not be had
+    listener = listen(config)  # before the model is loaded, as the port may be in use
     announce(args.model, folder)
     llm = LLM(folder, **options)
     announce_ranks(llm)

@@ -1,5 +1,5 @@
-"""Many engines, by Ray: on this machine, or on the cluster that RAY_ADDRESS names.
+"""Several engines, run with Ray on this machine or on the cluster at RAY_ADDRESS.
 
-`batch.py` answers a file of requests with several engines, `serve.py` answers OpenAI's requests over HTTP.
-A replica is a whole engine in a process of its own and does not know the others. Needs the extra [ray].
+`batch.py` runs a file of requests on several engines, `serve.py` is an OpenAI-compatible server. A replica is
+an independent engine in its own process. Needs the extra [ray].
 """

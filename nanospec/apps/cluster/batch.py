@@ -1,9 +1,9 @@
-"""A batch answered by several engines, which are actors of Ray, and written by one process, this one.
+"""Run a batch on several engines, which are Ray actors; this process writes the results.
 
     nanospec --input requests.jsonl --output results.jsonl --replicas 2
 
-Lines, results and what an interrupted run leaves are those of `batch/run.py`. Ray runs a line again if its
-replica dies, in the replica that takes its place, and hands over one result of each.
+Formats and resuming are those of `batch/run.py`. If a replica dies, Ray restarts it, runs its lines again,
+and returns one result per line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..serve.loop import EngineLoop
 from ..tasks import Task
 from .start import Bundle, connect_ray, last_error, load, need_ray
 
-QUEUED = 2  # lines that a replica has, for each of its rows: the next are there when one ends
+QUEUED = 2  # lines sent to a replica per row, so that the next one is there when one finishes
 RETRIES = 3  # of a line whose replica died
 RESTARTS = 5  # of a replica
 
@@ -38,8 +38,8 @@ RESTARTS = 5  # of a replica
 def run_on_ray(
     batch: Batch, folder: Path, model: str, options: dict[str, Any], replicas: int
 ) -> dict[str, Any]:
-    """Run a batch like `batch.run.run_batch`, on so many engines. Raises OSError with a sentence if they
-    fail."""
+    """Run a batch like `batch.run.run_batch`, on `replicas` engines. Raises OSError with a one-sentence
+    message if they fail."""
     config = EngineConfig(**options)
     tokenizer, (_, model_config) = Tokenizer(folder), read_config(folder)
     window = config.max_model_len or model_config.max_position_embeddings
@@ -47,8 +47,8 @@ def run_on_ray(
     grammars = Grammars(tokenizer, model_config.vocab_size)
 
     def check(ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise what an engine would, without its weights. A replica's window may still be smaller, where
-        memory is short."""
+        """Raise ValueError as an engine would, without loading one. A replica short of memory may have a
+        smaller context length."""
         check_request(ids, params, limits)
         grammars.check(params)
 
@@ -57,7 +57,7 @@ def run_on_ray(
         if lines:
             need_ray("ray.util")
             print(f"Starting Ray and {replicas} replicas ...", file=sys.stderr, flush=True)
-            with redirect_stdout(StringIO()), connect_ray(replicas, config) as bundle:  # Ray prints logs
+            with redirect_stdout(StringIO()), connect_ray(replicas, config) as bundle:  # discards Ray's logs
                 settings = partial(load, folder.absolute(), model, bundle, options), model, batch.source
                 for result in run_lines(lines, settings, bundle, replicas, QUEUED * config.max_num_seqs):
                     batch.write(*result)
@@ -67,8 +67,8 @@ def run_on_ray(
 def run_lines(
     lines: Sequence[Line], settings: tuple[Any, ...], bundle: Bundle, replicas: int, at_once: int
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield results as lines end, of which each replica has `at_once`. Raises LineError for a line that the
-    model cannot take, ValueError if it cannot be loaded, and OSError if replicas die again and again."""
+    """Yield results as lines finish; each replica runs up to `at_once` lines. Raises LineError for a line
+    that the model does not support, ValueError if it cannot be loaded, OSError if replicas die repeatedly."""
     import ray
     from ray.util import ActorPool
 
@@ -80,7 +80,7 @@ def run_lines(
         max_concurrency=at_once,
     )
     actors = [replica.remote(*settings) for _ in range(replicas)]
-    pool = ActorPool(actors * at_once)  # an actor is as often in it as it has lines at once
+    pool = ActorPool(actors * at_once)  # contains each actor once per concurrent line
     try:
         yield from pool.map_unordered(lambda actor, line: actor.answer.remote(*line), lines)
     except ray.exceptions.RayTaskError as error:
@@ -88,19 +88,19 @@ def run_lines(
     except ray.exceptions.RayActorError as error:
         if cause := last_error(str(error)):
             raise ValueError(cause) from None
-        reason = f"a replica has died {RESTARTS + 1} times, or {RETRIES + 1} with one line; see Ray's logs"
-        raise OSError(f"{reason}; the same command goes on from there.") from None
+        reason = f"a replica died {RESTARTS + 1} times, or {RETRIES + 1} times on one line; see Ray's logs"
+        raise OSError(f"{reason}, and rerun the command to continue.") from None
 
 
 class LineEngine:
-    """A replica: an engine that runs the lines it is given as one batch."""
+    """A replica: an engine that runs its lines as one batch."""
 
     def __init__(self, load: Callable[[], LLM], model: str, source: str) -> None:
         self.llm, self.model, self.source = load(), model, source
-        self.loop = EngineLoop(self.llm, sys.maxsize)  # the pool limits the lines that wait
+        self.loop = EngineLoop(self.llm, sys.maxsize)  # the pool limits the waiting lines
 
     async def answer(self, task: Task, ids: list[int], params: SamplingParams) -> tuple[bytes, int]:
-        """Return the result of a line and its number of tokens. A step that fails ends the process."""
+        """Return the result of a line and its number of tokens. A failed step ends the process."""
         try:
             self.llm.engine.check(ids, params)
         except ValueError as error:
@@ -110,7 +110,7 @@ class LineEngine:
         try:
             done = [delta.done async for delta in job if delta is not None and delta.done is not None]
         except JobFailed:
-            os._exit(1)  # the device is in an unknown state
+            os._exit(1)  # the state of the device is unknown
         done.sort(key=lambda each: each.index)
         output = RequestOutput(f"request-{task.index}", None, ids, done)
         return result_line(task, output, self.model, self.llm.tokenizer), num_tokens(output)

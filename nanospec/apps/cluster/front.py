@@ -1,11 +1,11 @@
-"""The app that clients connect to: it reads a request, has a replica answer it and hands the answer on.
+"""The app that clients connect to. It forwards requests to replicas and their responses to clients.
 
-Paths, answers and errors are those of the server in the replica (`serve/app.py`). The front has what comes
-before, keys and log lines (`serve/gate.py`), and `/metrics`, with the figures of all replicas.
+Paths, responses and errors are those of the server in the replica (`serve/app.py`). The front checks API keys
+and writes log lines (`serve/gate.py`), and its `/metrics` merges the metrics of all replicas.
 
-An answer comes through Ray as lists of messages, as Ray takes as long for a list as for a message. Ray
-queues what it is given without a limit, and what is sent faster than it carries would come later and later.
-So `Sender` pauses between the lists of an answer.
+A response passes through Ray as lists of ASGI messages, because a list takes Ray as long as one message. Ray
+queues without a limit, so sending faster than it can deliver would add ever more latency. Therefore `Sender`
+pauses between the lists of a response.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from ..serve.settings import ServeConfig
 from .routing import prefix_hashes
 
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
-NO_REPLICA = "No replica answers; try again in some seconds."
-LOST = "The replica ended before it could finish this request, which may be sent again."
-LINGER = 5.0  # seconds that it outlives its replicas, to say so
+NO_REPLICA = "No replica is available; try again in a few seconds."
+LOST = "The replica failed before this request was finished; try again."
+LINGER = 5.0  # seconds that it outlives its replicas, to report errors
 FLUSH = 1.0  # seconds to send the last bytes
-PAUSE = 0.002  # seconds, for each answer under way: 500 lists a second in all, of about 700 that Ray carries
+PAUSE = 0.002  # seconds per running response: 500 lists per second in all; Ray delivers about 700
 
 
 class Front:
-    """Answers requests; `asgi` is the app.
+    """Forwards requests; `asgi` returns the app.
 
     Args:
-        ask: (scope, body, hashes of its prefixes) -> lists of messages as ASGI sends them, and last of all
-            facts for the log, under "facts".
-        figures: () -> the page of metrics of each replica by its name, to be awaited.
+        ask: (scope, body, hashes of its prefixes) -> async generator of lists of ASGI messages; the last one
+            has facts for the log under "facts".
+        figures: () -> an awaitable of the replicas' metrics pages by replica name.
     """
 
     def __init__(self, config: ServeConfig, ask: Callable[..., Any], figures: Callable[[], Any]) -> None:
         self.config, self._ask, self._figures = config, ask, figures
-        self._answers: set[Any] = set()  # under way
+        self._answers: set[Any] = set()  # running
         self._draining = self._is_over = False
 
     def asgi(self) -> ASGIApp:
-        """Return the app behind the gate."""
+        """Return the ASGI app, wrapped in the gate."""
         return Gate(self._answer, self.config, Counter(), set())
 
     async def drain(self) -> None:
-        """Take no new requests, and wait until those that run have ended, or end them when time is over."""
+        """Reject new requests and wait for the running ones; abort them after `drain_timeout`."""
         self._draining, end = True, time.monotonic() + self.config.drain_timeout
         while self._answers and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -80,9 +80,9 @@ class Front:
         if self._draining:
             raise draining(self.config.drain_timeout)
         headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
-        headers.append((b"x-request-id", state["id"].encode()))  # which the gate has given it
+        headers.append((b"x-request-id", state["id"].encode()))  # assigned by the gate
         forwarded = {**{name: scope[name] for name in SCOPE if name in scope}, "headers": headers}
-        more: bool | None = None  # to be sent; None: nothing was sent yet
+        more: bool | None = None  # whether the response is incomplete; None before its start
         answer = self._ask(forwarded, body, prefixes)
         self._answers.add(answer)
         try:
@@ -95,30 +95,30 @@ class Front:
                     await send(message)
         except (Exception, asyncio.CancelledError) as error:
             client_gone = isinstance(error, asyncio.CancelledError) and not self._is_over
-            state["facts"]["ended_by"] = "client gone" if client_gone else type(error).__name__  # of Ray's
+            state["facts"]["ended_by"] = "client disconnected" if client_gone else type(error).__name__
             if client_gone:
                 raise
             failure = HTTPError(503, LOST, headers={"retry-after": "5"})
             if more is None:
                 raise failure from None
             if more:
-                last = event(failure.body())  # of a stream: nothing else is sent in parts
+                last = event(failure.body())  # only streams are sent in parts
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._answers.discard(answer)
-            answer.cancel()  # nothing if it has ended
+            answer.cancel()  # no effect if it has finished
 
 
 class Sender:
-    """The replica's side: the answers of its app."""
+    """The replica's side: returns the responses of its app as lists of messages."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self._under_way = app, 0
 
     async def lists(self, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
-        """Yield the app's messages in answer to a request. Raises what the app raises. To the app, closing
-        the generator is a client that goes away."""
-        sent: asyncio.Queue[Message] = asyncio.Queue()  # and last of all an empty one
+        """Yield the app's response to a request, and raise its exceptions. Closing the generator looks like a
+        disconnected client to the app."""
+        sent: asyncio.Queue[Message] = asyncio.Queue()  # ends with an empty message
         disconnected, requests = asyncio.Event(), iter([{"type": "http.request", "body": body}])
 
         async def receive() -> Message:
@@ -144,11 +144,11 @@ class Sender:
             await running
         finally:
             self._under_way -= 1
-            disconnected.set()  # an app without a client ends by itself
+            disconnected.set()  # the app then ends
 
 
 def merge_metrics(pages: Mapping[str, str]) -> bytes:
-    """Return pages of metrics, by replica, as one in which every figure has a label `replica`."""
+    """Merge metrics pages by replica name into one page, in which each sample has a label `replica`."""
     metrics: dict[str, Metric] = {}
     for replica, text in pages.items():
         for family in text_string_to_metric_families(text):

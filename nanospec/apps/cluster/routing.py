@@ -1,8 +1,8 @@
-"""Choose the replica that has computed much of a prompt's beginning before, unless it has more to do.
+"""Prefix-aware routing: choose the replica that has cached most of a prompt, unless it is busier than others.
 
-A prompt has a prefix every `PREFIX_STEP` characters, known by the hash of its text, so that two prompts have
-as many hashes in common as prefixes. The balancer remembers where the `MAX_REMEMBERED` latest prefixes were
-sent. It knows neither Ray nor what is still in a cache.
+A prompt has a prefix every `PREFIX_STEP` characters, identified by a hash, so two prompts share as many
+hashes as prefixes. The balancer remembers which replicas the `MAX_REMEMBERED` latest prefixes were sent to,
+not whether they are still cached. It does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Collection, Sequence
 from math import ceil
 from typing import Any
 
-PREFIX_STEP = 128  # characters: about two pages of the KV cache
+PREFIX_STEP = 128  # characters; about two blocks of the KV cache
 MAX_PREFIXES = 512  # of one prompt
 MAX_REMEMBERED = 200_000  # prefixes
-KNOWN = 1 / 3  # of a prompt that counts as known: to compute less of it again adds at most half to the rest
+KNOWN = 1 / 3  # minimum share to route by; recomputing a smaller one adds less than half of the rest
 
 
 def prefix_hashes(body: bytes, client: bytes = b"") -> list[bytes]:
-    """Return the hashes of a request's prefixes, the shortest first; none if the body is no request. `client`
-    and cache_salt change them, as such requests share no cached prefixes."""
+    """Return the hashes of a request's prefixes, shortest first; [] if the body is invalid. They depend on
+    `client` and cache_salt, because requests that differ in these share no cached prefixes."""
     try:
         request: Any = json.loads(body)
         prompt = request["messages"] if "messages" in request else request["prompt"]
@@ -33,16 +33,16 @@ def prefix_hashes(body: bytes, client: bytes = b"") -> list[bytes]:
             digest.update(text[i * PREFIX_STEP : (i + 1) * PREFIX_STEP].encode())
             hashes.append(digest.digest())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return []  # the replica says what is wrong with it
+        return []  # the replica reports the error
     return hashes
 
 
 class Balancer:
-    """Chooses among replicas.
+    """Chooses a replica for each request.
 
     Attributes:
-        slack: how many more requests than the idlest a replica may have and still be chosen for its cache.
-        running: requests by replica, which the caller counts.
+        slack: maximum number of requests more than the idlest replica for a replica to be chosen by cache.
+        running: number of requests by replica, updated by the caller.
     """
 
     def __init__(self, slack: int) -> None:
@@ -52,16 +52,16 @@ class Balancer:
         self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
 
     def choose(self, prefixes: Sequence[bytes], replicas: Collection[str]) -> str:
-        """Return the replica for a request with these prefixes, which then counts as one that has them."""
+        """Return the replica for a request with these prefixes, and remember that it now caches them."""
         least = min(self.running[replica] for replica in replicas)
-        # A small part, as of a system prompt that all share, is not looked for: the idlest replica gets the
-        # request, and soon all replicas hold that part.
+        # Short prefixes, such as a shared system prompt, are ignored: such requests go to the idlest replica,
+        # and soon all replicas have cached the prefix.
         longest = reversed(prefixes[ceil(len(prefixes) * KNOWN) - 1 :])
         holders = ([r for r in replicas if r in self._holders.get(prefix, ())] for prefix in longest)
         free = [r for r in next(filter(None, holders), []) if self.running[r] <= least + self.slack]
         chosen = min(free or replicas, key=lambda r: (self.running[r], self._sent[r]))
         self._sent[chosen] += 1
-        for prefix in reversed(prefixes):  # short ones last, as they outlive longer ones
+        for prefix in reversed(prefixes):  # short ones last, to be evicted after longer ones
             self._holders.setdefault(prefix, set()).add(chosen)
             self._holders.move_to_end(prefix)
         while len(self._holders) > MAX_REMEMBERED:

@@ -1,9 +1,9 @@
-"""`nanospec serve --replicas N`: the server as an application of Ray Serve.
+"""`nanospec serve --replicas N`: the server as a Ray Serve application.
 
-    HTTP -> Ray's proxies -> Ingress (`front.py`) -> ServingEngine, N or MIN to MAX, each a whole server
+    HTTP -> Ray's proxies -> Ingress (`front.py`) -> ServingEngine: N, or MIN to MAX, complete servers
 
-Run again with other options on the same Ray, the command replaces the replicas one after the other: those
-that go finish what they have begun. The earlier command then ends, as what it has deployed is no more.
+If the command is run again on the same Ray, with other options, Ray replaces the replicas one by one, and the
+old ones finish their requests. The earlier command then exits, because its deployment was replaced.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from .routing import Balancer
 from .start import Bundle, connect_ray, last_error, load
 
 APP = "nanospec"
-ROOM = 32  # requests beside those that compute or wait: for models, tokens, pages
+ROOM = 32  # other requests in addition to running and waiting ones: models, tokenization, the page
 TRIES = 2  # to start a replica
-POLL = 2.0  # seconds between looks at what is deployed
-TIMEOUT = 4.0  # seconds that replicas have for their metrics
-Loader = Callable[..., LLM]  # `load` of a replica, which may add options
+POLL = 2.0  # seconds between checks of the deployment
+TIMEOUT = 4.0  # seconds for replicas to return their metrics
+Loader = Callable[..., LLM]  # `load` for a replica, which may add options
 QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
 class ServingEngine:
-    """One replica: the server of `serve/app.py` without its sockets."""
+    """A replica: the server of `serve/app.py` without sockets."""
 
     def __init__(self, load: Loader, config: ServeConfig) -> None:
-        log_to_stderr("warning")  # the ingress logs requests
+        log_to_stderr("warning")  # the ingress logs the requests
         self._name = serve.get_replica_context().replica_id.unique_id
-        llm = load(seed=random.getrandbits(28))  # no two replicas draw the same
+        llm = load(seed=random.getrandbits(28))  # replicas must not draw the same samples
         self._app = App(llm, config, str(config.served_model_name))
         self._sender = Sender(self._app.asgi())
 
     async def ask(self, scope: Scope, body: bytes, prefixes: Sequence[bytes]) -> AsyncIterator[list[Message]]:
-        """Yield the answer to a request, as ASGI has it, and then facts for the log. `prefixes` is for the
+        """Yield the response to a request as ASGI messages, then facts for the log. `prefixes` is used by the
         router."""
         self._app.engine.start()
         scope["state"] = {}
@@ -69,7 +69,7 @@ class ServingEngine:
         yield [{"facts": {**scope["state"].get("facts", {}), "replica": self._name}}]
 
     async def figures(self) -> tuple[str, str]:
-        """Return the replica's name and its page of metrics."""
+        """Return the replica's name and its metrics page."""
         return self._name, (await asyncio.to_thread(self._app.metrics.text))[0].decode()
 
     async def check_health(self) -> None:
@@ -77,12 +77,12 @@ class ServingEngine:
         engine = self._app.engine
         engine.start()
         if not engine.is_alive:
-            raise RuntimeError(engine.fatal_error or "the engine's steps fail one after the other")
+            raise RuntimeError(engine.fatal_error or "the engine's steps fail repeatedly")
 
 
 class ToReplica(RequestRouter):
-    """Sends a request to the replica that the balancer chooses for its `prefixes`; where that is full, to the
-    one with the shortest queue."""
+    """Routes a request to the replica that the balancer chooses for its `prefixes`, or if that is full, to
+    the one with the shortest queue."""
 
     def initialize_state(self, slack: int) -> None:
         self.balancer = Balancer(slack)
@@ -92,10 +92,10 @@ class ToReplica(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # all are asked, so then it waits
+        pending_request.routing_context.should_backoff = True  # wait before retrying if all replicas are full
         replicas, running = {r.replica_id.unique_id: r for r in candidate_replicas}, self.balancer.running
         chosen = self.balancer.choose(pending_request.kwargs["prefixes"], replicas)
-        running[chosen] += 1  # for the requests that are routed before this one is sent
+        running[chosen] += 1  # until it is sent, so that requests routed in the meantime count it
         pending_request.future.add_done_callback(lambda _: running.subtract([chosen]))
         return [[replicas[chosen]], candidate_replicas]
 
@@ -108,7 +108,7 @@ class ToReplica(RequestRouter):
 
 
 class Ingress(Front):
-    """The deployment that the proxies pass requests to."""
+    """The deployment that receives requests from Ray's proxies."""
 
     def __init__(self, engines: Any, config: ServeConfig, level: str, stamp: str) -> None:
         log_to_stderr(level)
@@ -116,7 +116,7 @@ class Ingress(Front):
         ask = engines.ask.options(stream=True)
 
         async def figures() -> dict[str, str]:
-            with suppress(Exception):  # Ray's, if there is no replica or one takes too long
+            with suppress(Exception):  # raised by Ray if there is no replica or one is too slow
                 pages = engines.broadcast("figures").results_async(timeout_s=TIMEOUT, return_exceptions=True)
                 return dict(each for each in await pages if isinstance(each, tuple))
             return {}
@@ -126,15 +126,15 @@ class Ingress(Front):
     __serve_build_asgi_app__ = Front.asgi
 
     async def stamp(self) -> str:
-        """Return the stamp of the command that has deployed this."""
+        """Return the stamp of the command that deployed this."""
         return self._stamp
 
 
 def application(
     load: Loader, config: ServeConfig, bundle: Bundle, rows: int, scale: tuple[int, int], *args: str
 ) -> serve.Application:
-    """Return the application: an ingress, and engines, of which Ray starts more, within `scale` (least,
-    most), when each has more requests than rows. `args`: the ingress's level of logs and stamp."""
+    """Return the application: an ingress and engines. Within `scale` (minimum, maximum), Ray starts more
+    engines if each has more requests than rows. `args` are the ingress's log level and stamp."""
     least, most = scale
     bounds = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": rows}
     scaling: dict[str, Any] = {"autoscaling_config": bounds} if least < most else {"num_replicas": least}
@@ -163,7 +163,7 @@ def application(
 def run(
     config: ServeConfig, folder: Path, model: str, options: dict[str, Any], scale: tuple[int, int], level: str
 ) -> int:
-    """Deploy, and wait for a signal or a replacement. Return the exit status."""
+    """Deploy the application, wait for a signal or a newer deployment, and return the exit status."""
     name, engine = config.served_model_name or folder.name, EngineConfig(**options)
     facts = {"replicas": ":".join(map(str, sorted(set(scale))))}
     log.info("starting", extra={"facts": facts})
@@ -174,9 +174,9 @@ def run(
         handle = deploy(app, is_new)
         log_ready(config, (config.host, config.port), name, facts)
         if wait_for_signal(handle, stamp):
-            with suppress(Exception):  # Ray's, if there is no ingress just now
+            with suppress(Exception):  # raised by Ray if there is no ingress at the moment
                 handle.drain.remote().result(timeout_s=config.drain_timeout + LINGER)
-            if "RAY_ADDRESS" in os.environ:  # a Ray of our own ends anyway
+            if "RAY_ADDRESS" in os.environ:  # a local Ray ends anyway
                 serve.delete(APP)
                 if is_new:
                     serve.shutdown()
@@ -185,8 +185,8 @@ def run(
 
 
 def start_serve(config: ServeConfig) -> tuple[ServeConfig, bool]:
-    """Have Ray Serve listen, unless it does already; return the settings with the port, and whether it did
-    not. Raises OSError with a sentence if the address cannot be had."""
+    """Start Ray Serve's proxies unless they run; return the settings with the actual port, and whether they
+    were started. Raises OSError with a one-sentence message if the address is not available."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if serve.status().applications:
         return config, False
@@ -197,8 +197,8 @@ def start_serve(config: ServeConfig) -> tuple[ServeConfig, bool]:
 
 
 def deploy(app: serve.Application, is_new: bool) -> Any:
-    """Deploy the application; return a handle of the ingress when all replicas are there. Raises ValueError
-    with a sentence if they cannot be; what Ray prints of it is in its logs."""
+    """Deploy the application; return a handle of the ingress once all replicas are ready. Raises ValueError
+    with a one-sentence message if they cannot start; Ray's own output is only in its logs."""
     try:
         with redirect_stdout(io.StringIO()) as discarded, redirect_stderr(discarded):
             return serve.run(app, name=APP, logging_config=QUIET)
@@ -207,17 +207,17 @@ def deploy(app: serve.Application, is_new: bool) -> Any:
         reason = last_error("\n".join(each.message for each in deployments))
         if is_new:
             serve.delete(APP)
-        raise ValueError(reason or "the replicas could not start; Ray's logs say why.") from None
+        raise ValueError(reason or "the replicas could not start; see Ray's logs.") from None
 
 
 def wait_for_signal(handle: Any, stamp: str) -> bool:
     """Wait for Ctrl-C or SIGTERM (a second one ends the process), or until another command has deployed.
-    Return whether it was a signal."""
+    Return whether there was a signal."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while True:
             time.sleep(POLL)
-            with suppress(Exception):  # Ray's, which may not know just now
+            with suppress(Exception):  # raised by Ray if the ingress is not available at the moment
                 if handle.stamp.remote().result(timeout_s=POLL) != stamp:
                     return False
     except KeyboardInterrupt:

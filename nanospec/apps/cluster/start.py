@@ -1,6 +1,6 @@
 """Start Ray or connect to it, and divide its machines among replicas.
 
-A replica is never spread over machines: its GPUs, or its threads, are all on one.
+All GPUs or CPUs of a replica are on one machine.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from ...llm import LLM
 from ...models import resolve_model
 from ...text import shown
 
-STORE = 256 << 20  # bytes of the object store of a Ray of our own: requests and results are small
-WAIT = 10.0  # seconds for the Ray of RAY_ADDRESS to answer
-QUIET = {  # environment variables, unless they are set
+STORE = 256 << 20  # bytes of the object store of a local Ray; requests and results are small
+WAIT = 10.0  # seconds to connect to RAY_ADDRESS
+QUIET = {  # environment variables that are set unless the user has set them
     "RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0", "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }  # fmt: skip
 
 
 class Bundle(NamedTuple):
-    """The part of one of Ray's machines that a replica gets."""
+    """The resources of one machine that a replica gets."""
 
     cpus: int
     gpus: int
-    threads: int | None  # in each process of the replica; None on a GPU, where they do not matter
-    neighbours: int  # replicas on one machine, itself among them
+    threads: int | None  # in each process of the replica; None on a GPU
+    neighbours: int  # number of replicas on one machine, including this one
 
 
 def load(folder: Path, model: str, bundle: Bundle, options: dict[str, Any], **more: Any) -> LLM:
-    """Return the engine of a replica, in its process. On a machine without the command's `folder` the model
-    is found by the name that the user gave."""
+    """Load a replica's engine in its process. On a machine without the command's `folder`, `model` is looked
+    up by name."""
     threads = {} if bundle.threads is None else {"threads": bundle.threads}
     options = {**options, **more, **threads}
     device = resolve_device(options.get("device", "auto"))
-    if device.type == "cpu" and bundle.neighbours > 1:  # all start at once and see the same free memory
+    if device.type == "cpu" and bundle.neighbours > 1:  # they start together and see the same free memory
         ranks = options.get("tensor_parallel_size", 1)
         options.setdefault("kv_cache_memory", spare_memory(device, bundle.neighbours * ranks))
     return LLM(folder if folder.is_dir() else resolve_model(model), **options)
 
 
 def need_ray(part: str) -> None:
-    """Import a part of Ray, quietly. Raises ValueError if it, or what it needs, is not installed."""
+    """Import a module of Ray without log output. Raises ValueError if it or a dependency is not installed."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:
         import_module(part)
     except ImportError as error:
-        text = f"replicas need {error.name or 'ray'}: pip install 'nanospec[ray]', or leave out --replicas."
+        text = f"--replicas requires {error.name or 'ray'}: pip install 'nanospec[ray]'."
         raise ValueError(text) from None
 
 
 @contextmanager
 def connect_ray(replicas: int, config: EngineConfig, log_to_driver: bool = False) -> Iterator[Bundle]:
-    """Connect to the Ray of RAY_ADDRESS, or start one that ends with the block, and yield the bundle of each
-    replica. Raises ValueError if there is no room for them, OSError if there is no Ray. After `need_ray`."""
+    """Connect to the Ray at RAY_ADDRESS, or start one for the duration of the block, and yield the bundle of
+    each replica. Raises ValueError if they do not fit, OSError if there is no Ray. Call `need_ray` first."""
     import ray
 
     ray_options: dict[str, Any] = {"logging_level": "CRITICAL", "log_to_driver": log_to_driver}
@@ -80,8 +80,8 @@ def connect_ray(replicas: int, config: EngineConfig, log_to_driver: bool = False
             ray.init(**ray_options)
     except ConnectionError:
         raise OSError(
-            f"RAY_ADDRESS={address}: no Ray is found; `ray start --head` starts one, and without RAY_ADDRESS "
-            "this command has its own."
+            f"RAY_ADDRESS={address}: no Ray cluster found; start one with `ray start --head`, or unset "
+            "RAY_ADDRESS to use a local one."
         ) from None
     try:
         yield bundle_for(replicas, config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
@@ -91,7 +91,7 @@ def connect_ray(replicas: int, config: EngineConfig, log_to_driver: bool = False
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard what Ray's C++ writes to standard error, past Python."""
+    """Discard what Ray's C++ code writes to standard error."""
     sys.stderr.flush()
     stderr = os.dup(2)
     with open(os.devnull, "w") as devnull:
@@ -104,31 +104,31 @@ def _quiet() -> Iterator[None]:
 
 
 def check_reachable(address: str) -> None:
-    """Raise OSError if nothing listens at a host and port: Ray would try for some minutes."""
+    """Raise OSError if nothing listens at a host and port, since Ray would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():
-        return  # "auto", which Ray knows, or what it refuses
+        return  # "auto", or an address that Ray rejects
     try:
         socket.create_connection((host.strip("[]"), int(port)), WAIT).close()
     except (OSError, UnicodeError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(
-            f"RAY_ADDRESS={address}: nothing answers there ({reason}); start Ray there, or unset "
-            "RAY_ADDRESS, which starts one here."
+            f"RAY_ADDRESS={address}: could not connect ({reason}); start Ray there, or unset RAY_ADDRESS "
+            "to use a local one."
         ) from None
 
 
 def bundle_for(replicas: int, config: EngineConfig, machines: Sequence[dict[str, float]]) -> Bundle:
-    """Return the bundle of each replica: GPUs if the machines have any, else as many processors as leave room
-    for all replicas. Raises ValueError if there are too few."""
+    """Return the bundle of each replica: GPUs if the machines have any, else as many CPUs as possible such
+    that all replicas fit. Raises ValueError if there are too few."""
     ranks, least = config.tensor_parallel_size, _least_cpus(config)
     if config.device.startswith("cuda:"):
         device = f"device={shown(config.device)}"
-        raise ValueError(f"{device} is one GPU; with replicas it is 'cuda', 'cpu' or 'auto'.")
+        raise ValueError(f"{device} is a single GPU; with --replicas, use 'cuda', 'cpu' or 'auto'.")
     gpus = [int(machine.get("GPU", 0)) for machine in machines]
     cpus = [int(machine.get("CPU", 0)) for machine in machines]
     on_gpus = config.device == "cuda" or (config.device == "auto" and any(gpus))
-    available, needed, kind = (gpus, ranks, "GPU") if on_gpus else (cpus, least, "processor")
+    available, needed, kind = (gpus, ranks, "GPU") if on_gpus else (cpus, least, "CPU")
 
     def room(size: int) -> int:
         return sum(count // size for count in available)
@@ -136,8 +136,8 @@ def bundle_for(replicas: int, config: EngineConfig, machines: Sequence[dict[str,
     if room(needed) < replicas:
         needs, has = f"{needed} {kind}{'s' * (needed > 1)}", " + ".join(map(str, available)) or "none"
         raise ValueError(
-            f"{replicas} replicas with {needs} each do not fit: Ray has {has}, room for {room(needed)}; ask "
-            "for fewer or add machines."
+            f"{replicas} replicas with {needs} each do not fit: Ray has {has}, enough for {room(needed)}; "
+            "lower --replicas or add machines."
         )
     if on_gpus:
         return Bundle(1, ranks, None, 1)
@@ -151,5 +151,5 @@ def _least_cpus(config: EngineConfig) -> int:
 
 
 def last_error(text: str) -> str:
-    """Return the message of the last exception that Ray reports, or an empty text if it reports none."""
+    """Return the message of the last exception in a report by Ray, or "" if there is none."""
     return (re.findall(r"\w+Error: (.+)", text) or [""])[-1]

@@ -1,5 +1,5 @@
-"""An OpenAI-compatible server. `app.py` is its routes, `loop.py` the engine behind them.
+"""An OpenAI-compatible server. `app.py` contains the routes.
 
-A request passes `gate.py`, is read and checked by `requests.py`, runs in `loop.py`, and is answered by
-`answers.py`. Needs the extra [serve]: starlette, uvicorn and prometheus-client.
+A request passes the middleware in `gate.py`, is parsed and validated by `requests.py`, runs in the engine
+thread of `loop.py`, and is answered by `answers.py`. Needs the extra [serve].
 """

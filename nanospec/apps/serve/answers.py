@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format, whole or as events of a stream, and how they are sent."""
+"""Responses in OpenAI's format, sent as one JSON object or streamed as server-sent events."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .gate import HTTPError
 from .jobs import Job, JobFailed
 from .requests import APIRequest
 
-QUIET = b": nothing yet\n\n"  # a comment, so that no proxy takes the connection for dead
-TOO_SLOW = "The request took longer than the server allows."
+QUIET = b": keep-alive\n\n"  # a comment event, so that proxies do not close an idle connection
+TOO_SLOW = "The request timed out; it took longer than the server allows."
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(eq=False)
 class Answer:
-    """The ASGI app that answers a request. Its outputs end when its client goes away, or after `timeout`
-    seconds. `facts` are logged; never a text."""
+    """The ASGI app that answers one request. Its outputs are aborted if the client disconnects, or after
+    `timeout` seconds. `facts` are logged and must not contain text."""
 
     request: APIRequest
     job: Job
@@ -36,7 +36,7 @@ class Answer:
     tokenizer: Tokenizer
     timeout: float
     facts: dict[str, Any]
-    done: list[Completion] = field(default_factory=list)  # the outputs that have ended
+    done: list[Completion] = field(default_factory=list)  # finished outputs
 
     def __post_init__(self) -> None:
         url, streams = self.request.url, self.request.streams
@@ -53,7 +53,7 @@ class Answer:
             if sending.done():
                 sending.result()
             else:
-                self.facts["ended_by"] = "client gone"
+                self.facts["ended_by"] = "client disconnected"
         finally:
             self.job.abort()
             for each in (too_slow, sending, disconnected):
@@ -73,7 +73,7 @@ class Answer:
             async for delta in self.job:
                 if delta is not None and delta.done is not None:
                     self._end(delta.done)
-            # With log-probabilities it may be long.
+            # In a thread, because with log-probabilities it may be large.
             response = await asyncio.to_thread(self._response)
         except JobFailed as failure:
             response = self._failed(failure).response()
@@ -96,14 +96,14 @@ class Answer:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        """Yield the stream but for its end, as bytes of server-sent events. Raises JobFailed."""
+        """Yield the server-sent events of the stream, without its last one. Raises JobFailed."""
         include = self.request.include
-        num_tokens: Counter[int] = Counter()  # of each output so far
+        num_tokens: Counter[int] = Counter()  # so far, by output
         num_chars: Counter[int] = Counter()
 
         def to_event(choices: list[dict[str, Any]], **more: Any) -> bytes:
             if "include_usage" in include:
-                all_along = "continuous_usage_stats" in include  # as vLLM has it
+                all_along = "continuous_usage_stats" in include  # as in vLLM
                 so_far = counts(self.request.num_prompt_tokens, num_tokens.total())
                 more = {"usage": so_far if all_along else None, **more}
             return event({**self._head, "choices": choices, **more})
@@ -113,9 +113,9 @@ class Answer:
                 yield QUIET
                 continue
             i, done = delta.choice, delta.done
-            # With the first text and not before: some clients take that event for the first token.
+            # Sent with the first text, not before it: some clients time the first token by this event.
             role = {} if i in num_tokens else {"role": "assistant"}
-            # The last piece may be the rest of a character.
+            # The last piece may be the remaining bytes of a character instead of a token.
             num_tokens[i] = len(done.token_ids) if done else num_tokens[i] + len(delta.pieces)
             speculation = {"index": i, "pieces": delta.pieces, **delta.speculation}
             drafts: dict[str, Any] = {"speculation": speculation} if "include_drafts" in include else {}
@@ -135,7 +135,7 @@ class Answer:
     def _choice(
         self, index: int, delta: dict[str, Any], entries: Any = None, done: Completion | None = None
     ) -> dict[str, Any]:
-        """Return the choice of an event; `entries` are its log-probabilities."""
+        """Return the choice of an event. `entries` are its log-probabilities."""
         content = {"delta": delta} if self.request.url == CHAT else {"text": delta.get("content", "")}
         reasons = {"finish_reason": done and done.finish_reason, "stop_reason": done and done.stop_reason}
         return {"index": index, **content, "logprobs": entries, **reasons}
@@ -151,7 +151,7 @@ class Answer:
 
 
 def event(data: Any) -> bytes:
-    """Return a server-sent event."""
+    """Encode `data` as a server-sent event."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes of the server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .metrics import ServerMetrics
 from .requests import bad_request, chat_prompt, read_json, read_request
 from .settings import ServeConfig
 
-READERS = 2  # threads that read requests: templates and tokenizers take their time
+READERS = 2  # threads that parse requests, since chat templates and tokenizers are slow
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
 PAGE_HEADERS = {
@@ -41,7 +41,7 @@ PAGE_HEADERS = {
 
 
 class App:
-    """The routes. `responses` counts what was sent by path, one of the routes or "other", and status."""
+    """The routes. `responses` counts responses by path (that of a route, or "other") and status."""
 
     def __init__(self, llm: LLM, config: ServeConfig, model: str) -> None:
         self.llm, self.config, self.model = llm, config, model
@@ -53,7 +53,7 @@ class App:
         self._files = {path.name: path for path in PAGE.iterdir()}
 
     def asgi(self) -> ASGIApp:
-        """Return the app behind the gate."""
+        """Return the ASGI app, wrapped in the gate."""
         posts = {CHAT: self.answer, COMPLETIONS: self.answer}
         posts |= {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
         gets = {"/": self.page, "/page/{name}": self.page, "/health": self.health}
@@ -67,7 +67,7 @@ class App:
         return Gate(app, self.config, self.responses, {route.path for route in routes})
 
     async def answer(self, request: Request) -> Any:
-        """Answer completions and chats."""
+        """Answer a completion or a chat completion."""
         try:
             self.engine.check_room()
             body = await self._body(request)
@@ -84,9 +84,9 @@ class App:
         return Answer(parsed, job, state.id, self.model, tokenizer, timeout, state.facts)
 
     async def _body(self, request: Request, allowed: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the JSON object that was sent, for this model; `allowed`: all fields that it may have."""
+        """Return the body, a JSON object for this model. If `allowed` is set, other fields are an error."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise HTTPError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
+            raise HTTPError(415, "Unsupported media type; send JSON with 'Content-Type: application/json'.")
         data = await read_body(request, self.config)
         body: dict[str, Any] = await self._read(read_json, data)
         if allowed and (unknown := sorted(body.keys() - {"model", *allowed})):
@@ -96,7 +96,7 @@ class App:
 
     def _check_model(self, name: Any) -> None:
         if name != self.model:
-            message = f"There is no model {shown(name)} here; there is {self.model!r}."
+            message = f"The model {shown(name)} does not exist. Available: {self.model!r}."
             raise HTTPError(404, message, "model", "model_not_found")
 
     async def _read(self, *function: Any) -> Any:
@@ -106,7 +106,7 @@ class App:
         body = await self._body(request, ("prompt", "messages", "chat_template_kwargs"))
         prompt, messages = body.get("prompt"), body.get("messages")
         if isinstance(prompt, str) == (messages is not None):
-            raise HTTPError(400, "Give either 'prompt', a text, or 'messages', a list.", "prompt")
+            raise HTTPError(400, "Either 'prompt' (a string) or 'messages' (a list) is required.", "prompt")
 
         def read() -> Response:
             if isinstance(prompt, str):
@@ -118,7 +118,7 @@ class App:
             return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": window})
 
         try:
-            return await asyncio.to_thread(read)  # not by a reader: answers wait for these
+            return await asyncio.to_thread(read)  # the reader threads are reserved for completions
         except ValueError as error:
             raise bad_request(error, body) from None
 
@@ -126,7 +126,7 @@ class App:
         tokens = (await self._body(request, ("tokens",))).get("tokens")
         size = self.llm.engine.limits.vocab_size
         if not isinstance(tokens, list) or any(type(t) is not int or not 0 <= t < size for t in tokens):
-            raise HTTPError(400, f"tokens must be a list of ids from 0 to {size - 1}.", "tokens")
+            raise HTTPError(400, f"tokens must be a list of token ids from 0 to {size - 1}.", "tokens")
         text = await asyncio.to_thread(self.llm.tokenizer.decode, tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
@@ -156,17 +156,17 @@ class App:
 
     async def page(self, request: Request) -> Response:
         if (path := self._files.get(request.path_params.get("name", "index.html"))) is None:
-            raise HTTPError(404, "There is no such file.")
+            raise HTTPError(404, "File not found.")
         return FileResponse(path, headers=PAGE_HEADERS)
 
 
 async def _on_error(request: Request, error: Any) -> Response:
-    """Return the response to an error of ours, of starlette's for a path or method, or of another library."""
+    """Return the response to an HTTPError, to Starlette's error for a path or method, or to another error."""
     if isinstance(error, HTTPError):
         return error.response()
     if not isinstance(error, HTTPException):
-        return HTTPError(500, "The server failed on this request; its log says more.").response()
-    message = "There is no such path; /v1/chat/completions and /v1/completions are there."
+        return HTTPError(500, "Internal server error; see the server's log.").response()
+    message = f"Unknown path {shown(request.url.path)}. Available: {CHAT}, {COMPLETIONS}."
     if error.status_code == 405:
         message = f"Method not allowed; use {(error.headers or {}).get('Allow', 'another')}."
     return HTTPError(error.status_code, message, headers=error.headers).response()

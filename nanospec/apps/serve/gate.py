@@ -1,4 +1,4 @@
-"""What every request passes: it gets an id, its client shows a key, and one log line tells of it."""
+"""The middleware of every request: assigns a request id, checks the API key, and writes a log line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .logs import log
 from .settings import ServeConfig
 
-PUBLIC = ("/", "/health")  # without a key; so are the files of the page
-MONITORING = ("/health", "/metrics")  # answered however many connections there are
-LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)  # this machine's names
-BAD_KEY = "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
-BAD_HOST = "This server answers its own machine alone, as localhost; --host and --api-key open it to others."
-MAX_MESSAGE = 1500  # characters of a message, which may repeat what a client sent
+PUBLIC = ("/", "/health")  # need no key; neither do the files of the page
+MONITORING = ("/health", "/metrics")  # not subject to the limit of connections
+LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)  # host names of this machine
+BAD_KEY = "Missing or invalid API key; send it as 'Authorization: Bearer KEY'."
+BAD_HOST = "This server only accepts requests to localhost; --host and --api-key enable remote access."
+MAX_MESSAGE = 1500  # characters; messages may repeat client input
 ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error",
@@ -34,19 +34,19 @@ ERROR_TYPES = {
 
 
 class HTTPError(HTTPException):
-    """A request that is refused: the status, one sentence, and the field with the error, if any."""
+    """An error response: the status, a message, and the invalid field and error code, if any."""
 
     def __init__(
         self, status: int, message: str, param: str = "", code: str = "", headers: Any = None
     ) -> None:
         message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
         super().__init__(status, message, headers)
-        # A client's own word may be long, or half of a surrogate pair, which cannot be sent.
+        # The name comes from the client; it may be long or contain surrogates, which cannot be encoded.
         self.param = param[:100].encode(errors="replace").decode() or None
         self.code = code or None
 
     def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's shape."""
+        """Return the error in OpenAI's format."""
         kind = ERROR_TYPES.get(self.status_code, "invalid_request_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
@@ -55,18 +55,18 @@ class HTTPError(HTTPException):
 
 
 def draining(seconds: float) -> HTTPError:
-    """Return the error of new requests while running ones have `seconds` left to finish."""
-    message = "The server is ending; running requests are finished, new ones are not taken."
+    """Return the error for new requests during a shutdown that takes up to `seconds`."""
+    message = "The server is shutting down and does not accept new requests."
     return HTTPError(503, message, headers={"retry-after": str(int(seconds) + 1), "connection": "close"})
 
 
 async def read_body(request: Request, config: ServeConfig) -> bytes:
-    """Return the body of a request. Raises HTTPError if it is too large, or takes too long."""
+    """Return the body of a request. Raises HTTPError if it is too large or takes too long to arrive."""
     data, close = bytearray(), {"connection": "close"}
 
     def check(size: int) -> None:
         if size > config.max_body:
-            raise HTTPError(413, f"The body is larger than {config.max_body} bytes.", headers=close)
+            raise HTTPError(413, f"The body exceeds the limit of {config.max_body} bytes.", headers=close)
 
     async def read() -> None:
         async for part in request.stream():
@@ -77,16 +77,16 @@ async def read_body(request: Request, config: ServeConfig) -> bytes:
     try:
         await asyncio.wait_for(read(), config.read_timeout)
     except ClientDisconnect:
-        raise HTTPError(499, "The client went away.") from None
+        raise HTTPError(499, "The client disconnected.") from None
     except asyncio.TimeoutError:
-        raise HTTPError(408, "The body did not come in time.", headers=close) from None
+        raise HTTPError(408, "Timed out while reading the body.", headers=close) from None
     return bytes(data)
 
 
 class Gate:
-    """Before the routes. Of a request that passes, `scope["state"]` holds `id`, `salt` (of its client's key)
-    and `facts`, a dict of what is to be logged. Answers are counted by path for `paths`, and as "other" for
-    what clients may invent."""
+    """ASGI middleware. For an accepted request, `scope["state"]` contains its `id`, a `salt` derived from the
+    API key, and `facts`, a dict to be logged. Responses are counted by path for `paths`, and as "other" for
+    unknown paths."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, responses: Counter[Any], paths: set[str]) -> None:
         self.app, self.config, self._paths, self._responses = app, config, paths, responses
@@ -94,7 +94,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no web sockets, and nothing to do at the start and the end
+            return  # WebSockets are not supported, and lifespan events need no handling
         headers, start, status = Headers(scope=scope), time.perf_counter(), 0
         client_id, path = headers.get("x-request-id", ""), scope["path"]
         request_id = client_id if re.fullmatch(r"[\w.-]{1,64}", client_id) else f"req-{uuid.uuid4().hex[:24]}"
@@ -121,18 +121,18 @@ class Gate:
             log.log(level, "request", extra={"facts": {**line, **facts}})
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raise HTTPError for a request that does not pass."""
+        """Raise HTTPError unless the request is accepted."""
         path, config = scope["path"], self.config
         if config.is_local and not config.api_key and not LOCAL.fullmatch(headers.get("host", "localhost")):
-            raise HTTPError(403, BAD_HOST)  # a page elsewhere whose name was made to lead here
+            raise HTTPError(403, BAD_HOST)  # DNS rebinding by a page of another site
         if len(scope["state"].get("connections", ())) > config.max_connections and path not in MONITORING:
-            message = "There are too many connections; try again in a second."
+            message = "Too many connections; try again in a second."
             raise HTTPError(503, message, headers={"retry-after": "1", "connection": "close"})
         if not self._digests or path in PUBLIC or path.startswith("/page/"):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key if scheme.lower() == "bearer" else "")
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, in the same time
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, in constant time
         if not any(matches):
             raise HTTPError(401, BAD_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         scope["state"]["salt"] = digest

@@ -1,4 +1,4 @@
-"""A job: the outputs that one client waits for, and what the engine hands over for them after each step."""
+"""A job: the outputs of one HTTP request, and the deltas that the engine thread sends after each step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from ...engine.request import Request
 from ...outputs import Completion, Logprob, Piece
 
-QUIET_AFTER = 15.0  # seconds without a delta, after which a job's reader gets None
-FAILED = "The engine failed in the middle of this request, which may be sent again."
-ENDED = "The server has ended before it could finish this request."
+QUIET_AFTER = 15.0  # seconds without a delta after which iterating over a job yields None
+FAILED = "The engine failed while processing this request; try again."
+ENDED = "The server shut down before this request was finished."
 
 
 class JobFailed(Exception):
-    """Why a job was not finished, in a sentence, and the HTTP status that says so."""
+    """A job was not finished. Holds the reason, one sentence, and the HTTP status to report."""
 
     def __init__(self, message: str, status: int = 500) -> None:
         super().__init__(message)
@@ -25,21 +25,21 @@ class JobFailed(Exception):
 
 
 class Delta(NamedTuple):
-    """What an output of a job got since the last delta."""
+    """The update of one output of a job since its last delta."""
 
-    choice: int  # the output's number in the job
-    pieces: list[Piece]  # its new tokens as text; empty where the job does not stream
-    logprobs: list[dict[int, Logprob]]  # of these tokens, as far as they are of the text
-    speculation: dict[str, Any]  # figures of the guesses, and in a traced engine the texts of rejected ones
-    done: Completion | None  # the whole output, when it has ended
+    choice: int  # index of the output in the job
+    pieces: list[Piece]  # texts of the new tokens; empty unless the job streams
+    logprobs: list[dict[int, Logprob]]  # of those new tokens that are part of the text
+    speculation: dict[str, Any]  # draft statistics, and the texts of rejected drafts if the engine is traced
+    done: Completion | None  # the whole output, if it has finished
 
 
 class Job:
-    """The outputs that one client waits for: `n` of each of its prompts, in this order.
+    """The outputs of one HTTP request: `n` for each prompt, in order.
 
     Attributes:
-        left: how many have not ended, as far as the event loop knows; 0 when the job was aborted.
-        abort: ends what has not ended; nothing more comes.
+        left: number of unfinished outputs, as seen by the event loop; 0 after an abort.
+        abort: aborts the unfinished outputs; no more deltas follow.
     """
 
     def __init__(self, num_outputs: int, streams: bool, abort: Callable[[Job], None]) -> None:
@@ -50,7 +50,7 @@ class Job:
         self.put = self._deltas.put_nowait
 
     async def __aiter__(self) -> AsyncIterator[Delta | None]:
-        """Yield what its outputs get, and None after a while without anything. Raises JobFailed."""
+        """Yield deltas until all outputs have finished; yield None while there is none. Raises JobFailed."""
         left = self.num_outputs
         while left:
             try:
@@ -66,13 +66,13 @@ class Job:
 
 @dataclass(eq=False)
 class Live:
-    """An output under way, in the engine's thread, and how much of it was sent."""
+    """A running output, used by the engine thread, and how much of it has been sent."""
 
     job: Job
     choice: int
     request: Request
     pieces: list[Piece] = field(default_factory=list)  # not sent yet
-    num_sent: int = 0  # tokens already sent
+    num_sent: int = 0  # tokens
     num_tokens: int = 0
     num_steps: int = 0
     accepted: int = 0
@@ -80,7 +80,7 @@ class Live:
     last: float = field(default_factory=time.perf_counter)
 
     def delta(self, text_of: Callable[[int], str]) -> Delta | None:
-        """Return what is new, if it has a text or is the last."""
+        """Return what is new, or None if there is no new text and the output has not finished."""
         request, streams = self.request, self.job.streams
         self.pieces += request.new_pieces() if streams else []
         if not request.is_finished and not any(piece.text for piece in self.pieces):

@@ -1,4 +1,4 @@
-"""Log lines, a JSON object each. Never a text of a client, nor a key."""
+"""Log lines, one JSON object each. They never contain client text or API keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger("nanospec.apps.serve")
 
 
 class Lines(logging.Formatter):
-    """A line as JSON: time, level, event, and what the record has as `facts`."""
+    """Formats a record as JSON: time, level, event, and the fields of its `facts`."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -21,12 +21,12 @@ class Lines(logging.Formatter):
         return json.dumps({**line, **error})
 
 
-def _is_news(record: logging.LogRecord) -> bool:  # not that the server's end has cancelled a request
+def _is_news(record: logging.LogRecord) -> bool:  # requests cancelled by a shutdown are not logged
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def log_to_stderr(level: str) -> None:
-    """Have the server and uvicorn write their lines to standard error."""
+    """Send the log lines of the server, and uvicorn's warnings, to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(Lines())
     handler.addFilter(_is_news)

@@ -1,11 +1,11 @@
-"""The engine in a thread of its own, and what asyncio asks of it.
+"""Runs the engine in its own thread, for use from asyncio.
 
     job = engine_loop.submit(prompts, params, streams=True)    in the event loop
-    async for delta in job: ...                                what each step gave, until all outputs are done
-    job.abort()                                                its blocks are free before the next step
+    async for delta in job: ...                                deltas of each step until all outputs finish
+    job.abort()                                                frees its blocks before the next step
 
-All jobs run as one batch. The thread takes what was submitted and aborted, runs one step, and hands over what
-it gave in one go. A step that raises ends the jobs under way with an error, and the next ones are served.
+All jobs run as one batch. The thread applies submissions and aborts, runs one step, and passes the deltas of
+all jobs to the event loop at once. If a step raises, the running jobs fail, and later ones are served.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ...outputs import Completion
 from .jobs import ENDED, FAILED, Delta, Job, JobFailed, Live
 from .logs import log
 
-MAX_FAILURES = 3  # steps in a row, after which the engine is taken for broken
+MAX_FAILURES = 3  # consecutive failed steps after which the engine counts as broken
 
 
 class QueueFull(Exception):
-    """Too many outputs wait."""
+    """The limit of accepted outputs is reached."""
 
 
 class EngineLoop:
-    """Runs the engine of an `LLM`, which nothing else may use meanwhile.
+    """Runs the engine of an `LLM`, which must not be used otherwise in the meantime.
 
     Attributes:
-        num_outputs: accepted and not yet ended; at most `limit`.
-        gap_seconds: between steps while there was work; the host's own part of a step is in the stages.
-        failures: steps that raised, since the latest one that did not.
-        on_tokens, on_done: called in the engine's thread with the seconds since an output's last tokens and
-            the number of new ones, and with each ended output.
+        num_outputs: number of accepted, unfinished outputs; at most `limit`.
+        gap_seconds: time between steps while there was work; host time within a step is part of the stages.
+        failures: number of consecutive steps that raised.
+        on_tokens, on_done: callbacks in the engine thread, with the seconds since an output's last tokens and
+            the number of new ones, and with each finished output and its request.
     """
 
     on_tokens: Callable[[float, int], None] = staticmethod(lambda seconds, count: None)
@@ -49,44 +49,44 @@ class EngineLoop:
         self.num_outputs, self.failures, self.gap_seconds = 0, 0, 0.0
         self._live: dict[Request, Live] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._enqueue = self._inbox.put  # has the engine's thread do something before its next step
+        self._enqueue = self._inbox.put  # schedules a call in the engine thread before its next step
         self._closing = False
         self._broken: str | None = None
-        self._jobs: set[Job] = set()  # accepted, and not ended
-        self._final_error: JobFailed | None = None  # for all jobs when the thread has ended
+        self._jobs: set[Job] = set()  # accepted and unfinished
+        self._final_error: JobFailed | None = None  # of all jobs once the thread has ended
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin, unless it has. Called in the event loop that will submit."""
+        """Start the thread unless it was started. Must be called in the event loop that submits jobs."""
         if self._thread.ident is None:
             self._loop = asyncio.get_running_loop()
             self._thread.start()
 
     async def stop(self) -> None:
-        """End what runs, and the thread."""
+        """Fail the running jobs and join the thread."""
         self._closing = True
         self._enqueue(lambda: None)  # wakes the thread
         await asyncio.to_thread(self._thread.join)
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are answered: the thread runs, and not all of its latest steps failed."""
+        """Whether requests can be answered: the thread runs, and some of its latest steps succeeded."""
         return self._thread.is_alive() and self.failures < MAX_FAILURES and self.fatal_error is None
 
     @property
     def fatal_error(self) -> str | None:
-        """Why nothing will be answered again: a device that the model is split among is gone, or cleaning up
-        behind a failure has failed."""
+        """Why the engine cannot continue: a rank of a tensor-parallel model is lost, or cleaning up after a
+        failure failed. None while it can."""
         return self.llm.engine.worker.failure or self._broken
 
     def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, streams: bool = False, salt: bytes = b""
     ) -> Job:
-        """Have prompts answered that have passed `Engine.check`. Jobs of equal `salt` share cached blocks.
-        Raises QueueFull, or ValueError if there could never be room."""
+        """Queue prompts that have passed `Engine.check`. Only jobs with the same `salt` share cached blocks.
+        Raises QueueFull, or ValueError if the job alone exceeds the limit."""
         count = len(prompts) * params.n
         if count > self.limit:
-            raise ValueError(f"These are {count} outputs, prompts times n, but the limit is {self.limit}.")
+            raise ValueError(f"The request has {count} outputs (prompts x n), but the limit is {self.limit}.")
         self.check_room(count)
         job = Job(count, streams, self.abort)
         self.num_outputs += count
@@ -97,12 +97,12 @@ class EngineLoop:
         return job
 
     def check_room(self, count: int = 1) -> None:
-        """Raise QueueFull unless there is room for so many outputs."""
+        """Raise QueueFull unless `count` more outputs can be accepted."""
         if self.num_outputs + count > self.limit:
             raise QueueFull
 
     def abort(self, job: Job) -> None:
-        """End a job; see `Job.abort`."""
+        """Abort a job; see `Job.abort`."""
         if job.left:
             self.num_outputs -= job.left
             job.left = 0
@@ -110,16 +110,16 @@ class EngineLoop:
             self._enqueue(lambda: self._abort(job))
 
     def end_all(self) -> None:
-        """End all jobs, as there is no more time for them."""
+        """Fail all running jobs, because the time to finish them at shutdown is over."""
         self._enqueue(lambda: self._fail(JobFailed(ENDED, 503)))
 
     def _end_with(self, error: JobFailed) -> None:
-        """Tell all jobs that nothing is answered any more, also those that are still in the inbox."""
+        """Fail all jobs, including those still in the inbox, and those submitted later."""
         self._final_error = error
         self._deliver([(job, error) for job in self._jobs])
 
     def _deliver(self, deltas: Sequence[tuple[Job, Delta | JobFailed]]) -> None:
-        """Hand over what a step gave to the jobs that were not aborted meanwhile."""
+        """Pass the deltas of a step to their jobs, except jobs that were aborted in the meantime."""
         for job, delta in deltas:
             if job.left:
                 ended = job.left if isinstance(delta, JobFailed) else int(delta.done is not None)
@@ -129,15 +129,15 @@ class EngineLoop:
                     self._jobs.discard(job)
                 job.put(delta)
 
-    # What follows runs in the engine's thread.
+    # The methods below run in the engine thread.
 
     def _run(self) -> None:
         error = JobFailed(ENDED, 503)
         try:
             self._run_steps()
         except BaseException:
-            log.exception("The engine failed while it cleaned up behind a failure.")
-            self._broken = "The engine could not go on behind a failure, which the log has; start it again."
+            log.exception("The engine failed while cleaning up after a failure.")
+            self._broken = "The engine could not recover from a failure; see the log, and restart the server."
             error = JobFailed(FAILED)
         self._loop.call_soon_threadsafe(self._end_with, error)
 
@@ -158,12 +158,12 @@ class EngineLoop:
         self._fail(JobFailed(ENDED, 503))
 
     def _guard(self, action: Callable[[], None]) -> None:
-        """Do something; if it raises, end what is under way, and not this thread."""
+        """Call `action`. If it raises, fail the running jobs but keep the thread alive."""
         try:
             action()
-        except BaseException:  # a panic of a library in Rust is no Exception
-            if self.fatal_error is None:  # else the log says why when the server ends
-                log.exception("A step failed, and the requests under way with it.")
+        except BaseException:  # the panic of a Rust library is not an Exception
+            if self.fatal_error is None:  # otherwise it is logged when the server exits
+                log.exception("A step failed; the running requests were aborted.")
             self.failures += 1
             self._fail(JobFailed(FAILED))
 
@@ -181,7 +181,7 @@ class EngineLoop:
                     if delta.done is not None:
                         self.on_done(delta.done, live.request)
                         del self._live[live.request]
-        finally:  # an error of one request does not hold back the others' deltas
+        finally:  # an error in one request must not hold back the deltas of others
             self._send(deltas)
 
     def _send(self, deltas: Sequence[tuple[Job, Delta | JobFailed]]) -> None:
@@ -197,7 +197,7 @@ class EngineLoop:
                     self._live[request] = Live(job, p * params.n + i, request)
                     self.llm.engine.scheduler.add(request)
         except BaseException:  # as in `_guard`
-            log.exception("A request could not be queued.")
+            log.exception("Failed to queue a request.")
             self._send([(job, JobFailed(FAILED))])
             self._abort(job)
 
@@ -207,8 +207,8 @@ class EngineLoop:
             self.llm.engine.abort(request)
 
     def _fail(self, error: JobFailed) -> None:
-        """End everything, and tell all jobs that nothing more comes."""
+        """Abort all requests and fail their jobs."""
         jobs = {live.job for live in self._live.values()}
-        self.llm.engine.abort_all()  # a failure may have left it inconsistent
+        self.llm.engine.abort_all()  # also resets the engine, which a failure may have left inconsistent
         self._live.clear()
         self._send([(job, error) for job in jobs])

@@ -1,4 +1,4 @@
-"""What a client asks, read and checked before anything runs."""
+"""Parse and validate requests before anything runs."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ..openai_format import CHAT, IGNORED, RENAMED, translate_request
 from ..tasks import parse_task
 from .gate import HTTPError
 
-MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, and characters of each
+MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, characters of each
 MAX_LOGIT_BIAS = 1024  # tokens
 MAX_MESSAGES = 4096
 STREAM_OPTIONS = ("include_usage", "include_drafts", "include_obfuscation", "continuous_usage_stats")
 SERVER_FIELDS = ("stream", "stream_options", "chat_template_kwargs", "cache_salt")
-KNOWN = (*SERVER_FIELDS, *RENAMED, *IGNORED, "top_logprobs")  # beside those of `SamplingParams`
+KNOWN = (*SERVER_FIELDS, *RENAMED, *IGNORED, "top_logprobs")  # besides the fields of `SamplingParams`
 NOT_IN_TEMPLATES = {"self", "chat_template", "chat_template_kwargs", "messages", "tools", "documents"}
 
 
 @dataclass
 class APIRequest:
-    """A request, checked."""
+    """A validated request."""
 
     url: str  # `CHAT` or `COMPLETIONS`
     prompts: list[list[int]]  # token ids
     params: SamplingParams
     streams: bool
     include: frozenset[str]  # of `STREAM_OPTIONS`
-    salt: bytes  # the client's own part of what shares cached prefixes
+    salt: bytes  # the request's cache_salt; requests with different salts share no cached prefixes
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -41,33 +41,33 @@ class APIRequest:
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """Return the JSON object that a body is. Raises HTTPError."""
+    """Parse a body as a JSON object. Raises HTTPError."""
     try:
         body = strict_json(data)
     except ValueError as error:
-        raise HTTPError(400, f"The body is no JSON: {error}.") from None
+        raise HTTPError(400, f"The body is not valid JSON: {error}.") from None
     if not isinstance(body, dict):
         raise HTTPError(400, "The body must be a JSON object.")
     return body
 
 
 def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
-    """Parse and check a chat or a completion. Takes too long for the event loop. Raises HTTPError."""
+    """Parse and validate a completion or a chat completion. Too slow for the event loop. Raises HTTPError."""
     try:
         server_fields = {name: body[name] for name in SERVER_FIELDS if body.get(name) is not None}
         fields = translate_request(url, {name: body[name] for name in body if name not in SERVER_FIELDS})
         if url != CHAT and "chat_template_kwargs" in server_fields:
-            raise ValueError("chat_template_kwargs is for chats, and this is none.")
+            raise ValueError(f"chat_template_kwargs is only supported by {CHAT}.")
         defaults = SamplingParams(max_tokens=None) if url == CHAT else SamplingParams()
-        prompt: Any = fields.get("prompt")  # one, or a list of texts or of lists of ids
+        prompt: Any = fields.get("prompt")  # one prompt, or a list of strings or of lists of token ids
         is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         requests = [{**fields, "prompt": each} for each in prompt] if is_list else [fields]
         tasks = [parse_task(each, defaults, known=KNOWN) for each in requests]
         params = tasks[0].params
         if len(params.stop) > MAX_STOP or any(len(stop) > MAX_STOP_LENGTH for stop in params.stop):
-            raise ValueError(f"stop may hold {MAX_STOP} strings of {MAX_STOP_LENGTH} characters at most.")
+            raise ValueError(f"stop must be at most {MAX_STOP} strings of {MAX_STOP_LENGTH} characters each.")
         if (count := len(params.logit_bias)) > MAX_LOGIT_BIAS:
-            raise ValueError(f"logit_bias names {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
+            raise ValueError(f"logit_bias has {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
         request = APIRequest(url, [], params, *_streaming(server_fields), salt=_salt(server_fields))
         for task in tasks:
             if task.messages is not None:
@@ -83,18 +83,18 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
 
 
 def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: Any) -> list[int]:
-    """Return the token ids of a conversation, by the model's own template. Raises ValueError."""
+    """Return the token ids of a conversation in the model's chat template. Raises ValueError."""
     if not isinstance(options, dict):
         raise ValueError("chat_template_kwargs must be an object.")
     if taken := sorted(options.keys() & NOT_IN_TEMPLATES):
-        raise ValueError(f"chat_template_kwargs must be an object without {shown(taken[0])}.")
+        raise ValueError(f"chat_template_kwargs must not contain {shown(taken[0])}.")
     if len(messages) > MAX_MESSAGES:
-        raise ValueError(f"messages are {len(messages)}, but the limit is {MAX_MESSAGES}.")
+        raise ValueError(f"messages has {len(messages)} entries, but the limit is {MAX_MESSAGES}.")
     return llm.chat_prompt(messages, **options)
 
 
 def bad_request(error: Exception, body: Mapping[str, Any]) -> HTTPError:
-    """Return what a client is told of a body, with the field that the error names, if it names one."""
+    """Return the error response for a body. Its `param` is the first field of the body that `error` names."""
     message = str(error)
     named = re.match(r"unknown field '([^']*)'", message)
     words = [named[1]] if named else re.findall(r"[A-Za-z_]+", message)
@@ -109,15 +109,15 @@ def _streaming(server_fields: Mapping[str, Any]) -> tuple[bool, frozenset[str]]:
     if not isinstance(streams, bool):
         raise ValueError(f"stream={shown(streams)} must be true or false.")
     if not isinstance(options, dict) or (options and not streams):
-        raise ValueError("stream_options must be an object, and needs stream=true.")
+        raise ValueError("stream_options must be an object, and requires stream=true.")
     if wrong := [n for n, value in options.items() if n not in STREAM_OPTIONS or not isinstance(value, bool)]:
         known = ", ".join(STREAM_OPTIONS)
-        raise ValueError(f"stream_options: {shown(wrong[0])} must be one of {known}, and true or false.")
+        raise ValueError(f"stream_options: {shown(wrong[0])} must be one of {known}, with a boolean value.")
     return streams, frozenset(name for name, value in options.items() if value)
 
 
 def _salt(server_fields: Mapping[str, Any]) -> bytes:
     salt = server_fields.get("cache_salt", "")
     if not isinstance(salt, str) or len(salt) > 256:
-        raise ValueError("cache_salt must be a text of at most 256 characters.")
+        raise ValueError("cache_salt must be a string of at most 256 characters.")
     return salt.encode("utf-8", "surrogatepass")

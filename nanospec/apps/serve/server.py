@@ -1,4 +1,4 @@
-"""Uvicorn with what it lacks: connections that send or read too slowly are closed, and it ends gently."""
+"""Uvicorn with read and write timeouts for its connections, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .app import App
 from .logs import log
 from .settings import ServeConfig
 
-KEEP_ALIVE = 65  # seconds: longer than clients keep unused connections
-LINGER = 5  # seconds to send what is left when the server ends
-FAREWELL = 1.0  # seconds to send clients the last error, where it ends at once
+KEEP_ALIVE = 65  # seconds; longer than clients keep idle connections
+LINGER = 5  # seconds to send remaining data at the end of a graceful shutdown
+FAREWELL = 1.0  # seconds to send a final error to clients at an immediate exit
 MAX_HEADERS = 32 << 10  # bytes
 
 
 class Protocol(H11Protocol):
-    """One connection. `scope["state"]["connections"]` of its requests are all there are."""
+    """One connection. `scope["state"]["connections"]` of its requests contains all open connections."""
 
     limits = ServeConfig()
-    reading = writing = math.inf  # seconds of the loop's clock, at which the server aborts it
+    reading = writing = math.inf  # deadlines on the event loop's clock
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, "connections": self.connections}
-        if len(self.connections) > 2 * self.limits.max_connections + 8:  # more than can be answered with 503
+        if len(self.connections) > 2 * self.limits.max_connections + 8:  # too many even to answer with 503
             transport.abort()
         self._limit_reading()
 
@@ -52,19 +52,20 @@ class Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         try:
             super().send_400_response(msg)
-        except h11.LocalProtocolError:  # in the middle of an answer
+        except h11.LocalProtocolError:  # in the middle of a response
             self.transport.close()
 
     def _limit_reading(self) -> None:
-        """Limit the time from a connection's first moment, or the first byte of headers, to their last one.
-        (The body has a limit of its own, and so has an unused connection behind its first request.)"""
+        """Limit the time from the start of the connection, or the first byte of a request, until its headers
+        are complete. (The body and idle connections after the first request have separate limits.)"""
         reads = self.cycle is None or (self.cycle.response_complete and self.timeout_keep_alive_task is None)
         latest = self.loop.time() + self.limits.read_timeout
         self.reading = min(self.reading, latest) if reads else math.inf
 
 
 class Server(uvicorn.Server):
-    """Serves as long as there is an engine. Told to end, it finishes what runs; told twice, it does not."""
+    """Serves until a signal or an engine failure. The first signal lets running requests finish, the second
+    aborts them."""
 
     def __init__(self, app: App) -> None:
         settings = uvicorn.Config(
@@ -89,7 +90,7 @@ class Server(uvicorn.Server):
         asyncio.get_event_loop().call_later(self._app.config.drain_timeout, self._app.engine.end_all)
 
     async def on_tick(self, counter: int) -> bool:
-        """Abort late connections, and return whether to end; uvicorn asks ten times a second."""
+        """Abort connections past a deadline and return whether to exit. Called ten times a second."""
         now = asyncio.get_running_loop().time()
         connections: set[Any] = self.server_state.connections
         for each in [each for each in connections if min(each.reading, each.writing) < now]:
@@ -98,7 +99,7 @@ class Server(uvicorn.Server):
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Return the socket of a server. Raises OSError with a sentence if the address cannot be had."""
+    """Return a listening socket. Raises OSError with a one-sentence message if that fails."""
     try:
         infos = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = infos[0]
@@ -106,11 +107,11 @@ def listen(config: ServeConfig) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", error)).partition(" (")[0]
         where = f"{config.host}:{config.port}"
-        raise OSError(f"cannot listen at {where}: {reason}; --host and --port name another.") from None
+        raise OSError(f"cannot listen on {where}: {reason}; change --host or --port.") from None
 
 
 async def run(app: App, listener: socket.socket) -> int:
-    """Serve until told to end, or as long as there is an engine; return the exit status."""
+    """Serve until a signal or an engine failure; return the exit status."""
     server, engine, spec = Server(app), app.engine, app.llm.config.spec
     engine.start()
     try:
@@ -122,18 +123,18 @@ async def run(app: App, listener: socket.socket) -> int:
         await server.serve(sockets=[listener])
     finally:
         await engine.stop()
-        if tasks := server.server_state.tasks:  # whose clients are told, if they read at once
+        if tasks := server.server_state.tasks:  # send clients the final error if they read promptly
             await asyncio.wait(tasks, timeout=FAREWELL)
-        if engine.fatal_error is not None:  # a supervisor can start another one
+        if engine.fatal_error is not None:  # exit with an error, so that a supervisor can restart the server
             log.error(engine.fatal_error)
         log.info("ended")
     return 0 if engine.fatal_error is None else 1
 
 
 def log_ready(config: ServeConfig, address: Any, model: str, facts: dict[str, Any]) -> None:
-    """Log the server's addresses, and a warning if anyone may use it."""
+    """Log the server's addresses, and a warning if it accepts remote requests without a key."""
     url = "http://{}:{}".format(f"[{address[0]}]" if ":" in address[0] else address[0], address[1])
     server = {"page": f"{url}/", "api": f"{url}/v1", "model": model, "keys": len(config.api_key)}
     log.info("ready", extra={"facts": {**server, **facts}})
     if not config.is_local and not config.api_key:
-        log.warning("anyone who reaches this address may use it; --api-key asks them for a key")
+        log.warning("the server accepts remote requests without an API key; set --api-key to require one")

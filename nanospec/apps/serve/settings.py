@@ -1,4 +1,4 @@
-"""What may be set for the server; every field is an option of `nanospec serve`."""
+"""Settings of the server; every field is an option of `nanospec serve`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from dataclasses import dataclass
 
 from ...text import as_bytes, check_fields, limited
 
-MIN_KEY = 8  # characters; shorter ones are guessed
-MAX_SECONDS = 1e7  # clocks count no further than some powers of ten, and infinity not at all
+MIN_KEY = 8  # characters; shorter keys are easy to guess
+MAX_SECONDS = 1e7  # timers do not support much longer or infinite timeouts
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """How the server listens, and what a client may ask of it.
+    """Address, API keys, limits and timeouts of the server.
 
     Attributes:
-        host: the address to listen at; the default is reached from this machine alone.
-        port: the port; 0 takes a free one.
-        api_key: what clients must send as "Authorization: Bearer KEY", 8 or more characters; several may be
-            given, and NANOSPEC_API_KEY holds them with commas between. Clients with different keys share no
-            cached prefixes.
-        served_model_name: what clients call the model; without it: the name of its folder.
-        max_queue: most outputs that wait for one of the max_num_seqs rows; beyond it clients are told to come
-            again later (429).
-        max_body: most bytes of a request.
-        max_connections: most connections at once; of more, /health and /metrics alone are answered.
-        request_timeout: seconds that a request may take in all.
-        read_timeout: seconds that a client may take to send a request.
-        write_timeout: seconds that a client may leave what was sent to it unread.
-        drain_timeout: seconds that running requests have left to finish after SIGTERM or Ctrl-C.
+        host: address to listen on; the default only accepts local connections.
+        port: port to listen on; 0 picks a free one.
+        api_key: key of at least 8 characters that clients must send as "Authorization: Bearer KEY". May be
+            repeated; NANOSPEC_API_KEY adds comma-separated keys. Clients with different keys share no cached
+            prefixes.
+        served_model_name: model name in the API; without it: the name of the model folder.
+        max_queue: maximum number of outputs waiting for one of the max_num_seqs rows; further requests are
+            answered with status 429.
+        max_body: maximum size of a request body in bytes.
+        max_connections: maximum number of connections; further ones can only use /health and /metrics.
+        request_timeout: time limit of a request in seconds.
+        read_timeout: time limit in seconds for a client to send a request.
+        write_timeout: time limit in seconds for a client to read data that was sent.
+        drain_timeout: seconds for running requests to finish after SIGTERM or Ctrl-C.
     """
 
     host: str = "127.0.0.1"
@@ -52,11 +52,11 @@ class ServeConfig:
         keys = self.api_key
         for key in keys if isinstance(keys, list | tuple) else [None]:
             if not isinstance(key, str) or not re.fullmatch(rf"[!-~]{{{MIN_KEY},}}", key):
-                raise ValueError(f"api_key must be {MIN_KEY} or more ASCII characters without blanks.")
+                raise ValueError(f"api_key must be at least {MIN_KEY} ASCII characters without spaces.")
 
     @property
     def is_local(self) -> bool:
-        """Whether it is reached from this machine alone."""
+        """Whether only this machine can connect."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:

@@ -43,11 +43,11 @@ def test_nesting_depth_is_limited(left: bytes, right: bytes) -> None:
     for inner in (b"[0]", b"[]"):
         assert strict_json(left * (MAX_DEPTH - 1) + inner + right * (MAX_DEPTH - 1))
         for depth in (MAX_DEPTH, 900, 100_000):
-            with pytest.raises(ValueError, match=r"^it is nested more than 128 levels deep$"):
+            with pytest.raises(ValueError, match=r"^nested more than 128 levels deep$"):
                 strict_json(left * depth + inner + right * depth)
 
 
 def test_duplicate_keys_are_rejected() -> None:
     assert strict_json(b'[{"a": 1}, {"a": 2}]') == [{"a": 1}, {"a": 2}]
-    with pytest.raises(ValueError, match=r"^'a' stands twice in one object$"):
+    with pytest.raises(ValueError, match=r"^duplicate key 'a'$"):
         strict_json(b'{"b": {"c": 1, "a": 1, "a": 1}}')

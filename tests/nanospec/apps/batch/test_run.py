@@ -77,19 +77,19 @@ def test_only_newlines_separate_lines(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (b'{"prompt": "\xff"}', "is no JSON: 'utf-8' codec can't decode byte 0xff in position 12"),
-        (b"[" * 99999, "is no JSON: it is nested more than 128 levels deep"),
-        (b'{"prompt": "x", "prompt": "y"}', "is no JSON: 'prompt' stands twice in one object"),
-        (b'{"prompt": "x", "temperature": NaN}', "is no JSON: NaN is not a finite number"),
+        (b'{"prompt": "\xff"}', "is not valid JSON: 'utf-8' codec can't decode byte 0xff in position 12"),
+        (b"[" * 99999, "is not valid JSON: nested more than 128 levels deep"),
+        (b'{"prompt": "x", "prompt": "y"}', "is not valid JSON: duplicate key 'prompt'"),
+        (b'{"prompt": "x", "temperature": NaN}', "is not valid JSON: NaN is not a finite number"),
         (b'{"prompt": "x", "' + b"y" * 10**5 + b'": 1}', "unknown field 'yyyy"),
         (b'{"url": "' + b"y" * 10**5 + b'", "body": {}}', "must be .*not 'yyyy"),
-        (b"{", "is no JSON: Expecting property name"),
+        (b"{", "is not valid JSON: Expecting property name"),
         (b'{"prompt": "x", "messages": []}', 'either "prompt" or "messages"'),
-        (b'{"promt": "x"}', r"either .*; this has \['promt'\]"),
+        (b'{"promt": "x"}', r"either .*, got \['promt'\]"),
         (b'{"prompt": "x", "top_P": 1}', "unknown field 'top_P'; did you mean top_p"),
-        (b'{"prompt": "x", "xyzzy": 1}', "unknown field 'xyzzy'; known are acceptance, custom_id, "),
+        (b'{"prompt": "x", "xyzzy": 1}', "unknown field 'xyzzy'; known fields are acceptance, custom_id, "),
         (b'{"prompt": "x", "temperature": "hot"}', "temperature='hot' must be a number"),
-        (b'{"prompt": [1, true]}', '"prompt" must be a text or a list of token ids'),
+        (b'{"prompt": [1, true]}', '"prompt" must be a string or a list of token ids'),
         (b'{"messages": [{"role": "user"}]}', 'needs a "role" and a "content"'),
         (b'{"url": "/v1/embeddings", "body": {}}', "must be .*not '/v1/embeddings'"),
     ],
@@ -105,7 +105,7 @@ def test_invalid_line_is_reported_with_its_number(tmp_path: Path, line: bytes, s
 
 def test_endless_line_is_rejected_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanospec.apps.batch.lines.MAX_LINE", 1 << 20)
-    with pytest.raises(LineError, match=r"/dev/zero line 1 is longer than 1 MB, the limit of a request\."):
+    with pytest.raises(LineError, match=r"/dev/zero line 1 is longer than 1 MB, the limit for a request\."):
         tasks("/dev/zero")
     longest = tmp_path / "requests.jsonl"
     longest.write_bytes(b'{"prompt": "x"}'.ljust(1 << 20))
@@ -116,7 +116,7 @@ def test_large_file_without_results_is_rejected_early(tmp_path: Path) -> None:
     path = tmp_path / "image"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(LineError, match=r"image line 1 is no result of this input"):
+    with pytest.raises(LineError, match=r"image line 1 is not a result of this input"):
         indices_done(path, numbered(3))
     assert path.stat().st_size == 1 << 40
 
@@ -194,7 +194,7 @@ NO_RESULTS = {
 def test_files_without_results_are_rejected_unchanged(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(LineError, match=r"notes (line \d+ is|ends with what is) .*name another output\."):
+    with pytest.raises(LineError, match=r"notes(: the last line| line \d+) is .*; use another output\."):
         indices_done(path, numbered(3))
     assert path.read_text(encoding="utf-8") == content
 
@@ -219,14 +219,14 @@ def test_unusable_file_is_reported_at_start(tmp_path: Path, option: str, name: s
 def test_input_and_output_must_differ(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     os.symlink(args.input, args.output)
-    with pytest.raises(ValueError, match="are the same file; name another output"), open_batch(args, GREEDY):
+    with pytest.raises(ValueError, match="are the same file; use another output"), open_batch(args, GREEDY):
         pass
     assert Path(args.input).read_text() == '{"prompt": "x"}\n'
 
 
 def test_output_locked_by_another_process_is_rejected(tmp_path: Path) -> None:
     args = arguments(tmp_path)
-    busy = pytest.raises(ValueError, match="another process writes .*name another output")
+    busy = pytest.raises(ValueError, match="another process is writing .*use another output")
     with results_file(args.output), busy, open_batch(args, GREEDY):
         pass
     with open_batch(args, GREEDY) as batch:  # the lock was released
@@ -295,5 +295,5 @@ def test_prompts_use_chat_template_unless_raw(tmp_path: Path, raw: bool, of_text
 
 def test_batch_summary() -> None:
     figures = {"requests": 21, "done_before": 1, "seconds": 9.87, "tokens_per_second": 160.2}
-    assert batch_summary(figures) == "20 requests in 9.9 s, 160 tok/s; 1 were done before"
-    assert batch_summary({**figures, "done_before": 21}) == "All requests were done before."
+    assert batch_summary(figures) == "20 requests in 9.9 s, 160 tok/s; 1 already had results"
+    assert batch_summary({**figures, "done_before": 21}) == "All requests already have results."

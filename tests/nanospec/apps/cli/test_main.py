@@ -77,7 +77,7 @@ def test_prompt_with_and_without_speculation(run: Run) -> None:
     assert after["outputs"][0]["token_ids"] == before["outputs"][0]["token_ids"]
     assert after["metrics"]["num_drafted"] > 0
     assert before["metrics"]["num_drafted"] == 0
-    note = "typical acceptance: not what the model alone would have written"
+    note = "typical acceptance: may differ from the output without speculation"
     assert note in run(*prompt, "--acceptance", "typical", "--num-speculative-tokens", "4")[1]
     assert note not in run(*prompt, "--acceptance", "typical", "--spec", "none")[1]
 
@@ -91,7 +91,7 @@ def test_prompt_from_stdin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         found = run(*asked, "-")
         assert found[0] == status
         if status:
-            assert "standard input is no text in UTF-8, at byte 1." in found[2]
+            assert "standard input is not valid UTF-8 at byte 1." in found[2]
         else:
             assert json.loads(found[1])["outputs"][0]["token_ids"] == wanted
     monkeypatch.setattr("sys.stdin", None)
@@ -144,7 +144,7 @@ def test_batch_writes_all_results_and_resumes(tmp_path: Path, run: Run) -> None:
     source, target = requests_file(tmp_path, 5, custom_id="mine"), tmp_path / "results.jsonl"
     status, output, errors = run("--input", source, "--output", target, "--json")
     assert status == 0, errors
-    assert "Prompts are answered as chats" in errors
+    assert "Applying the chat template to prompts" in errors
     assert "5 requests in " in errors
     figures = json.loads(output)["batch"]
     whole = results(target)
@@ -165,7 +165,7 @@ def test_batch_writes_all_results_and_resumes(tmp_path: Path, run: Run) -> None:
     for change in ("--raw", "--system=Be brief.", "--top-k=3", "--acceptance=typical"):
         status, _, errors = run("--input", source, "--output", target, change)
         assert status == 2
-        assert "line 1 is no result of this input, model, options" in errors
+        assert "line 1 is not a result of this input, model and options" in errors
     assert target.read_text() == before
 
 
@@ -194,7 +194,7 @@ def test_batch_on_stdin_and_stdout(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     ("line", "sentence"),
     [
         ('{"prompt": [1, 999999]}', "token id 999999"),
-        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": "\\ud800"}', "unpaired surrogate"),
         (json.dumps({"prompt": "x " * 9000}), "but --max-model-len 8192 must hold"),
         ('{"prompt": "x", "acceptance": "typical"}', "acceptance='typical' needs .* --acceptance 'typical'"),
     ],
@@ -267,26 +267,26 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--max-token", "5"], "there is no option --max-token; did you mean --max-tokens?"),
-        (["--prompt", "why", "is"], "'is' belongs to no option"),
+        (["--max-token", "5"], "unknown option --max-token; did you mean --max-tokens?"),
+        (["--prompt", "why", "is"], "unexpected argument 'is'"),
         (["--prompt"], "--prompt expected one argument"),
         (["--top-p", "hot"], "--top-p 'hot' must be a number"),
-        (["--max-tokens", "many"], "--max-tokens 'many' must be a whole number"),
-        (["--num-speculative-tokens", "x"], "--num-speculative-tokens 'x' must be a whole number or 'auto'"),
+        (["--max-tokens", "many"], "--max-tokens 'many' must be an integer"),
+        (["--num-speculative-tokens", "x"], "--num-speculative-tokens 'x' must be an integer or 'auto'"),
         (["--json=1"], "--json ignored explicit argument '1'"),
         (["--kv-cache-memory", "4X"], "--kv-cache-memory '4X' is no number of bytes"),
-        (["--temp", "1"], "there is no option --temp; did you mean --temperature?"),
-        (["--prompt", "x", "-tp", "two"], "-tp 'two' must be a whole number"),
-        (["--"], "there is no option --. See"),
-        (["chat"], "there is no command 'chat'; did you mean --chat?"),
-        (["--demo", "--output", "-"], "--input and --output go together"),
-        ([], "give one, and only one, of"),
-        (["--prompt", "x", "--chat"], "give one, and only one, of"),
-        (["server"], "there is no command 'server'; did you mean serve?"),
+        (["--temp", "1"], "unknown option --temp; did you mean --temperature?"),
+        (["--prompt", "x", "-tp", "two"], "-tp 'two' must be an integer"),
+        (["--"], "unknown option --. See"),
+        (["chat"], "unknown command 'chat'; did you mean --chat?"),
+        (["--demo", "--output", "-"], "--input and --output must be used together"),
+        ([], "exactly one of --prompt, --chat,"),
+        (["--prompt", "x", "--chat"], "exactly one of --prompt, --chat,"),
+        (["server"], "unknown command 'server'; did you mean serve?"),
         (["--input", "x", "--output", "-", "--json"], "--output - and --json both write"),
-        (["--input", "x", "--output", "y", "--trace", "y"], "--trace y is a file of the batch"),
-        (["--prompt", "x", "--raw", "--system", "y"], "--raw is of no use with --system"),
-        (["--chat", "--n", "2"], "--chat gives one answer: no --n"),
+        (["--input", "x", "--output", "y", "--trace", "y"], "--trace y is also a batch file"),
+        (["--prompt", "x", "--raw", "--system", "y"], "--raw cannot be used with --system"),
+        (["--chat", "--n", "2"], "--n must be 1 with --chat"),
         (["--prompt", "x", "--logit-bias", '{"1": 1, "1": 2}'], "must be a JSON object"),
         (["--prompt", "x", "--response-format", "[" * 2000], "must be a JSON object"),
     ],

@@ -66,7 +66,7 @@ LEAVE, HANG_UP = (LEAVING.replace("NUMBER", f"signal.{name}") for name in ("SIGT
 END = "\nprocess.command()\n"
 CASES = {  # script, exit status as a shell reports it, start of stderr, number of files left
     "while-importing": (IMPORTING, 130, "", 0),
-    "while-python-ends": (ENDING, 130, "python run.py: there is no model 'no-such-model'", 0),
+    "while-python-ends": (ENDING, 130, "python run.py: unknown model 'no-such-model'", 0),
     "while-reporting-the-first": (TWICE, 130, "", 0),
     "terminated": (LEAVE.replace("AGAIN", ""), 143, "", 0),
     "terminated-twice": (LEAVE.replace("AGAIN", "send_signal(signal.SIGTERM)"), 143, "", 1),

@@ -44,16 +44,16 @@ def test_port_in_use_and_unknown_host(folder: Path, capsys: pytest.CaptureFixtur
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", str(folder), "--port", port]) == 2
-        said = f"cannot listen at 127.0.0.1:{port}: Address already in use; --host and --port name another."
+        said = f"cannot listen on 127.0.0.1:{port}: Address already in use; change --host or --port."
         assert said in capsys.readouterr().err
     assert main(["serve", "--model", str(folder), "--host", "no.such.host.invalid", "--port", "0"]) == 2
-    assert "cannot listen at no.such.host.invalid:0: " in capsys.readouterr().err
+    assert "cannot listen on no.such.host.invalid:0: " in capsys.readouterr().err
 
 
 def test_replicas_reject_options_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--replicas", "2", "--write-timeout", "5"])
-    assert "--write-timeout cuts off connections, and with --replicas they are Ray's; leave it out." in (
+    assert "--write-timeout is not supported with --replicas, as Ray owns the connections." in (
         capsys.readouterr().err
     )
 
@@ -62,7 +62,7 @@ def test_replicas_reject_options_without_effect(capsys: pytest.CaptureFixture[st
     ("options", "sentence"),
     [
         (["--port", "99999"], "--port 99999 must be an integer from 0 to 65535."),
-        (["--api-key", "short"], "--api-key must be 8 or more ASCII characters without blanks."),
+        (["--api-key", "short"], "--api-key must be at least 8 ASCII characters without spaces."),
         (["--max-queue", "-1"], "--max-queue -1 must be"),
         (["--model", "nobody/nothing-here"], "nothing-here"),
     ],
@@ -91,7 +91,7 @@ def test_missing_dependency_is_named(
 
     monkeypatch.setattr(command, "_serve", serve)
     assert main(["serve", "--model", str(folder)]) == 2
-    assert "serving needs starlette: pip install 'nanospec[serve]'" in capsys.readouterr().err
+    assert "serve requires starlette: pip install 'nanospec[serve]'" in capsys.readouterr().err
 
 
 def test_api_keys_from_environment(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

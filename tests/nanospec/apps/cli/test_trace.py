@@ -124,4 +124,4 @@ def test_unwritable_trace_is_reported_before_loading(
     assert f"There is no folder {tmp_path / 'no'}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["--explain", "--trace", "x.html"])
-    assert "--explain gives none" in capsys.readouterr().err
+    assert "--trace cannot be used with --explain" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_replicas_option(text: str, number: tuple[int, int]) -> None:
 def test_invalid_replicas_option(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args([f"--replicas={text}"])
-    assert f"'{text}' must be a number from 1, or MIN:MAX, as in 1:4." in capsys.readouterr().err
+    assert f"'{text}' must be at least 1, or MIN:MAX such as 1:4." in capsys.readouterr().err
 
 
 @needs_ray

@@ -43,21 +43,21 @@ def test_tensor_parallel_replica_is_on_one_machine() -> None:
     assert bundle_for(2, on_gpus, [{"GPU": 2.0}, {"GPU": 3.0}]) == Bundle(1, 2, None, 1)
     threads = bundle_for(2, EngineConfig(tensor_parallel_size=2), [{"CPU": 7.0}])
     assert threads == Bundle(2, 0, 1, 2)  # not 3 CPUs: both ranks get the same number
-    with pytest.raises(ValueError, match=r"2 replicas with 2 GPUs each .* has 3 \+ 1, room for 1;"):
+    with pytest.raises(ValueError, match=r"2 replicas with 2 GPUs each .* has 3 \+ 1, enough for 1;"):
         bundle_for(2, on_gpus, [{"GPU": 3.0}, {"GPU": 1.0}])
 
 
 @pytest.mark.parametrize(
     ("options", "machines", "sentence"),
     [
-        ({"device": "cuda:1"}, [{"CPU": 4.0}], "device='cuda:1' is one GPU; with replicas it is"),
-        ({"device": "cuda"}, [{"CPU": 4.0}], "with 1 GPU each do not fit: Ray has 0, room for 0"),
+        ({"device": "cuda:1"}, [{"CPU": 4.0}], "device='cuda:1' is a single GPU; with --replicas, use"),
+        ({"device": "cuda"}, [{"CPU": 4.0}], "with 1 GPU each do not fit: Ray has 0, enough for 0"),
         (
             {"threads": 2},
             [{"CPU": 5.0}],
-            "with 2 processors each do not fit: Ray has 5, room for 2",
+            "with 2 CPUs each do not fit: Ray has 5, enough for 2",
         ),
-        ({}, [], "3 replicas with 1 processor each do not fit: Ray has none"),
+        ({}, [], "3 replicas with 1 CPU each do not fit: Ray has none"),
     ],
     ids=["one-gpu", "no-gpu", "threads", "nothing"],
 )
@@ -89,7 +89,7 @@ def test_unreachable_ray_address_is_reported(address: str, monkeypatch: pytest.M
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(OSError) as caught, start.connect_ray(1, EngineConfig()):
         pass
-    assert str(caught.value).startswith(f"RAY_ADDRESS={address}: nothing answers there (")
+    assert str(caught.value).startswith(f"RAY_ADDRESS={address}: could not connect (")
     assert str(caught.value).endswith("; start Ray there, or unset RAY_ADDRESS, which starts one here.")
 
 
@@ -104,5 +104,5 @@ def test_missing_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name="ray")
 
     monkeypatch.setattr(start, "import_module", missing)
-    with pytest.raises(ValueError, match=r"replicas need ray: pip install 'nanospec\[ray\]'"):
+    with pytest.raises(ValueError, match=r"--replicas requires ray: pip install 'nanospec\[ray\]'"):
         start.need_ray("ray.data")

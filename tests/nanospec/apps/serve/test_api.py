@@ -252,30 +252,30 @@ KWARGS = "chat_template_kwargs"
     ({"prompt": "a" * 4000}, "prompt", "4000 characters, too many"),
     ({"prompt": ""}, "prompt", "The prompt is empty"),
     ({"prompt": [1, 99]}, "prompt", "token id 99"),
-    ({"prompt": 7}, "prompt", "must be a text"),
+    ({"prompt": 7}, "prompt", "must be a string"),
     ({"n": 16, "prompt": ["a"] * 21}, "n", "336 outputs"),
     ({"stop": ["x"] * 17}, "stop", "16 strings"),
     ({"stop": "x" * 257}, "stop", "256 characters"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1025 tokens, but the limit is 1024"),
-    ({"echo": True}, "echo", "does not do"),
+    ({"echo": True}, "echo", "echo=True is not supported"),
     ({"stream_options": {}, "stream": 1}, "stream", "true or false"),
     ({"stream_options": {"x": True}}, "stream_options", "stream=true"),
     ({"stream_options": {"x": True}, "stream": True}, "stream_options", "'x' must be one of include_usage"),
     ({"stop_token_ids": [99]}, "stop_token_ids", "99"),
     ({"acceptance": "typical"}, "acceptance", "needs an engine"),
     ({"prompt": None}, "prompt", '"prompt" or "messages"'),
-    ({KWARGS: {}}, KWARGS, "for chats"),
-    ({"prompt": "a", "messages": CHAT}, "messages", "belong to"),
-    ({"cache_salt": 1}, "cache_salt", "must be a text"),
+    ({KWARGS: {}}, KWARGS, "only supported by"),
+    ({"prompt": "a", "messages": CHAT}, "messages", "only supported by"),
+    ({"cache_salt": 1}, "cache_salt", "must be a string"),
     ({"messages": CHAT, KWARGS: True}, KWARGS, "object"),
     ({"messages": CHAT, KWARGS: {"self": 1}}, KWARGS, "self"),
-    ({"messages": CHAT, KWARGS: {"chat_template": "{{ 1 }}"}}, KWARGS, "without 'chat_template'"),
+    ({"messages": CHAT, KWARGS: {"chat_template": "{{ 1 }}"}}, KWARGS, "must not contain 'chat_template'"),
     ({"messages": CHAT, "chat_template": "{{ 1 }}"}, "chat_template", "unknown"),
     ({"messages": CHAT, "reasoning_effort": "low"}, "reasoning_effort", "unknown"),
-    ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools", "does not do"),
-    ({"messages": []}, "messages", "at least one"),
+    ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+    ({"messages": []}, "messages", "non-empty list"),
     ({"messages": [{"role": "user"}]}, "messages", 'needs a "role" and a "content"'),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages", "which is no text"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages", "only text content is supported"),
 ], ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else None)  # fmt: skip
 def test_invalid_requests_are_rejected(server: Served, body: Any, param: str | None, sentence: str) -> None:
     is_chat = "messages" in body and "prompt" not in body
@@ -371,7 +371,7 @@ def test_cached_tokens_in_usage(server: Served) -> None:
 
 def test_openai_client_raises_its_errors(server: Served) -> None:
     client = server.client()
-    with pytest.raises(openai.NotFoundError, match="no model 'nobody'"):
+    with pytest.raises(openai.NotFoundError, match="model 'nobody' does not exist"):
         client.completions.create(model="nobody", prompt="a")
     with pytest.raises(openai.BadRequestError, match="unknown field 'wishes'"):
         client.completions.create(model=MODEL, prompt="a", extra_body={"wishes": 3})
@@ -380,11 +380,11 @@ def test_openai_client_raises_its_errors(server: Served) -> None:
 @pytest.mark.parametrize(
     ("content", "kind", "status", "sentence"),
     [
-        (b"{", "application/json", 400, "no JSON"),
-        (b"\xff\xfe{", "application/json", 400, "no JSON"),
+        (b"{", "application/json", 400, "not valid JSON"),
+        (b"\xff\xfe{", "application/json", 400, "not valid JSON"),
         (b"[1]", "application/json", 400, "a JSON object"),
-        (b"[" * 100_000, "application/json", 400, "no JSON"),
-        (b'{"prompt": ' + b"1" * 5000 + b"}", "application/json", 400, "no JSON"),
+        (b"[" * 100_000, "application/json", 400, "not valid JSON"),
+        (b'{"prompt": ' + b"1" * 5000 + b"}", "application/json", 400, "not valid JSON"),
         (b'{"prompt": "\\ud83d"}', "application/json", 400, "surrogate"),
         (
             b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
@@ -395,10 +395,10 @@ def test_openai_client_raises_its_errors(server: Served) -> None:
         (b'{"prompt": "a", "temperature": NaN}', "application/json", 400, "NaN is not a finite number"),
         (b'{"prompt": "a", "' + b"x" * 100_000 + b'": 1}', "application/json", 400, "unknown field 'xxxx"),
         (b'{"prompt": "a", "\\ud800": 1}', "application/json", 400, "unknown field '\\ud800'"),
-        (b'{"prompt": "a", "prompt": "b"}', "application/json", 400, "'prompt' stands twice in one object"),
+        (b'{"prompt": "a", "prompt": "b"}', "application/json", 400, "duplicate key 'prompt'"),
         (b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}", "application/json", 400, "128 levels deep"),
         (b'{"prompt": "a"}', "text/plain", 415, "Content-Type"),
-        (b"", "application/json", 400, "no JSON"),
+        (b"", "application/json", 400, "not valid JSON"),
     ],
 )
 def test_invalid_bodies(server: Served, content: bytes, kind: str, status: int, sentence: str) -> None:
@@ -450,5 +450,5 @@ def test_example_in_docs(server: Served, capsys: pytest.CaptureFixture[str]) -> 
 def test_number_of_messages_is_limited(offline: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "chat_prompt", lambda messages: [len(messages)])
     assert chat_prompt(offline, [{}] * MAX_MESSAGES, {}) == [MAX_MESSAGES]
-    with pytest.raises(ValueError, match=f"messages are {MAX_MESSAGES + 1}, but the limit is"):
+    with pytest.raises(ValueError, match=f"messages has {MAX_MESSAGES + 1} entries, but the limit is"):
         chat_prompt(offline, [{}] * (MAX_MESSAGES + 1), {})

@@ -161,7 +161,7 @@ def test_idle_stream_sends_comments(server: Served, monkeypatch: pytest.MonkeyPa
     server.gate.clear()
     threading.Timer(0.6, server.gate.set).start()
     text = server.post("/v1/completions", {**SHORT, "stream": True}).text
-    assert text.startswith(": nothing yet\n\n")
+    assert text.startswith(": keep-alive\n\n")
     assert text.endswith("data: [DONE]\n\n")
 
 
@@ -171,7 +171,7 @@ def test_connection_limit_still_answers_health(server: Served) -> None:
     server.wait_until(lambda: len(server.server.server_state.connections) >= 3)
     refused = server.post("/v1/completions", SHORT)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert "too many connections" in refused.json()["error"]["message"]
+    assert "Too many connections" in refused.json()["error"]["message"]
     assert server.get("/health").status_code == 200
     for connection in idle:
         connection.close()
@@ -421,6 +421,6 @@ def test_server_ends_when_engine_is_dead(
     log_to_stderr("info")
     assert asyncio.run(run(app, listener)) == 1
     asking.join()
-    failed = "500: The engine failed in the middle of this request, which may be sent again."
+    failed = "500: The engine failed while processing this request; try again."
     assert told == [*([] if cleans_up else [failed] * 2), "failed"]
     assert lines.getvalue().count("Rank 1 is gone." if cleans_up else "start it again") == 1

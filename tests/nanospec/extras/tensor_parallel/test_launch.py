@@ -300,7 +300,7 @@ def test_torchrun(folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     printed = [line for line in done.stderr.splitlines() if line.startswith("Rank ")]
-    assert [line.split(" MB")[0].rsplit(" ", 1)[0] for line in printed] == ["Rank 0 takes", "Rank 1 takes"]
+    assert [line.split(" MB")[0].rsplit(" ", 1)[0] for line in printed] == ["Rank 0 needs", "Rank 1 needs"]
     [result] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert result["outputs"][0]["token_ids"] == expected.token_ids
     assert len(result["metrics"]["memory"]) == 2
