@@ -1,15 +1,15 @@
-"""Train Medusa heads (Cai et al., 2024, arXiv 2401.10774) for a model, which stays as it is.
+"""Train Medusa heads (Cai et al., 2024, arXiv 2401.10774) for a model, whose own weights do not change.
 
     nanospec train --model NAME --text FILE.jsonl [--out FILE.safetensors] [--epochs N] ...
 
-A line of the text is {"text": ...} or {"messages": [...]}, a conversation with its answers. Answers that the
-model itself has written teach most, as they are what the heads have to predict.
+A line of the text is {"text": ...} or {"messages": [...]}, a conversation including the answers. Answers
+written by the model itself work best, because these are what the heads have to predict.
 
-Head i learns to predict, from the hidden state at position t, the model's own distribution of the token at
-t + 2 + i (Hinton et al., 2015, arXiv 1503.02531), which follows from the hidden state at t + 1 + i. So the
-model runs once over the text. A head begins as the model's own (W = 0) and keeps its lm_head, restricted to
-the tokens most frequent in the text. The file (see `drafters/medusa.py`) is written after every epoch, with
-the settings and the accuracy on texts left out of training in its metadata.
+Head i learns to predict, from the hidden state at position t, the model's distribution of the token at
+t + 2 + i (distillation: Hinton et al., 2015, arXiv 1503.02531). It follows from the hidden state at t + 1 + i,
+so the model runs only once over the text. A head starts as the identity (W = 0) and uses the model's lm_head,
+restricted to the most frequent tokens of the text. The file (see `drafters/medusa.py`) is written after every
+epoch; its metadata contains the settings and the accuracy on held-out texts.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ from .batch.lines import LineError, line_name, read_lines
 from .json_input import strict_json
 from .options import Parser, add_settings, given, in_flags
 
-WINDOW = 1024  # tokens; longer texts are cut
-HELD_OUT = 16  # of so many texts, one is left out of training and measured
-FORWARD_TOKENS = 2048  # per pass of the model
+WINDOW = 1024  # tokens; longer texts are truncated
+HELD_OUT = 16  # one of this many texts is held out for measuring
+FORWARD_TOKENS = 2048  # per forward pass of the model
 BLOCK_SIZE = 16
-RUN = 32  # consecutive positions that a step takes together: they share the model's distributions
-LOSS_RUNS = {"cpu": 8, "cuda": 128}  # runs whose logits exist at once
+RUN = 32  # consecutive positions trained together, as neighbouring positions share the model's distributions
+LOSS_RUNS = {"cpu": 8, "cuda": 128}  # runs whose logits are in memory at once
 DECAY = 0.8  # weight of head i in the loss: DECAY ** i, as in the paper
 BETAS, WARMUP, MAX_NORM = (0.9, 0.95), 0.05, 1.0  # of AdamW, share of all steps, of the gradient
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What determines the heads, given the text and the number of threads.
+    """Training settings. With the text and the number of threads, they determine the heads.
 
     Attributes:
-        num_heads: tokens to predict.
-        num_layers: residual blocks of a head.
-        vocab: most frequent tokens, which alone are predicted; 0 takes all.
-        epochs: passes over the text.
-        batch: positions per step.
-        lr: highest learning rate.
-        seed: of the order of batches.
+        num_heads: number of heads, that is, tokens to predict ahead.
+        num_layers: number of residual blocks per head.
+        vocab: number of tokens that can be predicted, the most frequent ones; 0 for all.
+        epochs: number of passes over the text.
+        batch: number of positions per optimizer step.
+        lr: peak learning rate.
+        seed: seed for the order of the batches.
     """
 
     num_heads: int = limited(4, 1, 16)
@@ -86,8 +86,8 @@ class Settings:
 
 
 class Data(NamedTuple):
-    """R positions of texts, back to back: hidden states [R, H] on the CPU, the token at each position [R]
-    int64, and how many positions of the same text follow it [R] int64."""
+    """R positions of concatenated texts: hidden states [R, H] on the CPU, the token at each position [R]
+    int64, and the number of positions that follow it in the same text [R] int64."""
 
     hidden: Tensor
     tokens: Tensor
@@ -95,7 +95,7 @@ class Data(NamedTuple):
 
 
 def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]:
-    """Return the token ids of each line of a corpus, at most `window` of them. Raises LineError."""
+    """Return the token ids of each line of a file, truncated to `window`. Raises LineError."""
     texts = []
     for number, line in read_lines(str(file)):
         try:
@@ -107,7 +107,7 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
             elif isinstance(value, dict) and isinstance(value.get("text"), str):
                 ids = tokenizer.encode(value["text"])
             else:
-                raise ValueError('a line must be {"text": text} or {"messages": [...]}.')
+                raise ValueError('a line must be {"text": "..."} or {"messages": [...]}.')
         except ValueError as error:
             raise LineError(f"{line_name(str(file), number)}: {error}") from None
         texts.append(ids[:window])
@@ -116,7 +116,7 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
 
 @torch.inference_mode()
 def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
-    """Run the model over whole texts, about `FORWARD_TOKENS` at a time, for their hidden states."""
+    """Compute the hidden states of texts, in forward passes of about `FORWARD_TOKENS` tokens."""
     passes: list[list[list[int]]] = []
     for ids in texts:
         if not passes or sum(map(len, passes[-1])) + len(ids) > FORWARD_TOKENS:
@@ -138,11 +138,11 @@ def _forward(model: Model, texts: Sequence[list[int]]) -> Tensor:
 
 
 class HeadsInTraining:
-    """Float32 weights [num_heads, num_layers, H, H] and biases [num_heads, num_layers, H] in training, and
-    the tokens that are predicted [Vd] int64, ascending."""
+    """Trainable float32 weights [num_heads, num_layers, H, H] and biases [num_heads, num_layers, H], and the
+    predicted tokens [Vd] int64, in ascending order."""
 
     def __init__(self, model: Model, settings: Settings, tokens: Tensor) -> None:
-        self.settings, self.device, self.dtype = settings, model.device, model.dtype  # dtype of the products
+        self.settings, self.device, self.dtype = settings, model.device, model.dtype  # dtype of the matmuls
         hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
         shape = (settings.num_heads, settings.num_layers, hidden)
         self.weight = torch.zeros(*shape, hidden, device=self.device, requires_grad=True)
@@ -162,7 +162,7 @@ class HeadsInTraining:
         return x
 
     def backward(self, data: Data, starts: Tensor) -> float:
-        """Add the gradient of the loss over the runs that begin at `starts` [C] int64; return the loss."""
+        """Add the gradient of the loss over the runs that start at `starts` [C] int64; return the loss."""
         n = self.settings.num_heads
         rows = starts[:, None] + torch.arange(RUN + n)  # [C, RUN + n]
         ahead = 1 + torch.arange(n)[:, None, None]
@@ -183,7 +183,7 @@ class HeadsInTraining:
         return total
 
     def save(self, path: Path, metadata: dict[str, Any]) -> None:
-        """Write the heads in bf16, whole or not at all. The projections are the target's. Raises OSError."""
+        """Write the heads in bf16 atomically, without the projections (the target's). Raises OSError."""
         tensors = {TOKEN_MAP: self.token_map.int()} if self.settings.vocab else {}
         for name, values in (("weight", self.weight), ("bias", self.bias)):
             for head, layers in enumerate(values.detach().to("cpu", torch.bfloat16)):
@@ -193,18 +193,18 @@ class HeadsInTraining:
         new = path.with_name(f".{path.name}.part")
         try:
             save_file(tensors, new, {"nanospec": json.dumps(metadata)})
-            new.chmod(0o644)  # safetensors writes files that others may not read
+            new.chmod(0o644)  # safetensors creates files that only the owner can read
             os.replace(new, path)
         except SafetensorError as error:
-            raise OSError(f"{path} could not be written ({error}); make room and try again.") from None
+            raise OSError(f"could not write {path} ({error}); check the free disk space.") from None
         finally:
             new.unlink(missing_ok=True)
 
 
 @torch.inference_mode()
 def measure(heads: Heads, data: Data, device: torch.device) -> dict[str, Any]:
-    """Return the accuracy of each head's first guess, and the mean tokens per step of a chain of these, the
-    target's own token included."""
+    """Return the top-1 accuracy of each head, and the mean tokens per step with chains of their top-1 drafts,
+    including the target's own token."""
     best = [heads.logits(hidden.to(device)).argmax(-1) for hidden in data.hidden.split(512)]
     guesses = heads.tokens(torch.cat(best)).cpu()
     ahead, last = 2 + torch.arange(heads.num_heads), len(data.tokens) - 1
@@ -217,12 +217,12 @@ def measure(heads: Heads, data: Data, device: torch.device) -> dict[str, Any]:
 
 
 def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) -> dict[str, Any]:
-    """Train heads on the first of the `data`, measure them on the second after every epoch, and write them to
-    `out`; return what its metadata hold."""
+    """Train heads on the first of the `data`; after every epoch, measure them on the second and write them to
+    `out`. Return the metadata of that file."""
     training, held_out = data
     heads = HeadsInTraining(model, settings, training.tokens)
     optimizer = torch.optim.AdamW([heads.weight, heads.bias], settings.lr, BETAS, weight_decay=0.0)
-    runs = (len(training.tokens) - settings.num_heads) // RUN - 1  # with room to be shifted
+    runs = (len(training.tokens) - settings.num_heads) // RUN - 1  # leaves room for a random shift
     if runs < 1:
         raise ValueError(f"the text has {len(training.tokens)} tokens, too few to train on.")
     per_step = settings.batch // RUN
@@ -243,7 +243,7 @@ def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) 
                 rate.step()
                 bar.update()
             heads.save(out, figures)
-            accuracy = measure(Heads.load(out, model), held_out, model.device)  # what is saved is measured
+            accuracy = measure(Heads.load(out, model), held_out, model.device)  # measures the saved weights
             figures["history"].append({"epoch": epoch, "loss": round(sum(losses) / steps, 4), **accuracy})
             heads.save(out, figures)
             tqdm.write(json.dumps(figures["history"][-1]), file=sys.stderr)
@@ -251,7 +251,7 @@ def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) 
 
 
 def schedule(steps: int, step: int) -> float:
-    """Return the share of the learning rate: a linear warm-up, then half a cosine."""
+    """Return the learning rate factor at a step: linear warmup, then cosine decay."""
     warmup = max(int(WARMUP * steps), 1)
     if step < warmup:
         return (step + 1) / warmup
@@ -259,29 +259,29 @@ def schedule(steps: int, step: int) -> float:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    """Read the text, compute hidden states and train heads; return the figures."""
+    """Read the text, compute hidden states and train heads; return the metadata."""
     folder = resolve_model(args.model)
-    folders = weights_folders()  # where heads are looked for: take the first that exists
+    folders = weights_folders()  # heads are searched in all of these; write to the first that exists
     weights = next((folder for folder in folders if folder.is_dir()), folders[-1])
     out = args.out or weights / "heads" / f"{folder.name}.safetensors"
     if out.suffix != ".safetensors":
-        raise ValueError(f"--out {out} must end in .safetensors.")
+        raise ValueError(f"--out {out} must have the suffix .safetensors.")
     (_, config), device = read_config(folder), resolve_device(args.device)
     texts = read_texts(args.text, Tokenizer(folder), min(WINDOW, config.max_position_embeddings))
     training = [ids for i, ids in enumerate(texts) if i % HELD_OUT]
     if not training:
-        raise ValueError(f"{args.text} has {len(texts)} texts, too few to train on and to measure with.")
+        raise ValueError(f"{args.text} has {len(texts)} texts, too few for training and held-out texts.")
     model = load_model(folder, "auto", device)
     data = compute_data(model, training), compute_data(model, texts[::HELD_OUT])
     return {"model": folder.name, **train(model, settings, data, out), "file": str(out)}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `nanospec train`. Raises ValueError or OSError with a sentence."""
+    """Run `nanospec train`. Raises ValueError or OSError with a one-sentence message."""
     text = "Train Medusa heads, which predict several of a model's next tokens at once."
     parser = Parser(prog=f"{program()} train", description=text)
-    parser.add_argument("--model", required=True, help="a folder, a name below weights/, or a hub id")
-    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="JSON lines to learn from")
+    parser.add_argument("--model", required=True, help="model folder, name or Hugging Face id")
+    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="training data, JSON Lines")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: weights/heads/NAME.safetensors")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add_settings(parser, Settings, "training", full=True, defaults={})

@@ -171,11 +171,11 @@ def test_train_command_writes_working_heads(
 @pytest.mark.parametrize(("options", "lines", "sentence"), [
     (["--model", "nothing"], "", "there is no model 'nothing'"),
     (["--num-heads", "0"], "", "--num-heads 0 must be an integer from 1 to 16."),
-    (["--out", "heads.bin"], "", "--out heads.bin must end in .safetensors."),
+    (["--out", "heads.bin"], "", "--out heads.bin must have the suffix .safetensors."),
     (["--text", "nowhere.jsonl"], "", "No such file"),
-    ([], '{"text": "abc"}', "has 1 texts, too few to train on and to measure with."),
+    ([], '{"text": "abc"}', "has 1 texts, too few for training and held-out texts."),
     ([], "{", "line 1: "),
-    ([], '{"prompt": "a"}', 'line 1: a line must be {"text": text} or {"messages": [...]}.'),
+    ([], '{"prompt": "a"}', 'line 1: a line must be {"text": "..."} or {"messages": [...]}.'),
     ([], '{"messages": "a"}', "line 1: messages='a' must be a list of"),
 ], ids=["model", "heads", "out", "no-file", "short", "json", "line", "messages"])  # fmt: skip
 def test_invalid_input_is_reported_in_one_line(
