@@ -1,10 +1,10 @@
-// An answer on the page: every token a span in the span of its step, drawn as it comes.
+// An answer on the page: a span for each token inside a span for its step, drawn as tokens arrive.
 
 import { count, few } from "./run.js";
 
-const MOST_REJECTED = 3; // shown of a step; the others are counted
+const MOST_REJECTED = 3; // rejected drafts shown per step; the others are counted
 
-/** An element with a class, and texts or elements in it. */
+/** Create an element with a class and children (texts or elements). */
 export function make(tag, className, ...children) {
   const element = document.createElement(tag);
   if (className) element.className = className;
@@ -12,42 +12,42 @@ export function make(tag, className, ...children) {
   return element;
 }
 
-export const button = (words, action) => {
-  const element = make("button", "", words);
+export const button = (label, action) => {
+  const element = make("button", "", label);
   element.type = "button";
   element.addEventListener("click", action);
   return element;
 };
 
-/** Control characters as pictures, one for one, but line breaks and tabs as they are. */
+/** Replace control characters, except line breaks and tabs, with their symbols, one for one. */
 export const printable = (text) => text.replace(/[\u0000-\u0008\u000b-\u001f\u007f]/g, (c) =>
   String.fromCharCode(c === "\u007f" ? 0x2421 : 0x2400 + c.charCodeAt(0)));
 const inLine = (text) => printable(text.replace(/\n/g, "↵").replace(/\t/g, "⇥"));
 
 export class Answer {
-  #drawn = 0; // tokens
-  #step = null; // the latest step: its number, its element, its rejected guesses
+  #drawn = 0; // number of tokens
+  #step = null; // the latest step: its number, its element, its rejected drafts
 
   constructor(run) {
     const { title } = run;
     this.run = run;
     this.spans = []; // by output token
-    this.places = new Map(); // span -> its token
+    this.places = new Map(); // span -> token
     this.text = make("div", "text");
     this.text.tabIndex = 0;
     this.text.setAttribute("role", "group");
-    this.text.setAttribute("aria-label", `${title}. Arrow keys go from token to token.`);
+    this.text.setAttribute("aria-label", `${title}. Arrow keys move between tokens.`);
     this.note = make("p", "note small");
     this.element = make("section", `run ${run.isPlain ? "plain" : ""}`, make("h3", "small", title), this.text, this.note);
     this.element.setAttribute("aria-label", title);
   }
 
-  /** Draw what has come since. */
+  /** Draw the tokens that have arrived since the last call. */
   draw() {
     const { tokens } = this.run;
     for (; this.#drawn < tokens.length; this.#drawn++) this.#add(tokens[this.#drawn]);
     const { tokens: n, steps, rate } = this.run.figures;
-    const cut = this.run.finish === "length" ? " · ended by the most tokens allowed" : "";
+    const cut = this.run.finish === "length" ? " · reached max tokens" : "";
     this.note.textContent = n ? `${count(n, "token")} in ${count(steps, "step")} · ${few(rate)} tokens/s${cut}` : "";
   }
 
@@ -72,25 +72,25 @@ export class Answer {
     }
   }
 
-  /** What is known of a token, in words. */
+  /** Describe a token. */
   tip(span) {
     const token = this.places.get(span), step = this.run.steps[token.step];
     const by = token.drafter ? ` (${token.drafter})` : "";
-    const who = {
-      own: "the model's own", copied: `copied from token ${token.source + 1}${by}`, guessed: `guessed${by}, and right`,
-      rejected: "guessed, wrong, and thrown away",
+    const origin = {
+      own: "the model's own token", copied: `accepted draft, copied from token ${token.source + 1}${by}`,
+      generated: `accepted draft${by}`, rejected: "rejected draft",
     }[token.kind];
-    const right = step.drafted ? `, ${step.accepted} of ${count(step.drafted, "guess", "guesses")} right` : "";
-    return `${who}; step ${token.step + 1}: ${count(step.tokens, "token")}${right}`;
+    const accepted = step.drafted ? `, ${step.accepted} of ${count(step.drafted, "draft")} accepted` : "";
+    return `${origin}; step ${token.step + 1}: ${count(step.tokens, "token")}${accepted}`;
   }
 
-  /** The span beside this one, or the first. */
+  /** The visible span that is `by` spans away from this one, or the first one. */
   next(span, by) {
     const all = [...this.places.keys()].filter((other) => other.offsetParent), at = all.indexOf(span);
     return all[at < 0 ? 0 : Math.min(Math.max(at + by, 0), all.length - 1)];
   }
 
-  /** First and last source of the stretch that was copied in one go with this token. */
+  /** First and last source of the consecutive tokens that one step copied together with this token. */
   stretch(token) {
     const { tokens } = this.run, at = tokens.indexOf(token);
     const together = (a, b) => tokens[b]?.step === token.step && tokens[b].kind === "copied"

@@ -1,14 +1,14 @@
-// The conversation. A turn is what the user said, its answer, the same answer again, or what went wrong.
+// The conversation. A turn is a user message, its answer, and the repeated answer or an error.
 
 import { button, make, printable } from "./answer.js";
 import { few } from "./run.js";
 
 export const state = {
-  model: null, // as `/v1/models` tells of it
-  key: "", // for the server
+  model: null, // its entry in `/v1/models`
+  key: "", // API key of the server
   turns: [],
-  abort: null, // ends the answer under way
-  afterKey: null, // what to try again when there is a key
+  abort: null, // aborts the running answer
+  afterKey: null, // what to retry once there is a key
 };
 
 export class Turn {
@@ -21,7 +21,7 @@ export class Turn {
     this.element = make("li", "turn", make("h3", "hidden", "You"), this.said, this.runs, this.after);
   }
 
-  /** The text that the conversation goes on from, or "" if there is none. */
+  /** The answer with which the conversation continues, or "" if there is none. */
   get text() {
     return this.answers[0]?.run.text ?? "";
   }
@@ -32,42 +32,42 @@ export class Turn {
     this.after.replaceChildren();
   }
 
-  /** Forget the answers from the nth on. */
+  /** Remove the answers from the nth on. */
   forget(n) {
     this.answers.splice(n).forEach((answer) => answer.element.remove());
     this.after.replaceChildren();
   }
 
-  fail(words, retry) {
-    const sentence = make("p", "error", words);
-    sentence.setAttribute("role", "alert");
-    this.after.replaceChildren(sentence, make("div", "actions", button("Try again", retry)));
+  fail(message, retry) {
+    const paragraph = make("p", "error", message);
+    paragraph.setAttribute("role", "alert");
+    this.after.replaceChildren(paragraph, make("div", "actions", button("Try again", retry)));
   }
 
-  offerAgain(words, again) {
-    this.after.replaceChildren(make("div", "actions", button(words, again)));
+  offerAgain(label, again) {
+    this.after.replaceChildren(make("div", "actions", button(label, again)));
   }
 
-  /** Both speeds, and whether the texts are equal; gives the sentence. */
+  /** Show both speeds and whether the texts are identical. Return that as a sentence. */
   compare() {
     const [first, second] = this.answers.map((answer) => answer.run);
-    const rates = [first, second].map((run) => run.figures.rate), most = Math.max(...rates);
+    const rates = [first, second].map((run) => run.figures.rate), max = Math.max(...rates);
     const tracks = this.answers.map((answer, i) => {
       const bar = make("i", answer.run.isPlain ? "plain" : "");
-      bar.style.width = `${most ? (100 * rates[i]) / most : 0}%`;
+      bar.style.width = `${max ? (100 * rates[i]) / max : 0}%`;
       const rate = make("span", "rate", `${few(rates[i])} tokens/s`);
       return make("div", "track", make("span", "who", answer.run.title), make("span", "bar", bar), rate);
     });
     const [fast, slow] = first.isPlain ? [rates[1], rates[0]] : rates;
-    const speed = slow && fast ? `${few(fast / slow)} × as fast with guesses.` : "Too few tokens to compare speeds.";
-    const words = `${speed} ${sameness(first.text, second.text)}`;
-    this.after.replaceChildren(make("div", "verdict", ...tracks, make("p", "", words)));
-    return words;
+    const speed = slow && fast ? `${few(fast / slow)} × as fast with speculation.` : "Too few tokens to compare speeds.";
+    const text = `${speed} ${sameness(first.text, second.text)}`;
+    this.after.replaceChildren(make("div", "verdict", ...tracks, make("p", "", text)));
+    return text;
   }
 }
 
 function sameness(a, b) {
-  if (a === b) return "The texts are equal.";
+  if (a === b) return "The texts are identical.";
   let at = 0;
   while (a[at] === b[at]) at++;
   return `The texts differ from character ${at + 1} on.`;

@@ -1,4 +1,4 @@
-// What to begin with: text that copies much, text that copies word for word, a form to fill in, free writing.
+// Example prompts: an edit that copies most of its input, a quotation, structured output, and free writing.
 
 const CODE = `class Stack:
     def __init__(self):
@@ -27,7 +27,7 @@ const PERSON = {
   additionalProperties: false,
 };
 
-/** Name, prompt, and the JSON schema of the answer if it has one. */
+/** Name, prompt, and optionally the JSON schema of the answer. */
 export const EXAMPLES = [
   ["Edit code", `Rename the class Stack to Pile and return the whole code.\n\n\`\`\`python\n${CODE}\`\`\``],
   ["Quote a text", `Repeat this text word for word:\n\n${STORY}`],

@@ -1,4 +1,4 @@
-// What the page does: it sends, shows what comes, stops, and asks again.
+// Sends messages, shows the answers while they stream, stops and repeats them.
 
 import { Answer, button } from "./answer.js";
 import { Turn, state } from "./chat.js";
@@ -10,24 +10,24 @@ import { showFigures } from "./stats.js";
 import { ServerError, ask, chunks } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
-const say = (words) => ($("status").textContent = words);
+const showStatus = (text) => ($("status").textContent = text);
 
 async function loadModel() {
   try {
     const { data } = await (await ask("v1/models", { key: state.key })).json();
     state.model = data[0];
     offer(state.model);
-    say("");
+    showStatus("");
   } catch (error) {
     if (error.status === 401) askForKey(null);
-    say(error.message);
+    showStatus(error.message);
   }
 }
 
 // Sending
 
 async function send(content) {
-  if (state.abort) return say("An answer is under way: wait, or press Stop.");
+  if (state.abort) return showStatus("An answer is being generated; wait or press Stop.");
   if (!content.trim()) return;
   const turn = new Turn(content.trim());
   state.turns.push(turn);
@@ -40,7 +40,7 @@ async function send(content) {
 
 const as = (role, content) => ({ role, content });
 
-/** Let the model answer a turn, from what is set now. */
+/** Answer a turn with the current settings. */
 async function answer(turn) {
   turn.forget(0);
   const retry = () => answer(turn);
@@ -50,68 +50,68 @@ async function answer(turn) {
   if ($("system").value.trim()) messages.unshift(as("system", $("system").value.trim()));
   try {
     if (!state.model) await loadModel();
-    const asked = { model: state.model?.id, messages, ...chosen() };
-    const run = await write(turn, asked, retry);
-    const words = run?.isPlain ? "Again with guessing" : "Again without guessing";
-    if (run && $("drafter").options.length > 1) turn.offerAgain(words, () => again(turn));
-    follow(isBelow());
+    const request = { model: state.model?.id, messages, ...chosen() };
+    const run = await write(turn, request, retry);
+    const label = run?.isPlain ? "Repeat with speculation" : "Repeat without speculation";
+    if (run && $("drafter").options.length > 1) turn.offerAgain(label, () => again(turn));
+    follow(isAtEnd());
   } catch (error) {
     turn.fail(error.message, retry);
-    say("");
+    showStatus("");
   }
 }
 
-/** The same request with guesses if the first was without, and without if it was with. */
+/** Repeat the request without speculation, or with it if the first answer was without. */
 async function again(turn) {
   turn.forget(1);
   const { num_speculative_tokens, ...others } = turn.answers[0].run.request;
-  const asked = num_speculative_tokens === 0 ? others : { ...others, num_speculative_tokens: 0 };
-  if (await write(turn, asked, () => again(turn))) {
-    say(turn.compare());
+  const request = num_speculative_tokens === 0 ? others : { ...others, num_speculative_tokens: 0 };
+  if (await write(turn, request, () => again(turn))) {
+    showStatus(turn.compare());
     follow(true);
-  } else if (!turn.after.hasChildNodes()) turn.offerAgain("Once more", () => again(turn));
+  } else if (!turn.after.hasChildNodes()) turn.offerAgain("Repeat", () => again(turn));
 }
 
-/** Stream one answer into a turn; the run if it came to its end. */
-async function write(turn, asked, retry) {
-  const run = new Run(asked), shown = new Answer(run), abort = new AbortController();
+/** Stream one answer into a turn. Return its run, or null if it was stopped or failed. */
+async function write(turn, request, retry) {
+  const run = new Run(request), shown = new Answer(run), abort = new AbortController();
   turn.add(shown);
   setBusy(abort);
   showFigures(run);
   follow(true);
-  say(`${run.title}: answering.`);
-  const body = { ...asked, stream: true, stream_options: { include_usage: true, include_drafts: true } };
+  showStatus(`${run.title}: generating ...`);
+  const body = { ...request, stream: true, stream_options: { include_usage: true, include_drafts: true } };
   try {
     const response = await ask("v1/chat/completions", { body, key: state.key, signal: abort.signal });
     for await (const chunk of chunks(response)) {
-      const wasBelow = isBelow();
+      const wasAtEnd = isAtEnd();
       run.take(chunk);
       shown.draw();
       showFigures(run);
       $("struck-out").hidden &&= !run.tokens.some((token) => token.kind === "rejected");
-      follow(wasBelow);
+      follow(wasAtEnd);
     }
-    say(`Answered: ${shown.note.textContent || "no text"}.`);
+    showStatus(`Done: ${shown.note.textContent || "no text"}.`);
     return run;
   } catch (error) {
     failed(error, turn, shown, retry);
     return null;
   } finally {
     setBusy(null);
-    follow(isBelow());
+    follow(isAtEnd());
   }
 }
 
 function failed(error, turn, shown, retry) {
   shown.element.hidden = !shown.run.text;
   if (error.name === "AbortError") {
-    say("Stopped.");
+    showStatus("Stopped.");
     shown.note.textContent += " · stopped";
     return;
   }
   if (!(error instanceof ServerError)) console.error(error);
   turn.fail(error.message, retry);
-  say("");
+  showStatus("");
   if (error.status === 401) askForKey(retry);
 }
 
@@ -128,13 +128,13 @@ function askForKey(retry) {
   $("key").focus();
 }
 
-// Keeping the end in view: the conversation scrolls, or on narrow screens the page
+// Scrolling to the end, of the conversation, or on narrow screens of the page
 
 const scroller = () => (getComputedStyle($("talk")).overflowY === "auto" ? $("talk") : document.scrollingElement);
-const isBelow = (box = scroller()) => box.scrollHeight - box.scrollTop - box.clientHeight < 120;
+const isAtEnd = (box = scroller()) => box.scrollHeight - box.scrollTop - box.clientHeight < 120;
 const follow = (yes) => yes && (scroller().scrollTop = scroller().scrollHeight);
 
-// The composer, the settings and the rest
+// Event handlers
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -1,8 +1,8 @@
-// Where a copied token was copied from: in this answer, or in the prompt, that is, in the conversation before it.
+// Shows where a token was copied from: this answer, or the prompt, which is the conversation before it.
 
 import { ask } from "./stream.js";
 
-/** Point at the tokens from..to of prompt and output; `messages` are {content, element} in the prompt's order. */
+/** Highlight tokens from..to of prompt and output. `messages` are {content, element} in the prompt's order. */
 export async function showOrigin(answer, [from, to], messages, key, isCurrent) {
   const prompt = await (answer.prompt ??= promptOf(answer.run, key));
   if (!prompt || !isCurrent()) return;
@@ -19,7 +19,7 @@ export function hideOrigin() {
   CSS.highlights?.delete("source");
 }
 
-/** The prompt as the model saw it, as tokens and as text; null if the server does not say. */
+/** The prompt after the chat template, as tokens and text; null if the server did not return it. */
 async function promptOf(run, key) {
   try {
     const body = { model: run.request.model, messages: run.request.messages };
@@ -27,7 +27,7 @@ async function promptOf(run, key) {
     const same = !run.usage || run.usage.prompt_tokens === tokens.length;
     return same ? { tokens, text: await textOf(tokens, key) } : null;
   } catch {
-    return null; // the answer shows as well without
+    return null; // origins are optional
   }
 }
 
@@ -36,20 +36,20 @@ async function textOf(tokens, key) {
   return (await (await ask("detokenize", { body: { tokens }, key })).json()).prompt;
 }
 
-/** Mark start..end of the prompt's text in the message that it lies in. */
+/** Highlight characters start..end of the prompt's text in the message that contains them. */
 function highlight(messages, text, start, end) {
-  let behind = 0;
+  let next = 0;
   for (const { content, element } of messages) {
-    const at = content ? text.indexOf(content, behind) : -1;
+    const at = content ? text.indexOf(content, next) : -1;
     if (at < 0) continue;
-    behind = at + content.length;
-    if (!element || start >= behind || end <= at) continue;
-    const range = rangeIn(element, Math.max(start, at) - at, Math.min(end, behind) - at);
+    next = at + content.length;
+    if (!element || start >= next || end <= at) continue;
+    const range = rangeIn(element, Math.max(start, at) - at, Math.min(end, next) - at);
     if (range) CSS.highlights?.set("source", new Highlight(range));
   }
 }
 
-/** Characters start..end of an element's text, without rejected guesses. */
+/** A Range of characters start..end of an element's text, not counting rejected drafts. */
 function rangeIn(element, start, end) {
   const range = document.createRange(), walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
   let at = 0, begun = false;

@@ -1,4 +1,4 @@
-// Pointing at a token, by pointer or arrow keys: what is known of it, and where it was copied from.
+// Selecting a token with the pointer or arrow keys, which shows its description and where it was copied from.
 
 import { state } from "./chat.js";
 import { hideOrigin, showOrigin } from "./origins.js";
@@ -7,7 +7,7 @@ import { showFigures } from "./stats.js";
 const $ = (id) => document.getElementById(id);
 let pointed = null; // {span, shown}: a token and its answer
 
-/** The turn and the answer that an element is in. */
+/** The turn and the answer that contain an element. */
 function place(element) {
   const turn = state.turns.find((one) => one.element.contains(element));
   return { turn, shown: turn?.answers.find((one) => one.element.contains(element)) };
@@ -32,12 +32,12 @@ function placeTip(box) {
   style.top = `${box.top < height + 16 ? box.bottom + 8 : box.top - height - 8}px`;
 }
 
-/** The messages that an answer's request had, with the elements that show them. */
+/** The messages of an answer's request, with the elements that show them. */
 function messagesOf(turn, shown) {
   const before = state.turns.slice(0, state.turns.indexOf(turn));
   const elements = before.flatMap((other) => [[other.content, other.said], [other.text, other.answers[0]?.text]]);
-  const found = new Map([...elements, [turn.content, turn.said]]);
-  return shown.run.request.messages.map(({ content }) => ({ content, element: found.get(content) }));
+  const byContent = new Map([...elements, [turn.content, turn.said]]);
+  return shown.run.request.messages.map(({ content }) => ({ content, element: byContent.get(content) }));
 }
 
 export function unpoint() {
@@ -48,7 +48,7 @@ export function unpoint() {
 }
 
 $("turns").addEventListener("pointermove", ({ target }) => {
-  if (target !== pointed?.span) point(target.closest(".t")); // not text that comes under a resting pointer
+  if (target !== pointed?.span) point(target.closest(".t")); // unlike pointerover, not for text that scrolls by
 });
 $("turns").addEventListener("pointerleave", unpoint);
 $("turns").addEventListener("focusout", unpoint);
@@ -65,6 +65,6 @@ $("turns").addEventListener("keydown", (event) => {
 $("turns").addEventListener("click", (event) => {
   const { shown } = place(event.target);
   if (shown) showFigures(shown.run);
-  point(event.target.closest(".t")); // a finger does not move before
+  point(event.target.closest(".t")); // on touch screens there is no pointermove before
 });
 addEventListener("scroll", () => pointed && placeTip(pointed.span.getClientRects()[0]), { passive: true, capture: true });

@@ -1,18 +1,18 @@
-// One answer as data: its tokens, its steps, and the figures that follow from them.
+// One answer as data: its tokens, its steps, and their statistics.
 
-/** A token is {text, kind, source, step}; kind: "own", "copied", "guessed", or "rejected" for a guess struck out. */
+/** A token is {text, kind, source, step}; kind is "own", "copied" or "generated" (accepted drafts), or "rejected". */
 export class Run {
   constructor(request) {
     this.request = request; // what was sent
     this.isPlain = request.num_speculative_tokens === 0;
-    this.title = this.isPlain ? "Without guesses" : "With guesses";
-    this.tokens = []; // rejected guesses stand where they were struck out
-    this.steps = []; // {tokens: how many, drafted, accepted}, the last two only where a chunk is of one step
+    this.title = this.isPlain ? "Without speculation" : "With speculation";
+    this.tokens = []; // rejected drafts come before the token that replaced them
+    this.steps = []; // {tokens: count, drafted, accepted}, the last two only if a chunk holds a single step
     this.text = "";
     this.drafted = this.accepted = 0;
     this.usage = this.finish = null;
     this.started = performance.now();
-    this.open = false; // whether the last step may go on
+    this.open = false; // whether the last step may get more tokens
   }
 
   /** Add a chunk of the stream. */
@@ -36,14 +36,14 @@ export class Run {
     this.last = now;
   }
 
-  /** A step gives guesses that were right and then one token of the model's own, so that one ends it. */
+  /** Add the tokens of one or more steps. A step is accepted drafts followed by one token of the model's own. */
   #add(pieces, rejected, drafter) {
     const lastOwn = pieces.findLastIndex(([, source]) => source === -1);
     pieces.forEach(([text, source], i) => {
       if (!this.open) this.steps.push({ tokens: 0 });
       const step = this.steps.length - 1;
       if (i === lastOwn) this.#reject(rejected, step);
-      const kind = source >= 0 ? "copied" : source === -1 ? "own" : "guessed";
+      const kind = source >= 0 ? "copied" : source === -1 ? "own" : "generated";
       this.tokens.push({ text, source, step, drafter, kind });
       this.steps[step].tokens++;
       this.open = source !== -1;
@@ -59,7 +59,7 @@ export class Run {
     return this.steps.reduce((total, step) => total + step.tokens, 0);
   }
 
-  /** The figures now; the server's own where it has given them. Tokens per second count from the first chunk on. */
+  /** Current statistics, the server's own once available. Tokens per second are measured from the first chunk. */
   get figures() {
     const server = this.usage?.speculation ?? {}, seen = this.count;
     const tokens = this.usage?.completion_tokens ?? seen, steps = server.num_steps ?? this.steps.length;

@@ -1,13 +1,13 @@
-// The figures beside the conversation: those of one answer, while it is written and after.
+// The statistics next to the conversation: those of one answer, updated while it streams.
 
 import { count, few, seconds } from "./run.js";
 
 const $ = (id) => document.getElementById(id);
-const MOST_STEPS = 96; // of the latest, in the little chart
+const MOST_STEPS = 96; // shown in the chart, the latest ones
 
 let shown = null, waiting = false;
 
-/** Show a run's figures, at the next frame. */
+/** Show a run's statistics at the next animation frame. */
 export function showFigures(run) {
   shown = run;
   if (waiting) return;
@@ -26,27 +26,27 @@ function draw(run) {
   $("acceptance").textContent = f && f.acceptance !== null ? `${Math.round(100 * f.acceptance)} %` : "–";
   const parts = f ? { accepted: f.accepted, own: f.own, rejected: f.rejected } : { accepted: 0, own: 0, rejected: 0 };
   for (const [name, n] of Object.entries(parts)) $("shares").querySelector(`.${name}`).style.flexGrow = n;
-  const words = f && f.tokens
-    ? `${count(f.accepted, "guess", "guesses")} accepted, ${f.own} the model's own, ${f.rejected} rejected.`
+  const text = f && f.tokens
+    ? `${count(f.accepted, "draft")} accepted, ${f.rejected} rejected; ${count(f.own, "token")} from the model.`
     : "No tokens yet.";
-  $("counts").textContent = words;
-  $("shares").setAttribute("aria-label", words);
+  $("counts").textContent = text;
+  $("shares").setAttribute("aria-label", text);
   drawSteps(run?.steps ?? []);
 }
 
 function drawSteps(all) {
-  const steps = all.slice(-MOST_STEPS), most = Math.max(4, ...steps.map((step) => step.tokens));
+  const steps = all.slice(-MOST_STEPS), max = Math.max(4, ...steps.map((step) => step.tokens));
   const wide = Math.max(steps.length, 32);
-  $("spark").setAttribute("viewBox", `0 0 ${wide} ${most}`);
+  $("spark").setAttribute("viewBox", `0 0 ${wide} ${max}`);
   $("spark").replaceChildren(...steps.map(({ tokens }, i) => {
     const bar = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    const place = { x: i + 0.1, y: most - tokens, width: 0.8, height: tokens };
+    const place = { x: i + 0.1, y: max - tokens, width: 0.8, height: tokens };
     for (const [name, value] of Object.entries(place)) bar.setAttribute(name, value);
     bar.setAttribute("class", tokens > 1 ? "many" : "one");
     return bar;
   }));
   const which = all.length > MOST_STEPS ? `the last ${MOST_STEPS} steps` : "each step";
-  const words = `Tokens of ${which}${all.length ? `, up to ${Math.max(...steps.map((step) => step.tokens))}` : ""}`;
-  $("spark-note").textContent = words;
-  $("spark").setAttribute("aria-label", words);
+  const text = `Tokens in ${which}${all.length ? `, up to ${Math.max(...steps.map((step) => step.tokens))}` : ""}`;
+  $("spark-note").textContent = text;
+  $("spark").setAttribute("aria-label", text);
 }

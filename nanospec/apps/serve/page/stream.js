@@ -1,6 +1,6 @@
-// Asking the server, and reading what it streams.
+// Requests to the server, and parsing of streamed responses.
 
-/** What the server, or the way to it, did not do, as a sentence. */
+/** A failed request. The message is a sentence; status is 0 if there was no response. */
 export class ServerError extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -8,36 +8,36 @@ export class ServerError extends Error {
   }
 }
 
-/** Send a request; the response, or a `ServerError`. The path is relative to the page's own. */
+/** Send a request and return the response. Throws a `ServerError`. The path is relative to the page's. */
 export async function ask(path, { body, key, signal } = {}) {
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
   let response;
   try {
     response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
   } catch (error) {
-    throw broken(error, "The server cannot be reached.");
+    throw broken(error, "Could not reach the server.");
   }
   if (response.ok) return response;
-  const said = await response.json().then((data) => data.error?.message, () => null);
+  const message = await response.json().then((data) => data.error?.message, () => null);
   const wait = response.headers.get("Retry-After");
-  const words = said || `The server answered ${response.status} ${response.statusText}`.trim() + ".";
-  throw new ServerError(wait ? `${words} Try again in ${wait} s.` : words, response.status);
+  const sentence = message || `The server returned ${response.status} ${response.statusText}`.trim() + ".";
+  throw new ServerError(wait ? `${sentence} Try again in ${wait} s.` : sentence, response.status);
 }
 
-const broken = (error, words) => (error.name === "AbortError" ? error : new ServerError(words));
+const broken = (error, message) => (error.name === "AbortError" ? error : new ServerError(message));
 
-/** The chunks of a streamed answer. A stream that ends before its `[DONE]` is an error. */
+/** Yield the chunks of a streamed answer. Throws if the stream ends before `[DONE]`. */
 export async function* chunks(response) {
   for await (const data of events(response.body.getReader())) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new ServerError(chunk.error.message ?? "The server gave up.");
+    if (chunk.error) throw new ServerError(chunk.error.message ?? "The server reported an error.");
     yield chunk;
   }
-  throw new ServerError("The connection ended before the answer did.");
+  throw new ServerError("The connection closed before the answer was complete.");
 }
 
-/** The data of each server-sent event. */
+/** Yield the data of each server-sent event. */
 async function* events(reader) {
   const decoder = new TextDecoder();
   let text = "";
@@ -46,11 +46,11 @@ async function* events(reader) {
       const { value, done } = await reader.read();
       if (done) return;
       const lines = (text + decoder.decode(value, { stream: true })).split(/\r?\n/);
-      text = lines.pop(); // the line that is not whole yet
+      text = lines.pop(); // the incomplete last line
       for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
     }
   } catch (error) {
-    throw broken(error, "The connection broke before the answer was whole.");
+    throw broken(error, "The connection was lost before the answer was complete.");
   } finally {
     reader.cancel().catch(() => {});
   }

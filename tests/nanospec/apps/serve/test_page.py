@@ -77,7 +77,7 @@ def until(page: Any, what: str) -> None:
 
 
 def answered(page: Any) -> None:
-    until(page, "document.getElementById('status').textContent.startsWith('Answered')")
+    until(page, "document.getElementById('status').textContent.startsWith('Done')")
 
 
 def test_token_colors_show_their_source(show: Open, server: Fake) -> None:
@@ -88,12 +88,12 @@ def test_token_colors_show_their_source(show: Open, server: Fake) -> None:
     answered(page)
     assert texts_of(page, ".text .own") == ["So", ",", ".", " End"]
     assert texts_of(page, ".text .copied") == [" to", " be"]
-    assert texts_of(page, ".text .guessed") == [" well"]
+    assert texts_of(page, ".text .generated") == [" well"]
     assert texts_of(page, ".step.many") == [" to be or not,", " well."]
     assert texts_of(page, ".text .rejected") == [" or", " not", "a", "b", "c", "+2"]
     style = "element => getComputedStyle(element).%s"
     assert page.locator(".text .rejected").first.evaluate(style % "textDecorationLine") == "line-through"
-    kinds = ("own", "copied", "guessed", "rejected")
+    kinds = ("own", "copied", "generated", "rejected")
     colours = {page.locator(f".text .{kind}").first.evaluate(style % "color") for kind in kinds}
     assert len(colours) == 4
     page.uncheck("#show-rejected")
@@ -112,7 +112,7 @@ def test_statistics_update_while_streaming(show: Open, server: Fake) -> None:
     send(page)
     until(page, "document.getElementById('per-step').textContent === '2.0'")  # 4 tokens in 2 steps
     assert page.inner_text("#acceptance") == "50 %"
-    assert page.inner_text("#counts") == "2 guesses accepted, 2 the model's own, 2 rejected."
+    assert page.inner_text("#counts") == "2 drafts accepted, 2 rejected; 2 tokens from the model."
     assert page.locator("#spark rect").count() == 2
     assert not page.locator("#send").is_visible()
     gates[0].set()
@@ -126,7 +126,7 @@ def test_statistics_update_while_streaming(show: Open, server: Fake) -> None:
     assert float(page.inner_text("#rate")) > 0
     assert "ms" in page.inner_text("#first") or "s" in page.inner_text("#first")
     assert "7 tokens in 5 steps" in page.inner_text(".note")
-    assert "ended by the most tokens allowed" in page.inner_text(".note")
+    assert "reached max tokens" in page.inner_text(".note")
 
 
 def test_step_split_over_chunks(show: Open, server: Fake) -> None:
@@ -183,7 +183,7 @@ def test_errors_are_shown_in_place(show: Open, server: Fake) -> None:
     ]
     page = show(expected="429")
     send(page)
-    for words in ("The queue is full. Try again in 3 s.", "The engine failed.", "The connection ended"):
+    for words in ("The queue is full. Try again in 3 s.", "The engine failed.", "The connection closed"):
         page.wait_for_selector(f'.error:has-text("{words}")')
         assert page.locator('.error[role="alert"]').count() == 1
         page.click("button:has-text('Try again')")
@@ -199,22 +199,22 @@ def test_rerun_without_speculation(show: Open, server: Fake) -> None:
     server.answers = [[*ANSWER, *end(7, 4, 10, 3)], [*slow, *end(7, 7, 0, 0)], other]
     page = show()
     send(page)
-    page.click("text=Again without guessing")
+    page.click("text=Repeat without speculation")
     until(page, "document.querySelectorAll('.run').length === 2")
     gate.set()
     page.wait_for_selector(".verdict")
     first, second = server.requests
     assert second == {**first, "num_speculative_tokens": 0}
     assert isinstance(first["seed"], int)
-    assert texts_of(page, ".run h3") == ["With guesses", "Without guesses"]
-    assert page.inner_text(".verdict p").endswith("as fast with guesses. The texts are equal.")
+    assert texts_of(page, ".run h3") == ["With speculation", "Without speculation"]
+    assert page.inner_text(".verdict p").endswith("as fast with speculation. The texts are identical.")
     assert page.locator(".track").count() == 2
     # A differing text is reported.
     page.select_option("#drafter", "off")
     send(page, "Once more")
     answered(page)
     server.answers.append([*ANSWER, *end(7, 4, 10, 3)])
-    page.click("text=Again with guessing")
+    page.click("text=Repeat with speculation")
     until(page, "document.querySelectorAll('.verdict').length === 2")
     assert "The texts differ from character 4 on." in page.locator(".verdict p").nth(1).inner_text()
     assert server.requests[2]["num_speculative_tokens"] == 0
@@ -233,7 +233,7 @@ def test_settings_are_sent(show: Open, server: Fake) -> None:
     page.fill("#schema", "{nonsense")
     send(page)
     page.wait_for_selector(".error")
-    assert page.inner_text(".error").startswith("The JSON schema is not JSON")
+    assert page.inner_text(".error").startswith("The JSON schema is not valid JSON")
     page.fill("#schema", '{"type": "object"}')
     page.click("button:has-text('Try again')")
     answered(page)
@@ -279,13 +279,13 @@ def test_pointing_at_a_token_shows_its_source(show: Open, server: Fake) -> None:
     page.locator(".text .copied").nth(0).hover()
     until(page, f"({marked})().length === 1")
     assert page.evaluate(marked) == ["t"]
-    assert "copied from token 12 (ngram); step 2: 3 tokens, 2 of 4 guesses right" in page.inner_text("#tip")
+    assert "copied from token 12 (ngram); step 2: 3 tokens, 2 of 4 drafts accepted" in page.inner_text("#tip")
     page.locator(".text .copied").nth(2).hover()
     page.wait_for_selector(".t.source")
     assert texts_of(page, ".t.source") == ["So"]
     assert page.evaluate(marked) == []
-    page.locator(".text .guessed").hover()
-    assert "guessed (ngram), and right; step 3" in page.inner_text("#tip")
+    page.locator(".text .generated").hover()
+    assert "accepted draft (ngram); step 3" in page.inner_text("#tip")
     page.mouse.move(0, 0)
     page.focus(".text")
     page.keyboard.press("ArrowRight")
@@ -330,7 +330,7 @@ def test_themes_and_narrow_screens(show: Open, server: Fake) -> None:
     page.click("#theme")
     assert page.evaluate(paper) == dark
     send(page, "word" * 200)
-    page.click("text=Again without guessing")
+    page.click("text=Repeat without speculation")
     page.wait_for_selector(".verdict")
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     page.click("#new")
