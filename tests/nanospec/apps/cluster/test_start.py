@@ -90,7 +90,7 @@ def test_unreachable_ray_address_is_reported(address: str, monkeypatch: pytest.M
     with pytest.raises(OSError) as caught, start.connect_ray(1, EngineConfig()):
         pass
     assert str(caught.value).startswith(f"RAY_ADDRESS={address}: could not connect (")
-    assert str(caught.value).endswith("; start Ray there, or unset RAY_ADDRESS, which starts one here.")
+    assert str(caught.value).endswith("; start Ray there, or unset RAY_ADDRESS to use a local one.")
 
 
 def test_reachable_or_auto_ray_address_is_accepted() -> None:

@@ -423,4 +423,4 @@ def test_server_ends_when_engine_is_dead(
     asking.join()
     failed = "500: The engine failed while processing this request; try again."
     assert told == [*([] if cleans_up else [failed] * 2), "failed"]
-    assert lines.getvalue().count("Rank 1 is gone." if cleans_up else "start it again") == 1
+    assert lines.getvalue().count("Rank 1 is gone." if cleans_up else "restart the server") == 1
