@@ -6,10 +6,10 @@ A line of the text is {"text": ...} or {"messages": [...]}, a conversation inclu
 written by the model itself work best, because these are what the heads have to predict.
 
 Head i learns to predict, from the hidden state at position t, the model's distribution of the token at
-t + 2 + i (distillation: Hinton et al., 2015, arXiv 1503.02531). It follows from the hidden state at t + 1 + i,
-so the model runs only once over the text. A head starts as the identity (W = 0) and uses the model's lm_head,
-restricted to the most frequent tokens of the text. The file (see `drafters/medusa.py`) is written after every
-epoch; its metadata contains the settings and the accuracy on held-out texts.
+t + 2 + i (distillation: Hinton et al., 2015, arXiv 1503.02531). That is computed from the hidden state at
+t + 1 + i, so the model runs only once over the text. A head starts as the identity (W = 0) and uses the
+model's lm_head, restricted to the most frequent tokens of the text. The file (see `drafters/medusa.py`) is
+written after every epoch; its metadata contains the settings and the accuracy on held-out texts.
 """
 
 from __future__ import annotations
