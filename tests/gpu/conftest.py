@@ -1,6 +1,6 @@
-"""These tests need a GPU and compiled kernels: run `pytest tests/gpu` by itself (`make gpu`).
+"""These tests need a GPU and compiled kernels: run `pytest tests/gpu` separately (`make gpu`).
 
-Together with tests/kernels, which switch Triton's interpreter on for the whole process, they skip.
+They are skipped together with tests/kernels, which enables Triton's interpreter for the whole process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.check import poisoned
 
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[torch.device]:
-    """The GPU; memory that was not written holds NaN, or the largest integer."""
+    """The GPU; uninitialized memory is filled with NaN or the largest integer."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,4 +1,4 @@
-"""The engine on a GPU, in bf16: speculation on equals off to the bit, however steps are run."""
+"""The engine on a GPU in bf16: speculation is bitwise identical however steps are run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(gpu: torch.device) -> Model:
 
 
 def make_jobs(seed: int) -> list[Job]:
-    """Random requests, and one that says the same for ever, so that drafts are accepted."""
+    """Return random requests, and one that repeats a token, so that drafts are accepted."""
     again = SamplingParams(temperature=0, max_tokens=60, logit_bias={5: 60.0})
     return [*random_jobs(random.Random(seed), VOCAB, 9, max_prompt=150), Job([5, 9, 5, 5], again)]
 
@@ -49,7 +49,7 @@ def make_jobs(seed: int) -> list[Job]:
 @pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
 @pytest.mark.parametrize("k", [0, 1, 4, 9])
-def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) -> None:
+def test_speculation_is_bitwise_identical(model: Model, k: int, eager: bool, lag: bool) -> None:
     jobs = make_jobs(k)
     options: dict[str, Any] = {"max_model_len": 256, "enable_prefix_caching": False}
     plain = make_engine(model, None, max_num_seqs=1, enforce_eager=True, async_scheduling=False, **options)
@@ -63,7 +63,7 @@ def test_on_equals_off_to_the_bit(model: Model, k: int, eager: bool, lag: bool) 
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
-def test_a_trace_is_what_happened(model: Model, eager: bool) -> None:
+def test_trace_matches_requests(model: Model, eager: bool) -> None:
     options: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "spec": {"tree_width": 2}}
     engine = make_engine(model, 5, enforce_eager=eager, trace=True, **options)
     requests = run(engine, make_jobs(3))
@@ -78,14 +78,14 @@ def outputs(model: Model, k: int, jobs: list[Job], **options: Any) -> list[list[
 
 
 @pytest.mark.parametrize("name", GEMMA)
-def test_models_with_more_maths_too(gpu: torch.device, name: str) -> None:
+def test_gemma_features(gpu: torch.device, name: str) -> None:
     model, jobs = make_model(gpu, **{**GEMMA[name], "hidden_size": 256, "head_dim": 256}), make_jobs(5)
     options: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256}
     assert outputs(model, 4, jobs, **options) == outputs(model, 0, jobs, **options)
 
 
 def long_jobs() -> list[Job]:
-    """A request that decodes with accepted drafts while a prompt of 3,000 tokens comes in, and one more."""
+    """Return a request that accepts drafts, a short one, and one with a prompt of 3,000 tokens."""
     rng = random.Random(0)
     again = SamplingParams(temperature=0, max_tokens=150, logit_bias={5: 60.0})
     greedy = SamplingParams(temperature=0, max_tokens=40)
@@ -98,15 +98,15 @@ def long_jobs() -> list[Job]:
 
 
 @pytest.mark.parametrize("tokens", [64, 512, 2048])
-def test_a_prompt_of_3000_tokens_in_pieces_of_any_size(model: Model, tokens: int) -> None:
-    """Its pieces have other sizes with K = 8, as the rows that decode beside it take K + 1 tokens each."""
+def test_long_prompt_in_chunks_of_any_size(model: Model, tokens: int) -> None:
+    """Chunk sizes depend on K, since decoding rows take K + 1 tokens each."""
     options: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 3200}
     expected = outputs(model, 0, long_jobs(), max_num_batched_tokens=3200, **options)
     for k in (0, 8):
         assert outputs(model, k, long_jobs(), max_num_batched_tokens=tokens, **options) == expected, k
 
 
-def test_preempted_requests_go_on_to_the_bit(model: Model) -> None:
+def test_preemption_is_bitwise_identical(model: Model) -> None:
     jobs = make_jobs(2)
     options: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256}
     expected = outputs(model, 0, jobs, **options)
@@ -118,10 +118,10 @@ def test_preempted_requests_go_on_to_the_bit(model: Model) -> None:
 
 @pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
-def test_grammars_give_what_was_asked_for_with_guessing_as_without(
+def test_structured_output_with_and_without_speculation(
     model: Model, tmp_path: Path, eager: bool, lag: bool
 ) -> None:
-    """Beside requests without a grammar."""
+    """In batches with unguided requests."""
     pytest.importorskip("llguidance")
     options: dict[str, Any] = {"max_model_len": 256, "tokenizer": tiny_tokenizer(tmp_path)}
     jobs = guided_jobs(random.Random(8), 12)
@@ -137,7 +137,7 @@ def test_grammars_give_what_was_asked_for_with_guessing_as_without(
     assert engine.metrics.spec.by_drafter["grammar"][2] > 0
 
 
-def test_a_drafter_in_plain_python_runs_without_recordings(model: Model) -> None:
+def test_simple_drafter_runs_without_capture(model: Model) -> None:
     class Again(SimpleDrafter):
         def draft(self, tokens: list[int], k: int) -> list[int]:
             return tokens[-1:] * k
@@ -150,9 +150,9 @@ def test_a_drafter_in_plain_python_runs_without_recordings(model: Model) -> None
     assert engine.metrics.spec.by_drafter["Again"][2] > 0
 
 
-def test_dependent_launch_changes_no_bit(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dependent_launch_is_bitwise_identical(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, found = make_jobs(4), []
-    for setting in ("0", "1", "1"):  # twice: a race would show as a moving result
+    for setting in ("0", "1", "1"):  # twice: a race would change the result
         monkeypatch.setenv("NANOSPEC_PDL", setting)
         found.append(outputs(model, 4, jobs, max_num_seqs=6, max_model_len=256))
     assert found[0] == found[1] == found[2]
@@ -160,7 +160,7 @@ def test_dependent_launch_changes_no_bit(model: Model, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_steps_do_not_wait_for_the_device(model: Model, k: int) -> None:
-    """Block tables grow, a request is admitted, one is aborted and one ends meanwhile."""
+    """While block tables grow, a request is admitted, one is aborted and one ends."""
     engine = make_engine(model, k, max_num_seqs=4, max_model_len=2048)
     params = SamplingParams(temperature=0, max_tokens=1000)
     first, second = (engine.add([5, 9, 5, 9, 5, i], params) for i in range(2))
@@ -179,8 +179,8 @@ def test_steps_do_not_wait_for_the_device(model: Model, k: int) -> None:
     assert len(first.output_ids) >= 80
 
 
-def test_an_engine_gives_its_memory_back(model: Model) -> None:
-    outputs(model, 4, make_jobs(5), max_num_seqs=6, max_model_len=256)  # what is made once for all
+def test_engine_frees_its_memory(model: Model) -> None:
+    outputs(model, 4, make_jobs(5), max_num_seqs=6, max_model_len=256)  # allocates everything that persists
 
     def left() -> int:
         gc.collect()
@@ -194,13 +194,13 @@ def test_an_engine_gives_its_memory_back(model: Model) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_the_second_gpu(model: Model) -> None:
+def test_second_gpu(model: Model) -> None:
     jobs, options = make_jobs(6), {"max_num_seqs": 6, "max_model_len": 256}
     assert torch.cuda.current_device() == 0
     assert outputs(make_model("cuda:1"), 4, jobs, **options) == outputs(model, 4, jobs, **options)
 
 
-def test_automatic_k_records_and_times_every_bucket(model: Model) -> None:
+def test_automatic_k_captures_and_times_every_bucket(model: Model) -> None:
     engine = make_engine(model, "auto", max_num_seqs=8, max_model_len=256)
     assert engine.worker.graphs is not None
     assert set(engine.worker.graphs.captures) == set(engine.worker.graphs.buckets())
@@ -208,7 +208,7 @@ def test_automatic_k_records_and_times_every_bucket(model: Model) -> None:
     assert requests[-1].stats.tokens_per_step > 2
 
 
-WAYS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "ngram-tree": {"method": "ngram", "tree_width": 3},
     "draft": {"method": "draft"},
     "medusa": {"method": "medusa"},
@@ -217,28 +217,28 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_whoever_drafts_on_equals_off(model: Model, way: str) -> None:
-    """In bf16, trees too."""
+@pytest.mark.parametrize("setup", SETUPS)
+def test_output_is_unchanged_with_every_drafter(model: Model, setup: str) -> None:
+    """In bf16, including trees."""
     dtype = torch.bfloat16
     target = tiny_model(dtype=dtype, device="cuda", vocab_size=VOCAB)
     parts: dict[str, Any] = {}
-    if "draft" in way:
+    if "draft" in setup:
         parts["draft_model"] = tiny_model(dtype=dtype, device="cuda", vocab_size=VOCAB, num_layers=1)
-    if "medusa" in way:
+    if "medusa" in setup:
         parts["heads"] = random_heads(target, 3)
     jobs = make_jobs(3)
     options: dict[str, Any] = {"max_model_len": 256, "enable_prefix_caching": False}
     plain = make_engine(target, None, max_num_seqs=1, enforce_eager=True, async_scheduling=False, **options)
     expected = [outcome(run(plain, [job])[0]) for job in jobs]
-    engine = make_engine(target, 5, spec=WAYS[way], max_num_seqs=6, **parts, **options)
+    engine = make_engine(target, 5, spec=SETUPS[setup], max_num_seqs=6, **parts, **options)
     for request, wanted in zip(run(engine, jobs), expected, strict=True):
         assert request.output_ids == wanted.token_ids
     assert engine.worker.graphs is not None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-def test_a_draft_model_equal_to_the_target_is_always_right(model: Model, temperature: float) -> None:
+def test_draft_model_equal_to_target_is_always_accepted(model: Model, temperature: float) -> None:
     engine = make_engine(model, 4, spec={"method": "draft"}, draft_model=model, max_model_len=256)
     jobs = [Job([i, 2, 3], SamplingParams(temperature=temperature, seed=i, max_tokens=60)) for i in range(5)]
     for request in run(engine, jobs):

@@ -1,6 +1,6 @@
-"""The kernels of a layer on a GPU: bf16 and fp16 against float64, and bits that depend on the row alone.
+"""Layer kernels on a GPU: comparison of bf16 and fp16 with float64, and bitwise independence of other rows.
 
-Shapes are those of real models, so that the configurations that production uses are what is tested.
+Shapes are those of real models, to test the configurations used in production.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def test_tree_attention(model: str, nodes: int, gpu: torch.device) -> None:
 
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("model", MODELS)
-def test_attention_bits(
+def test_attention_is_bitwise_independent_of_batch(
     model: str, window: int | None, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone, in a batch, with K = 0, as a row of a verification; on tiles or on spans."""
+    """Alone, in a batch, with K = 0, when verifying drafts; split by tiles or spans."""
     texts = Texts.random([400, 3000, 75], MODELS[model][0], 16, BF16)
 
     def attend(*parts: tuple[int, int, int], **layout: object) -> Tensor:
@@ -82,7 +82,7 @@ def test_attention_bits(
     assert torch.equal(batch[3:8], verified[3:])
     assert torch.equal(attend((1, 2970, 25))[10:18], verified)
     assert torch.equal(attend((1, 2980, 8), trees=[[-1, 0, 1, 2, 3, 4, 5, 6]]), verified)
-    for first, n in ((2978, 30), (2950, 50), (2800, 200)):  # pieces of a prompt
+    for first, n in ((2978, 30), (2950, 50), (2800, 200)):  # prompt chunks
         assert torch.equal(attend((1, first, n))[2980 - first :][:8], verified), (first, n)
     for division in ((1, 0), (3, 0), (128, 128)):
         divide(monkeypatch, *division)
@@ -108,15 +108,15 @@ def test_linear(model: str, kind: str, gpu: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", DENSE)
-def test_linear_bits(model: str, kind: str, gpu: torch.device) -> None:
-    """Every tiling gives a row the same bits: the promise of the instruction, and of the parts of K."""
+def test_linear_is_bitwise_independent_of_batch(model: str, kind: str, gpu: torch.device) -> None:
+    """Every tiling gives bitwise identical rows, given the instruction's order and fixed parts of K."""
     products = products_of(model, kind, 1100, BF16, gpu)
     together = products.run(kind)
     some = ((0, 1), (3, 8), (100, 16), (200, 20), (60, 50), (301, 64), (7, 100), (200, 320), (511, 1))
     for first, count in some:
         rows = slice(first, first + count)
         assert torch.equal(products.run(kind, rows), together[rows]), rows
-    for _ in range(50):  # a race between the parts of K would show as a moving result
+    for _ in range(50):  # a race between the parts of K would change the result
         assert torch.equal(products.run(kind), together)
 
 
@@ -171,7 +171,7 @@ def test_kv_move(gpu: torch.device) -> None:
 
 
 def test_layer_under_graph_capture(gpu: torch.device) -> None:
-    """What a step launches can be captured and replayed, split products with their tickets included."""
+    """A step's kernels can be captured and replayed, including split products with their tickets."""
     products = {kind: products_of("qwen3-0.6b", kind, 5, BF16, gpu) for kind in KINDS}
 
     def layer() -> Tensor:

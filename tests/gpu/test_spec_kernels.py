@@ -1,4 +1,4 @@
-"""The kernels of speculation on a GPU, in bf16, against `naive` on a CPU, and inside a CUDA graph."""
+"""Speculation kernels on a GPU in bf16: comparison with `naive` on a CPU, and use in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def on_gpu(value: Any) -> Any:
-    """A copy of a tensor, tuple or batch on the GPU."""
+    """Return a copy of a tensor, tuple or batch on the GPU."""
     if isinstance(value, Tensor):
         return value.cuda()
     if isinstance(value, Batch):
@@ -37,7 +37,7 @@ def on_gpu(value: Any) -> Any:
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
-    """Tuples of tensors, on the GPU and on the CPU."""
+    """Compare tuples of tensors on the GPU and on the CPU."""
     for name, ours, theirs in zip(actual._fields, actual, expected, strict=True):
         assert isinstance(ours, Tensor) == isinstance(theirs, Tensor), name
         if isinstance(ours, Tensor):
@@ -47,7 +47,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("V", [63, 1000, 49152, 128256, 151936], ids=lambda V: f"V{V}")
 @pytest.mark.parametrize("form", ["uniform", "packed", "tree"])
 def test_sample(V: int, form: str) -> None:
-    """Mixed parameters and distributions in one batch; ties are many in bf16."""
+    """Mixed parameters and distributions in one batch, with many ties in bf16."""
     differing = drawn = 0
     for seed in range(6):
         rng = random.Random(seed)
@@ -61,12 +61,12 @@ def test_sample(V: int, form: str) -> None:
         own = real(batch)
         differing += int((actual[own] != expected[own]).sum())
         drawn += len(own)
-    # The mass of top-p is summed in another order and logarithms differ in the last place.
+    # The top-p mass is summed in another order, and logarithms differ in the last place.
     assert differing <= drawn // 100, f"{differing} of {drawn} tokens differ"
 
 
-def test_sample_does_not_depend_on_the_batch() -> None:
-    """Alone, in a batch, with K = 0 and as one of 8 positions: exactly the same tokens."""
+def test_sample_is_independent_of_the_batch() -> None:
+    """Tokens are the same alone, in a batch, with K = 0 and as one of 8 positions."""
     V, base = 151936, 11
     logits = (torch.randn(64, 8, V, device="cuda") * 3).bfloat16()
     table = on_gpu(
@@ -83,7 +83,7 @@ def test_sample_does_not_depend_on_the_batch() -> None:
 
 
 def random_histories(B: int, length: int, **columns: Any) -> tuple[Table, Tensor]:
-    """Texts of up to `length` of 12 tokens, and the rows in random order."""
+    """Return texts of up to `length` tokens from a vocabulary of 12, and rows in random order."""
     generator = torch.Generator().manual_seed(length + B)
     tokens = torch.randint(0, 12, (B, 32_768), generator=generator, dtype=torch.int32)
     lengths = torch.randint(1, length + 1, (B,), generator=generator)
@@ -109,7 +109,7 @@ def test_ngram_tree(B: int, length: int, k: int, width: int) -> None:
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["all", "top_k-top_p"])
 def test_accept(filtered: bool) -> None:
-    """The same decisions, but where chance lies within rounding."""
+    """Decisions are equal except where the noise is within rounding of the threshold."""
     V, B, K = 50_000, 64, 4
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(B * (K + 1), V, generator=generator) * 2
@@ -168,11 +168,11 @@ def test_logprobs(V: int) -> None:
     assert_close(expected.gather(1, result.top_ids.long()), expected.topk(20).values, 1e-5)
 
 
-def test_inside_a_graph() -> None:
-    """Propose, lay out, sample and commit, captured once: replays do what eager calls do."""
+def test_step_in_cuda_graph() -> None:
+    """Propose, lay out, sample and commit, captured once: replays match eager calls."""
     B, K, V, capacity = 4, 3, 1000, 256
     rows = torch.arange(B, dtype=torch.int32, device="cuda")
-    model = (torch.randn(50, V, device="cuda") * 4).bfloat16()  # looks at one token
+    model = (torch.randn(50, V, device="cuda") * 4).bfloat16()  # logits depend on one token
     start = make_table(
         V, tokens=torch.randint(0, 9, (B, capacity)), block_table=torch.zeros(B, 16), num_tokens=41,
         max_len=capacity, temperature=[0.0, 1.0, 1.0, 0.5], top_p=[1.0, 1.0, 0.8, 1.0],

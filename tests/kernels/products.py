@@ -1,4 +1,4 @@
-"""The products of a layer with random weights, for the tests of `linear.py` here and in tests/gpu."""
+"""Linear layers with random weights, for the tests of `linear.py` here and in tests/gpu."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = (
 
 
 class Products:
-    """x [T, K] with rows of different sizes, and a weight [N, K] with all that may go with it."""
+    """x [T, K] with rows of different magnitudes, and a weight [N, K] with bias, norm scale and residual."""
 
     def __init__(
         self, T: int, N: int, K: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -31,12 +31,12 @@ class Products:
         self.bias, self.scale, self.residual = normal(N), normal(K), normal(T, N)
 
     def run(self, kind: str, rows: slice = slice(None)) -> Tensor:
-        """By the kernel, for some rows."""
+        """Return the kernel's result for some rows."""
         with forced("triton"):
             return self._run(kind, rows, self.x.dtype)
 
     def expected(self, kind: str) -> Tensor:
-        """By `naive` in float64."""
+        """Return the result of `naive` in float64."""
         with forced("naive"):
             return self._run(kind, slice(None), torch.float64)
 
@@ -60,12 +60,12 @@ class Products:
 
 
 def stream_of(x: Tensor, norm: Norm) -> Stream:
-    """x [T, H] as a stream, by whoever makes streams."""
+    """Return x [T, H] as a residual stream."""
     return embed(torch.arange(len(x), device=x.device), x, norm)
 
 
 def normed(stream: Stream) -> Tensor:
-    """The norm of a stream [T, H], as its readers compute it."""
+    """Return the norm of a stream [T, H], as its readers compute it."""
     if stream.scaled is None or stream.squares is None:
         return rms_norm(stream.x, stream.norm)
     mean = stream.squares.sum(0) / stream.x.shape[1]

@@ -1,4 +1,4 @@
-"""Batches of the texts of request rows: every token, position and slot, in every layout."""
+"""Batches of request rows' texts: tokens, positions and slots in every layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.table import Table
 
 BLOCK_SIZE, MAX_CONTEXT = 16, 100
-# Request row, index of the first token, number of tokens; across pages, up to the end, none at all.
+# (request row, first token, number of tokens): several blocks, a block boundary, none, up to the end.
 CHUNKS = [Chunk(2, 0, 40), Chunk(0, 15, 2), Chunk(3, 7, 0), Chunk(1, 95, 5)]
 
 
@@ -21,7 +21,7 @@ def random_table() -> Table:
 
 
 @pytest.mark.parametrize("layout", ["chunks", "grid", "packed"])
-def test_a_batch_of_texts(layout: str) -> None:
+def test_batch_of_texts(layout: str) -> None:
     table = random_table()
     if layout == "chunks":
         batch = Batch.of_chunks(table, CHUNKS)
@@ -50,7 +50,7 @@ def test_a_batch_of_texts(layout: str) -> None:
         assert getattr(batch, name).is_contiguous(), name
 
 
-def test_rows_that_take_no_part() -> None:
+def test_padding_rows() -> None:
     one, table = torch.ones(3, dtype=torch.int32), random_table()
     batch = Batch.of_grid(table, torch.tensor([-1, 2, -1], dtype=torch.int32), one, one, 2)
     assert batch.rows.tolist() == [-1, 2, -1]

@@ -1,7 +1,7 @@
-"""Every production configuration compiles for every target, without spills and within its limits; and what
-the machine code must show where no GPU is at hand to time it.
+"""Every production configuration compiles for every target, without spills and within its limits, and its
+machine code has the expected structure.
 
-In processes of their own: here, triton is the interpreter.
+Compilation runs in subprocesses, since this process uses Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from bench import compile_table
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "bench" / "results"
 
-Row = dict[str, Any]  # of the table of `bench/compile.py`
+Row = dict[str, Any]  # a row of the table of `bench/compile.py`
 
-# What runs in a decoder layer, by the public functions that launch it.
+# The kernels of a decoder layer, by the public functions that launch them.
 PRODUCTS = ("norm_linear", "linear_add", "norm_swiglu")
 ATTENTION = ("_attend", "_attend_tree")
 LAYER = (*PRODUCTS, "embed", "rope_cache", "attention")
 
 
 def run_compile(folder: Path, *arguments: str) -> tuple[list[Row], Row]:
-    """The table of `bench/compile.py` and its last line."""
+    """Run `bench/compile.py` and return its table and last line."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     process = subprocess.run(
         [sys.executable, str(ROOT / "bench" / "compile.py"), "--out", str(folder), *arguments],
@@ -46,14 +46,13 @@ def run_compile(folder: Path, *arguments: str) -> tuple[list[Row], Row]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Row]:
-    """The whole table. Rows of what was compiled before are those committed; if all have to be made, it takes
-    minutes."""
+    """The whole table, reusing committed rows of unchanged kernels; compiling all of them takes minutes."""
     return run_compile(tmp_path_factory.mktemp("compile"), "--known", str(RESULTS))
 
 
 @pytest.fixture
 def hopper(compiled: tuple[list[Row], Row]) -> list[Row]:
-    """The kernels of a layer of Qwen3-0.6B on sm_90, attention of 8B too."""
+    """The kernels of a layer of Qwen3-0.6B on sm_90, and attention of 8B."""
     attention = [f"attention-qwen3-{case}" for case in ("0.6b-B1-q1-L1024", "8b-B64-q5-L4096", "8b-B1-q2048")]
     products = [f"{kernel}-qwen3-0.6b" for kernel in PRODUCTS]
     parts = [*products, *attention, "embed", "rope_cache-qwen3-0.6b"]
@@ -70,8 +69,8 @@ def test_no_spills_within_limits_on_tensor_cores(compiled: tuple[list[Row], Row]
 
 
 @pytest.mark.timeout(1500)
-def test_one_instruction_per_weight_whatever_the_number_of_rows(compiled: tuple[list[Row], Row]) -> None:
-    """Only the instruction's width, which is that of the tile of tokens, may vary: see product.py."""
+def test_mma_instruction_is_independent_of_number_of_rows(compiled: tuple[list[Row], Row]) -> None:
+    """Only the instruction's width, that of the tile of tokens, may vary: see product.py."""
     shapes = defaultdict(set)
     for result in compiled[0]:
         if result["function"] == "_gemm":
@@ -85,7 +84,7 @@ def test_one_instruction_per_weight_whatever_the_number_of_rows(compiled: tuple[
     assert shapes["gfx942"] == {("mfma", "16x16x16")}
 
 
-# ---- how it loads and computes -----------------------------------------------------------------
+# ---- loads and computation -----------------------------------------------------------------------
 
 
 def named(row: Row) -> str:
@@ -101,7 +100,7 @@ def with_main_loop(rows: list[Row], *kernels: str) -> list[Row]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kernel", [*PRODUCTS, "attention"])
-def test_tiles_load_while_products_run(hopper: list[Row], kernel: str) -> None:
+def test_loads_overlap_with_products(hopper: list[Row], kernel: str) -> None:
     for row in with_main_loop(hopper, kernel):
         assert row["mma"].startswith("wgmma"), named(row)
         assert row["narrowest"] in (None, 16), named(row)
@@ -110,13 +109,13 @@ def test_tiles_load_while_products_run(hopper: list[Row], kernel: str) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kernel", LAYER)
-def test_a_kernel_of_a_layer_starts_before_the_last_one_ends(hopper: list[Row], kernel: str) -> None:
-    """Programmatic dependent launch: no program leaves or writes before it has waited."""
+def test_dependent_launch_order(hopper: list[Row], kernel: str) -> None:
+    """Programmatic dependent launch: no program exits or writes before it has waited."""
     rows = [row for row in hopper if row["kernel"] == kernel]
     assert rows
     for row in rows:
         order = row["order"].split()
-        if row["function"] == "_rope_cache":  # attention, behind it, reads before it waits
+        if row["function"] == "_rope_cache":  # the attention kernel after it reads before it waits
             assert order.index("wait") < order.index("trigger") < order.index("read"), named(row)
         else:
             assert order[0] == "trigger", named(row)
@@ -126,18 +125,18 @@ def test_a_kernel_of_a_layer_starts_before_the_last_one_ends(hopper: list[Row], 
 
 
 @pytest.mark.timeout(900)
-def test_rows_compiled_anew_are_those_of_the_table(compiled: tuple[list[Row], Row], tmp_path: Path) -> None:
+def test_recompiled_rows_match_the_table(compiled: tuple[list[Row], Row], tmp_path: Path) -> None:
     cases = ("qwen3-0.6b-o-T1", "attention-qwen3-0.6b-B1-q1-L1024", "rope_cache-qwen3-0.6b-B1")
     rows, summary = run_compile(tmp_path, "--only", *cases)
     assert {row["function"] for row in rows} > {"_gemm", "_attend", "_rope_cache"}
     assert {row["target"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}
     assert summary["known"] == 0
     table = {row["fingerprint"]: row for row in compiled[0]}
-    for row in rows:  # the table may name another case of the same kernel
+    for row in rows:  # the table may list another case of the same kernel
         assert row == {**table[row["fingerprint"]], **{k: row[k] for k in ("kernel", "case")}}
 
 
-# ---- the table of several tritons ---------------------------------------------------------------
+# ---- the table of several Triton versions -------------------------------------------------------
 
 
 def row(**changes: Any) -> compile_table.Result:
@@ -146,7 +145,7 @@ def row(**changes: Any) -> compile_table.Result:
     return compile_table.Result(**{**one, **numbers, "mma": "wgmma", "needs_mma": True, **changes})
 
 
-def test_each_run_keeps_the_rows_of_other_tritons(tmp_path: Path) -> None:
+def test_save_keeps_rows_of_other_triton_versions(tmp_path: Path) -> None:
     compile_table.save([row(registers=1), row(function="gone")], tmp_path)
     compile_table.save([row(triton="3.6.0", registers=5)], tmp_path)
     table = compile_table.save([row(registers=7)], tmp_path)
@@ -154,7 +153,7 @@ def test_each_run_keeps_the_rows_of_other_tritons(tmp_path: Path) -> None:
     assert compile_table.load(tmp_path) == table
 
 
-def test_a_problem_of_either_triton_is_found() -> None:
+def test_problems_of_any_triton_version_are_found() -> None:
     old = row(triton="3.6.0")
     assert not compile_table.problems([row(), old])
     for changes, what in (
@@ -167,7 +166,7 @@ def test_a_problem_of_either_triton_is_found() -> None:
         assert what in found
 
 
-def test_a_known_row_may_spill_so_much_and_no_more() -> None:
+def test_known_spills_are_allowed_up_to_their_size() -> None:
     (function, case, target, version), known = next(iter(compile_table.SPILLED.items()))
     own = {"function": function, "case": case, "target": target, "triton": f"{version}.0"}
     assert not compile_table.problems([row(**own, spills=known)])
@@ -175,7 +174,7 @@ def test_a_known_row_may_spill_so_much_and_no_more() -> None:
     assert compile_table.problems([row(**{**own, "triton": "3.7.1"}, spills=known)])
 
 
-def test_the_committed_table_is_of_several_tritons_without_problems() -> None:
+def test_committed_table_has_several_triton_versions_without_problems() -> None:
     table = compile_table.load(RESULTS)
     assert len({r.triton.rpartition(".")[0] for r in table}) >= 2
     assert not compile_table.problems(table)

@@ -1,4 +1,4 @@
-"""The whole decode path of a tiny model on the kernels: against `naive`, and its bits."""
+"""The decode path of a tiny model on Triton kernels: comparison with `naive`, and bitwise identity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanospec.models.decoder import Model
 from tests.tiny import GEMMA, ModelRunner, tiny_model
 from tests.util import assert_close
 
-# What padding tokens compute is unspecified, NaN included, and numpy says so.
+# Results of padding are unspecified, possibly NaN, about which numpy warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -38,14 +38,14 @@ def tokens(model: Model, count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_kernels_agree_with_naive(name: str) -> None:
+def test_kernels_match_naive(name: str) -> None:
     logits = {}
     for backend in ("naive", "triton"):
         with forced(backend):
             model = tiny_model(**MODELS[name])
-            pages = ModelRunner(model, 2, 64)
-            first = pages.step({0: tokens(model, 20), 1: tokens(model, 5, 1)})
-            second = pages.step({0: tokens(model, 4, 2), 1: tokens(model, 1, 3)}, pad_to=5)
+            runner = ModelRunner(model, 2, 64)
+            first = runner.step({0: tokens(model, 20), 1: tokens(model, 5, 1)})
+            second = runner.step({0: tokens(model, 4, 2), 1: tokens(model, 1, 3)}, pad_to=5)
         logits[backend] = [first[0], first[1], second[0], second[1]]
     for actual, expected in zip(logits["triton"], logits["naive"]):
         assert_close(actual, expected, 2e-5, name)
@@ -53,18 +53,18 @@ def test_kernels_agree_with_naive(name: str) -> None:
 
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize("name", ["qk-norm-window9", "split-k", "gemma2"])
-def test_speculation_does_not_change_a_bit(name: str) -> None:
-    """One token at a time, as a verification, and beside another request: the same logits."""
+def test_speculation_is_bitwise_identical(name: str) -> None:
+    """Logits are identical one token at a time, when verifying drafts, and next to another request."""
     with forced("triton"):
         model = tiny_model(**MODELS[name])
         prompt, text, other = tokens(model, 12), tokens(model, 4, 1), tokens(model, 6, 2)
-        pages = ModelRunner(model, 2, 64)
-        pages.step({0: prompt})
-        plain = torch.cat([pages.step({0: text[i : i + 1]})[0] for i in range(4)])
-        pages = ModelRunner(model, 2, 64)
-        pages.step({0: prompt})
-        verified = pages.step({0: text}, keep=0)[0]
-        pages.step({0: other[:3]}, keep=0)  # rejected drafts leave no trace
-        beside = pages.step({1: other, 0: text}, pad_to=6)[0]
+        runner = ModelRunner(model, 2, 64)
+        runner.step({0: prompt})
+        plain = torch.cat([runner.step({0: text[i : i + 1]})[0] for i in range(4)])
+        runner = ModelRunner(model, 2, 64)
+        runner.step({0: prompt})
+        verified = runner.step({0: text}, keep=0)[0]
+        runner.step({0: other[:3]}, keep=0)  # rejected drafts have no effect
+        beside = runner.step({1: other, 0: text}, pad_to=6)[0]
     assert torch.equal(verified, plain)
     assert torch.equal(beside, plain)

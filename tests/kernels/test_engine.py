@@ -1,4 +1,4 @@
-"""The whole engine on the kernels, in the interpreter: what comes out is what `naive` gives."""
+"""The whole engine on Triton kernels in the interpreter, compared with `naive`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def small_model() -> Model:
 def make_jobs() -> list[Job]:
     jobs = random_jobs(random.Random(5), 64, 3, max_prompt=40, max_tokens=7)
     again = SamplingParams(temperature=0, max_tokens=9, logit_bias={5: 60.0}, logprobs=2)
-    return [*jobs, Job([5, 9, 5, 5], again)]  # says 5 for ever, so that drafts are accepted
+    return [*jobs, Job([5, 9, 5, 5], again)]  # repeats 5, so that drafts are accepted
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def make_jobs() -> list[Job]:
     [(0, True, None), (3, True, 6), (4, False, None)],
     ids=["K0", "K3-few-blocks", "K4-recorded"],
 )
-def test_engine_on_the_kernels_equals_naive(k: int, eager: bool, num_blocks: int | None) -> None:
+def test_engine_on_triton_matches_naive(k: int, eager: bool, num_blocks: int | None) -> None:
     jobs = make_jobs()
     expected = run_alone(small_model(), jobs, max_model_len=64)
     with launch.forced("triton"):
-        model = small_model()  # made here, so that its weights are packed for the kernels
+        model = small_model()  # created here, so that its weights are packed for the kernels
         engine = make_engine(
             model,
             k,

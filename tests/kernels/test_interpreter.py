@@ -1,4 +1,4 @@
-"""The interpreter notices what a kernel reads or writes outside of the tensors that it is given."""
+"""The interpreter detects kernels' reads and writes outside their tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
 SIZE = 8
-MEMORY = 3 * SIZE  # the tensor is the middle of it, so that nothing is harmed
+MEMORY = 3 * SIZE  # the tensor is its middle third, so that errors are harmless
 
 
 @triton.jit
@@ -29,11 +29,11 @@ def _touch(tensor: Any, first: Any, count: Any, HOW: tl.constexpr, SIZE: tl.cons
 
 @pytest.mark.parametrize("step", [1, 2], ids=["dense", "strided"])
 @pytest.mark.parametrize("how", ["load", "store", "add", "one"])
-def test_what_lies_outside_of_a_tensor_is_refused(how: str, step: int) -> None:
+def test_out_of_bounds_access_is_detected(how: str, step: int) -> None:
     tensor = torch.zeros(MEMORY, dtype=torch.int32)[SIZE : 2 * SIZE : step]
-    end = SIZE - step + 1  # behind its last element
+    end = SIZE - step + 1  # after its last element
     _touch[(1,)](tensor, 0, end, how, SIZE)
-    _touch[(1,)](tensor, end - 1, end, how, SIZE)  # the other lanes lie behind, and are masked
+    _touch[(1,)](tensor, end - 1, end, how, SIZE)  # the other lanes are masked
     for first, words in ((end, "0 bytes behind the end of"), (-1, "before")):
         with pytest.raises(InterpreterError, match=f"4 bytes are read or written {words} a tensor"):
             _touch[(1,)](tensor, first, first + 1, how, SIZE)

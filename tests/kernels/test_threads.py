@@ -1,4 +1,4 @@
-"""threads.h alone: every task runs once, whoever is late; who is done helps others."""
+"""threads.h: every task runs once despite slow threads, and idle threads take over tasks of others."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ void alone_in_order() {
     run(1, 1, [&](Team& team) {
         team.each(30, [&](long i, long next) {
             expect(i == expected++, "one thread runs tasks in order");
-            expect(next == std::min(i + 1, 29L), "and is told the next one");
+            expect(next == std::min(i + 1, 29L), "and gets the next index");
         });
     });
     expect(expected == 30, "all of them");
 }
 
-// Helpers are asleep when it begins, but for the first time.
+// Helper threads are asleep when it begins, except the first time.
 void others_help(bool caller_is_slow) {
     const auto caller = std::this_thread::get_id();
     std::atomic<int> taken_over{0};
@@ -69,7 +69,7 @@ void others_help(bool caller_is_slow) {
             pause(own == caller_is_slow ? 2000 : 10);
         });
     });
-    expect(taken_over > 0, "who is done helps others");
+    expect(taken_over > 0, "idle threads help others");
     pause(5000);
 }
 
@@ -86,7 +86,7 @@ void no_more_than_wanted() {
     run(5, 1, note);
     who.clear();
     run(2, 1, note);
-    expect(who.size() <= 2, "two threads were asked for");
+    expect(who.size() <= 2, "at most two threads were requested");
 }
 
 int main() {

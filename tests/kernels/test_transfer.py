@@ -1,4 +1,4 @@
-"""Writes of the host into rows."""
+"""Host writes into rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanospec.kernels.transfer import write
     ],
     ids=str,
 )
-def test_values_keep_their_bits_and_the_last_fills_the_rest(dtype: torch.dtype, values: list[Any]) -> None:
+def test_write_keeps_bits_and_repeats_last_value(dtype: torch.dtype, values: list[Any]) -> None:
     pages = torch.ones(3, 7).to(dtype)
     expected = pages.clone()
     write(pages, 1, values, end=5)

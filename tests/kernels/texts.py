@@ -1,7 +1,7 @@
-"""Requests with known keys, values and queries at every position, of which a test scores some part.
+"""Requests with known keys, values and queries at every position, for tests of attention.
 
-The same request can be scored alone or in a batch, with any number of cached tokens and of queries:
-whatever is scored at a position must come out the same.
+A request can be scored alone or in a batch, with any numbers of cached tokens and queries; the result at a
+position must be the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Part = tuple[int, int, int]  # request, cached tokens, queries
 
 @dataclass
 class Texts:
-    """R requests of up to L tokens. q [R, L, Hq, D]; cache [2, Hkv, num_blocks, block_size, D]; the
-    pages of a request lie scattered, and what no request owns is NaN."""
+    """R requests of up to L tokens. q [R, L, Hq, D]; cache [2, Hkv, num_blocks, block_size, D]; the blocks
+    of a request are scattered, and unowned entries are NaN."""
 
     q: Tensor
     cache: Tensor
@@ -42,7 +42,7 @@ class Texts:
         block_size: int,
         dtype: torch.dtype,
     ) -> Texts:
-        """Requests of the given lengths, with `heads` = (Hq, Hkv, D)."""
+        """Return requests of the given lengths, with `heads` = (Hq, Hkv, D)."""
         num_heads, num_kv_heads, head_dim = heads
         g = torch.Generator().manual_seed(0)
         blocks = [-(-n // block_size) for n in lengths]
@@ -66,10 +66,10 @@ class Texts:
     def batch(
         self, parts: Sequence[Part], padded: bool = True, trees: list[list[int]] | None = None
     ) -> tuple[Batch, Tensor]:
-        """A batch of the `parts`, and their queries [T, Hq, D].
+        """Return a batch of the `parts`, and their queries [T, Hq, D].
 
-        With `padded`, rows have equal length, and padding has slot -1 and NaN as query. `trees` gives
-        the parent of each query of each row.
+        With `padded`, rows have equal length, and padding has slot -1 and NaN queries. `trees` has the
+        parent of each query of each row.
         """
         widest, block_size = max(n for _, _, n in parts), self.cache.shape[3]
         T = len(parts) * widest
@@ -112,7 +112,7 @@ class Texts:
         device: str | torch.device = "cpu",
         **layout: object,
     ) -> Tensor:
-        """The kernel's output for the scored tokens, on the CPU."""
+        """Return the kernel's output for the scored tokens, on the CPU."""
         batch, q = self.batch(parts, **layout)  # type: ignore[arg-type]
         metadata = AttentionMetadata(on(batch, device), window)
         with forced("triton"):
@@ -120,7 +120,7 @@ class Texts:
         return scored(batch, out.cpu())
 
     def expected(self, parts: Sequence[Part], window: int | None = None, **layout: object) -> Tensor:
-        """The same by `naive` in float64, without NaN, since it reads whole pages."""
+        """Return the output of `naive` in float64, with NaN replaced, since it reads whole blocks."""
         clean = Texts(self.q.double(), self.cache.double().nan_to_num(), self.block_table.clamp(min=0))
         batch, q = clean.batch(parts, **layout)  # type: ignore[arg-type]
         with forced("naive"):
@@ -130,7 +130,7 @@ class Texts:
 
 
 def divide(monkeypatch: pytest.MonkeyPatch, programs: int, fine: int = 0) -> None:
-    """Have so many programs share the cache, of rows of up to `fine` tiles by tiles."""
+    """Split the cache among `programs` programs, by tiles for rows of up to `fine` tiles."""
     split, spans = split_kv.split_kv, 64
 
     def chosen(*shape: Any) -> split_kv.Split:
@@ -141,23 +141,23 @@ def divide(monkeypatch: pytest.MonkeyPatch, programs: int, fine: int = 0) -> Non
 
 
 def on(batch: Batch, device: str | torch.device) -> Batch:
-    """A copy with all tensors on `device`."""
+    """Return a copy with all tensors on `device`."""
     tensors = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return replace(batch, **tensors)  # type: ignore[arg-type]
 
 
 def scored(batch: Batch, flat: Tensor) -> Tensor:
-    """The tokens of a flat batch that are not padding."""
+    """Return the entries of a flat tensor that are not padding."""
     return flat[batch.slots >= 0]
 
 
 def tokens_at(positions: Tensor, slots: Tensor) -> Batch:
-    """One row of tokens without any pages."""
+    """Return a batch of one row of tokens without blocks."""
     T, none = len(slots), torch.zeros(1, dtype=torch.int32, device=slots.device)
     return Batch(none, positions, positions, slots, none[None], none, none + T, none, T, T)
 
 
 def random_trees(lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Parents of trees of `lengths` nodes."""
+    """Return the parents of random trees with `lengths` nodes."""
     rng = random.Random(seed)
     return [[-1, *(rng.randrange(i) for i in range(1, n))][:n] for n in lengths]

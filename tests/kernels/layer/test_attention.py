@@ -1,4 +1,4 @@
-"""Paged attention: against `naive`, and that bits depend on the text alone."""
+"""Paged attention: comparison with `naive`, and bitwise independence of everything but the text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Heads = tuple[int, int, int]  # Hq, Hkv, D
 def requests(
     shape: Shape, heads: Heads, block_size: int = 16, dtype: torch.dtype = FP32
 ) -> tuple[Texts, list[tuple[int, int, int]]]:
-    """Texts of the given (cached tokens, queries), and all of them as parts of a batch."""
+    """Return texts of the given (cached tokens, queries), and a batch part for each."""
     texts = Texts.random([base + n for base, n in shape], heads, block_size, dtype)
     return texts, [(b, base, n) for b, (base, n) in enumerate(shape)]
 
@@ -94,20 +94,22 @@ def test_windows_and_trees(tree: int, window: int | None, shape: Shape) -> None:
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("begins", [192, 196, 208, 255])
-def test_pages_before_the_window_may_be_gone(begins: int, tree: bool) -> None:
-    """The window begins with a tile, within a page, with a page, and with the last entry of a tile."""
+def test_blocks_before_the_window_are_not_read(begins: int, tree: bool) -> None:
+    """The window begins with a tile, inside a block, with a block, and with the last entry of a tile."""
     texts, parts = requests([(295, 5)], (2, 1, 64))
     window, trees = 295 - begins + 1, random_trees([5], 0) if tree else None
     want = texts.expected(parts, window, trees=trees)
-    texts.cache = torch.nn.functional.pad(texts.cache, (0, 0, 0, 0, 1, 0), value=float("nan"))  # page 0
+    texts.cache = torch.nn.functional.pad(texts.cache, (0, 0, 0, 0, 1, 0), value=float("nan"))  # block 0
     texts.block_table += 1
-    texts.block_table[0, : begins // 16] = 1 << 24  # would fault if it were read
+    texts.block_table[0, : begins // 16] = 1 << 24  # would fault if read
     assert_close(texts.attend(parts, window, trees=trees), want, TOLERANCE[FP32])
 
 
-@pytest.mark.parametrize("target", [name for name in ARCHITECTURES if name != "sm_90"])  # the other tests'
+@pytest.mark.parametrize(
+    "target", [name for name in ARCHITECTURES if name != "sm_90"]
+)  # covered by the other tests
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_tiles_of_every_architecture(target: str, head_dim: int) -> None:
+def test_tilings_of_every_architecture(target: str, head_dim: int) -> None:
     shape = [(70, 5), (31, 20 if head_dim == 64 else 2)]
     texts, parts = requests(shape, (2, 1, head_dim))
     with forced(architecture=target):
@@ -119,12 +121,14 @@ def test_tiles_of_every_architecture(target: str, head_dim: int) -> None:
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (90, None), (90, 3.0)])
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-def test_bits_depend_on_the_text_alone(dtype: torch.dtype, window: int | None, softcap: float | None) -> None:
-    """Alone, in a batch, with K = 0, as a row of a verification, as a tree, on few or many programs."""
+def test_result_is_bitwise_independent_of_the_batch(
+    dtype: torch.dtype, window: int | None, softcap: float | None
+) -> None:
+    """Alone, in a batch, with K = 0, when verifying drafts, as a tree, with few or many programs."""
     texts = Texts.random([70, 330, 75], (4, 2, 64), 16, dtype)
     texts.softcap = softcap
-    verified = texts.attend([(1, 316, 8)], window)  # across the border of two tiles
-    for i in range(8):  # plain decoding, token by token
+    verified = texts.attend([(1, 316, 8)], window)  # across a tile boundary
+    for i in range(8):  # decoding token by token
         assert torch.equal(texts.attend([(1, 316 + i, 1)], window)[0], verified[i]), i
     batch = texts.attend([(0, 61, 3), (1, 319, 5), (2, 0, 1)], window)
     assert torch.equal(batch[3:8], verified[3:])
@@ -136,9 +140,8 @@ def test_bits_depend_on_the_text_alone(dtype: torch.dtype, window: int | None, s
     assert torch.equal(stated, verified)
 
 
-def alone_on(texts: Texts, part: tuple[int, int, int], path: list[int]) -> Texts:
-    """The texts where the queries of a path follow each other after what the part has cached, and NaN follows
-    them."""
+def path_as_chain(texts: Texts, part: tuple[int, int, int], path: list[int]) -> Texts:
+    """Return texts in which a path's queries directly follow the part's cached tokens, followed by NaN."""
     r, base, n = part
     found = replace(texts, q=texts.q.clone(), cache=texts.cache.clone())
     j = base + torch.arange(n)
@@ -153,13 +156,13 @@ def alone_on(texts: Texts, part: tuple[int, int, int], path: list[int]) -> Texts
 @pytest.mark.parametrize(
     ("shape", "heads", "dtype", "window", "softcap"),
     [
-        ([(61, 7), (0, 6), (507, 10)], (4, 2, 64), FP32, None, None),  # beside the borders of tiles and spans
+        ([(61, 7), (0, 6), (507, 10)], (4, 2, 64), FP32, None, None),  # next to tile and span boundaries
         ([(64, 5), (30, 64), (3, 0)], (3, 1, 64), FP32, None, 3.0),
         ([(63, 12), (126, 17), (200, 1)], (2, 1, 128), FP16, 20, None),
         ([(127, 3), (440, 18)], (4, 1, 64), FP32, 70, 3.0),
     ],
 )
-def test_a_node_has_the_bits_of_a_chain_of_its_path(
+def test_tree_nodes_match_chains_bitwise(
     shape: Shape,
     heads: Heads,
     dtype: torch.dtype,
@@ -167,7 +170,7 @@ def test_a_node_has_the_bits_of_a_chain_of_its_path(
     softcap: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In wide and deep trees, beside a chain, on as many programs as there are and on one."""
+    """In wide and deep trees, next to a chain, with the default number of programs and with one."""
     texts, parts = requests(shape, heads, dtype=dtype)
     texts.softcap = softcap
     counts = [n for _, n in shape]
@@ -180,7 +183,7 @@ def test_a_node_has_the_bits_of_a_chain_of_its_path(
                 path = [node]
                 while path[0]:
                     path.insert(0, trees[b][path[0]])
-                chain = alone_on(texts, parts[b], path).attend([(r, base, len(path))], window)
+                chain = path_as_chain(texts, parts[b], path).attend([(r, base, len(path))], window)
                 assert torch.equal(out[sum(counts[:b]) :][path], chain), (b, path)
     divide(monkeypatch, 1)
     assert torch.equal(texts.attend(parts, window, trees=trees), out)
@@ -189,11 +192,11 @@ def test_a_node_has_the_bits_of_a_chain_of_its_path(
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize("window", [None, 90])
 @pytest.mark.parametrize("whole", [True, False], ids=["one-program", "many"])
-def test_pieces_of_prompts_have_the_bits_of_decoding(
+def test_prompt_chunks_match_decoding_bitwise(
     whole: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a preempted request meets: first decoded, then recomputed in chunks of any size."""
-    texts = Texts.random([20, 650], (4, 2, 64), 16, FP16)  # across the border of two spans
+    """As for a preempted request, which is first decoded, then recomputed in chunks of any size."""
+    texts = Texts.random([20, 650], (4, 2, 64), 16, FP16)  # across a span boundary
     queries = (499, 511, 512, 585)
     decoded = [texts.attend([(1, i, 1)], window)[0] for i in queries]
     if whole:
@@ -206,17 +209,17 @@ def test_pieces_of_prompts_have_the_bits_of_decoding(
 
 
 @pytest.mark.usefixtures("ordered_dot")
-def test_any_number_of_programs_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_is_bitwise_independent_of_number_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     texts, parts = requests([(1297, 3), (700, 2), (5, 0), (30, 1)], (2, 1, 64))
     results = []
     for programs, fine in ((21, 21), (2, 0), (3, 0), (7, 2), (1, 0)):
         divide(monkeypatch, programs, fine)
         results.append(texts.attend(parts))
     assert all(torch.equal(result, results[0]) for result in results)
-    assert not tickets(torch.device("cpu"), "attention").any()  # left as they were found
+    assert not tickets(torch.device("cpu"), "attention").any()  # reset to zero
 
 
-def test_programs_cover_the_cache_and_stay_bounded() -> None:
+def test_split_kv_covers_the_cache_and_is_bounded() -> None:
     for rows in (1, 3, 64, 600):
         for q_len in (1, 9, 64):
             for length in (1, 64, 65, 1024, 5000, 32768):
@@ -231,8 +234,8 @@ def test_programs_cover_the_cache_and_stay_bounded() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_key_that_is_not_a_number_reaches_those_who_see_it(window: int | None) -> None:
-    """A value that is not finite is written as zeros, with a key of NaN."""
+def test_nan_key_affects_attending_queries_only(window: int | None) -> None:
+    """A non-finite value is stored as zeros with a key of NaN."""
     texts, parts = requests([(126, 5)], (2, 1, 64))
     want = texts.attend(parts, window)
     page, offset = texts.block_table[0, 128 // 16], 128 % 16
@@ -243,7 +246,7 @@ def test_a_key_that_is_not_a_number_reaches_those_who_see_it(window: int | None)
 
 
 def plain(q: Tensor, cache: Tensor, batch: Batch, window: int | None, softcap: float | None) -> Tensor:
-    """Attention in its simplest form, query by query and head by head; 0 for padding."""
+    """Compute attention in its simplest form, query by query and head by head; 0 for padding."""
     out, block_size, group = torch.zeros_like(q), cache.shape[3], q.shape[1] // cache.shape[1]
     rows = torch.stack([batch.base_len, batch.q_start, batch.q_len], 1).tolist()
     for table, (base, start, n) in zip(batch.block_table, rows, strict=True):
@@ -265,10 +268,10 @@ def plain(q: Tensor, cache: Tensor, batch: Batch, window: int | None, softcap: f
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "packed"])
 @pytest.mark.parametrize("tree", [True, False], ids=["tree", "chain"])
-def test_naive_equals_the_simplest_form(
+def test_naive_matches_simplest_form(
     tree: bool, padded: bool, softcap: float | None, window: int | None
 ) -> None:
-    """Nine rows: packed chains with one query are treated apart, padded chains are prompts."""
+    """Nine rows: packed chains with one query are handled separately, padded chains are prompts."""
     last = (9, 40 if tree or not padded else 90)
     shape = [(30, 1), (5, 4), (0, 1), (47, 1), (12, 0), (33, 7), (16, 1), (15, 2), last]
     texts, parts = requests(shape, (6, 2, 32))
@@ -282,8 +285,8 @@ def test_naive_equals_the_simplest_form(
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_naive_treats_rows_with_and_without_drafts_apart(window: int | None) -> None:
-    """Nine rows, some with one query, some with several, one with none: as each row by itself."""
+def test_naive_with_mixed_query_counts(window: int | None) -> None:
+    """Nine rows with no, one or several queries give the results of each row alone."""
     shape = [(30, 1), (5, 4), (0, 1), (47, 1), (12, 0), (33, 7), (16, 1), (15, 2), (64, 1)]
     texts, parts = requests(shape, (6, 2, 32))
     batch, q = texts.batch(parts, padded=False)
@@ -294,11 +297,11 @@ def test_naive_treats_rows_with_and_without_drafts_apart(window: int | None) -> 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP16, FP32], ids=str)
-def test_naive_takes_no_product_that_pytorch_treats_otherwise(
+def test_naive_avoids_small_products(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, softcap: float | None
 ) -> None:
-    """On processors with AVX-512 it sums up to 16^3 multiply-adds of bf16 in another order than more: one
-    query of a narrow model then differed from several. So none is that small, and the result is as it was."""
+    """With AVX-512, PyTorch sums up to 16^3 bf16 multiply-adds in another order than larger products, so one
+    query of a narrow model would differ from several. Products must be larger, with the same result."""
     seen = []
 
     def spied(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The products of a layer: against float64, and that a row's bits do not depend on the others."""
+"""Linear layers: comparison with float64, and bitwise independence of other rows."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_linear(kind: str, T: int, N: int, K: int, dtype: torch.dtype) -> None:
     products = Products(T, N, K, dtype)
     out = products.run(kind)
     assert out.dtype == dtype
-    assert torch.equal(out, products.run(kind))  # the tickets are back at zero
+    assert torch.equal(out, products.run(kind))  # tickets were reset to zero
     assert_close(out, products.expected(kind), TOLERANCE[dtype], kind)
 
 
 @pytest.fixture
 def any_tiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Overrides what `choose_tiling` chooses, by field."""
+    """Override fields of the tiling that `choose_tiling` returns."""
     chosen = product.choose_tiling
 
     def choose(**fields: Any) -> None:
@@ -50,11 +50,11 @@ def any_tiling(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "geglu"])  # as norm_swiglu
-def test_bits_depend_on_nothing_but_the_row(
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "geglu"])  # same code as norm_swiglu
+def test_result_is_bitwise_independent_of_other_rows(
     kind: str, dtype: torch.dtype, any_tiling: Callable[..., None]
 ) -> None:
-    """Neither on the number of rows nor on the tiling, but for the parts of K."""
+    """Independent of the number of rows and of the tiling, except for the parts of K."""
     products = Products(320, 128, 320, dtype)
     any_tiling(parts=3, part=128, apart=True)
     together = products.run(kind)
@@ -72,7 +72,7 @@ def test_bits_depend_on_nothing_but_the_row(
 @pytest.mark.parametrize(
     ("N", "K"), [(1024, 2048), (4096, 1024), (576, 576), (151936, 1024), (24576, 4096), (960, 576), (8, 16)]
 )
-def test_parts_depend_on_the_weight_alone(N: int, K: int, arch: str) -> None:
+def test_parts_of_k_depend_only_on_weight_shape(N: int, K: int, arch: str) -> None:
     parts, part = product.parts_of(N, K, arch)
     assert part % (128 if K % 128 == 0 else 64) == 0
     assert (parts - 1) * part < K <= parts * part
@@ -83,22 +83,24 @@ def test_parts_depend_on_the_weight_alone(N: int, K: int, arch: str) -> None:
         assert not chosen.apart or parts > 1
 
 
-@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "sm_90"])  # the others' tests
+@pytest.mark.parametrize(
+    "arch", [name for name in ARCHITECTURES if name != "sm_90"]
+)  # covered by the other tests
 @pytest.mark.parametrize("T", [3, 70])
 def test_tilings_of_every_architecture(T: int, arch: str) -> None:
-    """What `choose_tiling` chooses for it: parts of K, rows, columns, steps."""
+    """Run with the tiling `choose_tiling` returns for it."""
     products = Products(T, 66, 1100, torch.float16)
     with forced(architecture=arch):
         assert_close(products.run("norm_swiglu"), products.expected("norm_swiglu"), TOLERANCE[torch.float16])
 
 
-def test_a_product_of_no_rows_is_empty() -> None:
+def test_empty_input() -> None:
     with forced("triton"):
         assert make_linear(torch.randn(32, 64))(torch.randn(0, 64)).shape == (0, 32)
 
 
-def test_bfloat16_that_onednn_refuses_stays_plain() -> None:
-    """As on a processor without AVX-512 and without a compiler."""
+def test_bfloat16_without_onednn_support() -> None:
+    """As on a CPU without AVX-512 and without a compiler."""
     code = (
         "import torch; from nanospec.kernels.layer.linear import OneDnnLinear, make_linear; "
         "w = torch.ones(8, 8).bfloat16(); assert make_linear(w)(w).eq(8).all(); "

@@ -1,4 +1,4 @@
-"""Weights that are split among ranks, here all in one process: a gather is given what the others have."""
+"""Weights split among ranks, which are all in one process here."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-# (Triton's interpreter is for one thread at a time.)
+# Triton's interpreter supports one thread at a time.
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "triton"), (1, "naive"), (2, "naive"), (3, "naive")])
-def test_a_summed_weight_multiplies_as_the_whole_one(ranks: int, backend: str) -> None:
-    """Gathered, or added in slices: the same bits."""
+def test_summed_weight_matches_whole_weight(ranks: int, backend: str) -> None:
+    """Gathering and adding in slices are bitwise identical."""
     h, weight, x, bias = normal(5, 48), normal(40, 48, seed=1), normal(5, 40, seed=2), normal(40, seed=3)
     norm, columns = Norm(torch.ones(40), 1e-5), 48 // ranks
 
@@ -48,10 +48,10 @@ def test_a_summed_weight_multiplies_as_the_whole_one(ranks: int, backend: str) -
 
 
 @pytest.mark.parametrize(("limit", "messages"), [(534, 1), (533, 2)])
-def test_a_product_is_added_in_slices_where_its_bytes_take_longer(
+def test_large_products_are_added_in_slices(
     monkeypatch: pytest.MonkeyPatch, limit: int, messages: int
 ) -> None:
-    """Three ranks receive 2 x 800 bytes or 4 / 3 x 800, which are 3 x 533 1/3 less."""
+    """Three ranks receive 2 x 800 bytes, or 4 / 3 x 800 bytes with slices."""
     monkeypatch.setattr(shard, "EXCHANGE", limit)
     norm, x = Norm(torch.ones(40), 1e-5), normal(5, 40)
 
@@ -63,7 +63,7 @@ def test_a_product_is_added_in_slices_where_its_bytes_take_longer(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_vocabulary_in_parts_gives_rows_and_scores_of_the_whole(ranks: int) -> None:
+def test_split_vocabulary_matches_whole(ranks: int) -> None:
     V, H, ids, x = 50, 16, torch.tensor([0, 49, 24, 25, 24], dtype=torch.int32), normal(3, 16, seed=5)
     whole, width, norm = normal(V, H), -(-V // ranks), Norm(torch.ones(H), 1e-5)
     padded = torch.cat([whole, torch.zeros(ranks * width - V, H)]).split(width)
@@ -80,7 +80,7 @@ def test_a_vocabulary_in_parts_gives_rows_and_scores_of_the_whole(ranks: int) ->
     together(ranks, run)
 
 
-def test_the_kernels_take_a_stream_of_embeddings_in_parts() -> None:
+def test_triton_with_split_embeddings() -> None:
     whole, ids, norm = normal(8, 64), torch.tensor([7, 0], dtype=torch.int32), Norm(torch.ones(64), 1e-5)
 
     def run(group: Group) -> Stream:

@@ -1,4 +1,4 @@
-"""Per-head norm, rotation and cache write: against `naive`, their bits, and values that are not finite."""
+"""Per-head norm, RoPE and cache write: comparison with `naive`, bitwise independence, non-finite values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Heads = tuple[int, int, int]  # Hq, Hkv, D
 
 
 class Setup:
-    """Random qkv of T tokens, some without a slot, with what rotates it and a cache."""
+    """Random QKV of T tokens, some without a slot, with angles, norms and a cache."""
 
     def __init__(self, T: int, heads: Heads, qk_norm: bool, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(T)
@@ -30,7 +30,7 @@ class Setup:
 
         num_heads, num_kv_heads, head_dim = heads
         self.qkv = normal(T, (num_heads + 2 * num_kv_heads) * head_dim)
-        self.qkv[1::5] *= 1e-2  # beside small squares eps counts
+        self.qkv[1::5] *= 1e-2  # eps matters for small squares
         self.qkv[2::5] *= 1e-3
         angles = torch.randn(T, head_dim // 2, generator=generator)
         self.angles = torch.cat((angles.cos(), angles.sin()), 1)
@@ -40,7 +40,7 @@ class Setup:
         self.slots[2::7] = -1
 
     def run(self, dtype: torch.dtype, t: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """q and the cache afterwards, computed in `dtype`: by `naive` in float64, else by the kernel."""
+        """Return q and the resulting cache, computed by `naive` in float64, else by the kernel."""
         batch = tokens_at(torch.zeros_like(self.slots[t]), self.slots[t])
         cache, norms = self.cache.to(dtype, copy=True), None
         if self.norms is not None:
@@ -50,7 +50,7 @@ class Setup:
             return rope_cache(self.qkv[t].to(dtype), cache, batch, self.angles[t], norms), cache
 
     def written(self, t: slice) -> Tensor:
-        """The slots that tokens `t` have."""
+        """Return the slots of tokens `t`."""
         return self.slots[t][self.slots[t] >= 0].long()
 
 
@@ -59,7 +59,7 @@ class Setup:
 @pytest.mark.parametrize(
     ("T", "heads"), [(5, (9, 3, 64)), (1, (1, 1, 80)), (3, (4, 4, 96)), (2, (3, 1, 256))], ids=str
 )
-def test_against_naive(T: int, heads: Heads, qk_norm: bool, dtype: torch.dtype) -> None:
+def test_matches_naive(T: int, heads: Heads, qk_norm: bool, dtype: torch.dtype) -> None:
     setup = Setup(T, heads, qk_norm, dtype)
     q, cache = setup.run(dtype)
     expected_q, expected_cache = setup.run(torch.float64)
@@ -68,11 +68,11 @@ def test_against_naive(T: int, heads: Heads, qk_norm: bool, dtype: torch.dtype) 
     untouched = torch.ones(BLOCKS * BLOCK_SIZE, dtype=torch.bool)
     untouched[setup.written(slice(None))] = False
     before, after = setup.cache.flatten(2, 3)[:, :, untouched], cache.flatten(2, 3)[:, :, untouched]
-    assert torch.equal(before, after)  # a token without a slot writes nowhere
+    assert torch.equal(before, after)  # a token without a slot writes nothing
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_bits_do_not_depend_on_other_tokens(head_dim: int) -> None:
+def test_result_is_bitwise_independent_of_other_tokens(head_dim: int) -> None:
     setup = Setup(130, (2, 1, head_dim), True, torch.float32)
     q, cache = setup.run(torch.float32)
     for first, count in ((0, 1), (2, 3), (10, 17), (30, 65)):
@@ -84,11 +84,11 @@ def test_bits_do_not_depend_on_other_tokens(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_in_keys_but_never_in_values(bad: float) -> None:
+def test_non_finite_rows_are_stored_in_keys_only(bad: float) -> None:
     setup = Setup(3, (2, 1, 64), False, torch.float32)
     setup.slots[:] = torch.tensor([5, 6, 7])
     clean_q, clean = setup.run(torch.float32)
-    setup.qkv[1] = bad  # as the norm ahead of the product makes a row of NaN or infinity
+    setup.qkv[1] = bad  # as after a norm of NaN or infinity
     q, cache = setup.run(torch.float32)
     keys, values = cache.flatten(2, 3)[:, 0, 5:8]
     assert not q[1].isfinite().any()
@@ -99,7 +99,7 @@ def test_what_is_not_finite_is_in_keys_but_never_in_values(bad: float) -> None:
     assert torch.equal(cache.flatten(2, 3)[:, 0, [5, 7]], clean.flatten(2, 3)[:, 0, [5, 7]])
 
 
-def test_values_alone_that_are_not_finite_become_finite() -> None:
+def test_non_finite_values_become_finite() -> None:
     setup = Setup(1, (1, 1, 64), False, torch.float16)
     setup.qkv[0, 128:132] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1])
     _, cache = setup.run(torch.float16)

@@ -1,4 +1,4 @@
-"""The residual stream and RMSNorm: kernels against `naive`."""
+"""The residual stream and RMSNorm: comparison of kernels with `naive`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_norm(shape: tuple[int, int], dtype: torch.dtype, tol: float) -> None:
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])
-def test_weights_may_be_in_float32(backend: Backend) -> None:
-    x, weight = torch.randn(5, 100).half(), 1 + torch.randn(100) / 1000  # which float16 cannot tell from 1
+def test_norm_weights_may_be_float32(backend: Backend) -> None:
+    x, weight = torch.randn(5, 100).half(), 1 + torch.randn(100) / 1000  # rounds to 1 in float16
     with forced(backend):
         out = rms_norm(x, Norm(weight, 1e-5))
     assert out.dtype == torch.float16
@@ -35,7 +35,7 @@ def test_weights_may_be_in_float32(backend: Backend) -> None:
     assert (out == expected.half()).float().mean() > 0.97
 
 
-def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
+def test_norm_is_bitwise_independent_of_other_rows() -> None:
     x, given = torch.randn(7, 300), Norm(torch.randn(300), 1e-6)
     with forced("triton"):
         together = rms_norm(x, given)
@@ -46,7 +46,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("N", "T", "H"), [(1, 1, 64), (2, 3, 63), (3, 5, 100), (8, 2, 576)], ids=str)
-def test_kernel_adds_as_naive_does(N: int, T: int, H: int, dtype: torch.dtype) -> None:
+def test_residual_add_matches_naive(N: int, T: int, H: int, dtype: torch.dtype) -> None:
     parts, x = torch.randn(N, T, H).to(dtype), torch.randn(T, H).to(dtype)
     norm, own = Norm(torch.randn(H).to(dtype), 1e-5), Norm(1 + torch.randn(H), 1e-5)
     for its in (None, own):
@@ -57,17 +57,21 @@ def test_kernel_adds_as_naive_does(N: int, T: int, H: int, dtype: torch.dtype) -
         assert_close(found.x, expected, tolerance, f"{its}")
         wanted = torch.nn.functional.rms_norm(expected.float(), (H,), norm.weight.float(), 1e-5)
         assert_close(normed(found).float(), wanted, 2e-6 if dtype == torch.float32 else 4e-3, f"{its}")
-        with forced("triton"):  # a token alone, and parts that were added before
+        with forced("triton"):  # one token alone, and parts added beforehand
             alone = residual_add(parts[:, -1:].contiguous(), x[-1:], norm, its)
             assert torch.equal(alone.x[0], found.x[-1])
             assert torch.equal(residual_add(total(parts)[None], x, norm, its).x, found.x)
         assert torch.equal(expected, naive(total(parts)[None], x, its))
 
 
-def test_parts_are_added_in_their_order_and_rounded_once() -> None:
-    parts = torch.tensor([2048.0, 1.0, 1.0, -2048.0], dtype=torch.float16).view(4, 1, 1)  # 2049 is no float16
+def test_parts_are_added_in_order_and_rounded_once() -> None:
+    parts = torch.tensor([2048.0, 1.0, 1.0, -2048.0], dtype=torch.float16).view(
+        4, 1, 1
+    )  # 2049 is not representable in float16
     assert naive(parts, torch.zeros(1, 1, dtype=torch.float16)).item() == 2.0
-    tiny = torch.tensor([1.0, 2.0**-24, 2.0**-24], dtype=torch.float32).view(3, 1, 1)  # lost one by one
+    tiny = torch.tensor([1.0, 2.0**-24, 2.0**-24], dtype=torch.float32).view(
+        3, 1, 1
+    )  # each would be lost in float32
     assert naive(tiny, torch.zeros(1, 1)).item() == 1.0
     with forced("triton"):
         assert residual_add(tiny, torch.zeros(1, 1), Norm(torch.ones(1), 1e-5)).x.item() == 1.0

@@ -1,4 +1,4 @@
-"""Tensors on pages of the system's."""
+"""Tensors on memory-mapped pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from nanospec.kernels.native.packed import LINE, PIECE, Arena
 
 
-def test_tensors_of_an_arena_are_zeros_of_their_own() -> None:
+def test_arena_tensors_are_zero_and_separate() -> None:
     arena = Arena()
     found: list[tuple[Tensor, Tensor]] = []
 
@@ -34,7 +34,7 @@ def test_tensors_of_an_arena_are_zeros_of_their_own() -> None:
     assert all(torch.equal(tensor, copy) for tensor, copy in found)
 
 
-def test_tensors_of_an_arena_follow_each_other_on_large_pages() -> None:
+def test_arena_tensors_are_adjacent_on_huge_pages() -> None:
     arena = Arena()
     first, second = (arena.zeros((n,), torch.int8) for n in (LINE + 1, 3))
     assert second.data_ptr() - first.data_ptr() == 2 * LINE
@@ -45,12 +45,12 @@ def test_tensors_of_an_arena_follow_each_other_on_large_pages() -> None:
             assert " hg" in area.partition("VmFlags:")[2]
 
 
-def test_what_cannot_be_had_is_said() -> None:
+def test_allocation_failure_is_reported() -> None:
     with pytest.raises(OSError, match=r"Could not map 4294967296 MiB of memory \("):
         Arena().zeros((1 << 52,), torch.int8)
 
 
-def test_a_tensor_larger_than_a_piece() -> None:
+def test_tensor_larger_than_a_piece() -> None:
     arena = Arena()
     small, large, next_one = (arena.zeros((n,), torch.int8) for n in (10, PIECE + 1, 10))
     large.fill_(1)
@@ -58,10 +58,10 @@ def test_a_tensor_larger_than_a_piece() -> None:
     assert not next_one.any()
     before = resident()
     del large
-    assert resident() < before - PIECE // 2  # given back, though the arena lives on
+    assert resident() < before - PIECE // 2  # freed although the arena exists
     assert not small.any()
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""The C++ is compiled once, for the processors that are asked for; without a compiler PyTorch runs."""
+"""C++ code is compiled once for the requested processors; without a compiler PyTorch is used."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ BF16 = torch.bfloat16
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86 processor")
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_it_compiles_for_processors_that_are_not_here(
+def test_cross_compilation(
     built_for: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     if PROCESSORS[name][1] in Path("/proc/cpuinfo").read_text().split():
         pytest.skip("the other tests compile for it")
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # in half the time
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # compiles twice as fast
     assert ctypes.CDLL(str(built_for(PROCESSORS[name][0]))).nanospec_target
 
 
-def test_a_processor_named_in_cxx_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_march_in_cxx_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, wanted in (("-g", ["-g", "-march=native"]), ("-march=x86-64-v3", ["-march=x86-64-v3"])):
         monkeypatch.setenv("CXX", f"sh {options}")
         assert native.find_compiler()[1:] == wanted
@@ -44,7 +44,7 @@ def test_a_processor_named_in_cxx_is_compiled_for(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Nothing is compiled yet."""
+    """An empty cache of compiled libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native.library.cache_clear()
     yield tmp_path / "nanospec"
@@ -63,22 +63,20 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
     ids=["none", "broken", "old", "newline", "latin-1", "quotation"],
 )
-def test_without_a_compiler_pytorch_runs(
+def test_fallback_without_compiler(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     with pytest.warns(UserWarning, match=rf"falling back to PyTorch.*install g\+\+ 11.*\(.*{reason}"):
         model = tiny_model(dtype=BF16, intermediate_size=96)
     assert not isinstance(model, CompiledModel)
-    pages = ModelRunner(model, 1, 64)
-    assert pages.step({0: torch.arange(5)})[0].isfinite().all()
+    runner = ModelRunner(model, 1, 64)
+    assert runner.step({0: torch.arange(5)})[0].isfinite().all()
     assert not list(fresh.glob("*"))
 
 
 @pytest.mark.parametrize("how", ["forced", "NANOSPEC_KERNELS"])
-def test_who_asks_for_it_without_a_compiler_gets_an_error(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_native_without_compiler_is_an_error(fresh: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     message = r"Could not compile .*NANOSPEC_KERNELS=native.*; install g\+\+ 11.*no-such-compiler not found"
     if how == "forced":
@@ -93,7 +91,7 @@ def test_who_asks_for_it_without_a_compiler_gets_an_error(
     assert "Warning" not in result.stderr
 
 
-def test_without_a_home_the_library_is_of_this_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_without_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -102,9 +100,7 @@ def test_without_a_home_the_library_is_of_this_process_alone(monkeypatch: pytest
     assert native.cache_folder() == Path(native._own_folder().name)
 
 
-def test_what_was_compiled_is_kept_and_broken_files_are_compiled_again(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_library_is_cached_and_repaired(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
     compile_ = native._compile
 
@@ -123,7 +119,7 @@ def test_what_was_compiled_is_kept_and_broken_files_are_compiled_again(
     native.library.cache_clear()
     assert native.library() is not None
     assert 0 < count == len(calls)
-    monkeypatch.setenv("CXX", "no-such-compiler")  # it may have been removed
+    monkeypatch.setenv("CXX", "no-such-compiler")  # the compiler may have been removed
     assert native.built(fresh) == file
     monkeypatch.setenv("CXX", "no-such-compiler -march=x86-64-v3")
     with pytest.raises(FileNotFoundError, match="no-such-compiler not found"):

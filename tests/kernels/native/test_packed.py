@@ -1,4 +1,4 @@
-"""Products of packed weights in C++: right, the same bits in every batch, on all processors."""
+"""C++ products of packed weights: accuracy and bitwise independence of the batch, on all processors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_linear(T: int, N: int, K: int) -> None:
         torch.testing.assert_close(out.double(), expected, rtol=1 / 200, atol=2e-5 * K)
 
 
-def test_linear_of_rows_apart() -> None:
+def test_linear_with_strided_rows() -> None:
     weight, wide = packed.pack(torch.randn(70, 16).to(BF16)), torch.randn(30, 40).to(BF16)
     for x in (wide[:, 3:19], wide[::2, :16], wide[:16].T[:20], wide[:1, :16].expand(14, 16)):
         assert torch.equal(packed.linear(x, weight), packed.linear(x.contiguous(), weight))
@@ -44,12 +44,10 @@ def test_linear_of_rows_apart() -> None:
 @pytest.mark.usefixtures("other_library")
 @pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize("K", [200, 224])
-def test_bits_do_not_depend_on_the_batch_on_other_processors(K: int, cancel: bool) -> None:
+def test_result_is_bitwise_independent_of_batch_on_all_processors(K: int, cancel: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=generator).to(BF16) for shape in ((300, K), (70, K)))
-    if (
-        cancel
-    ):  # the exact sums are 0: what is left is their rounding, which shows an order that bfloat16 hides
+    if cancel:  # the exact sums are 0, so the rounding errors reveal the summation order
         order, half = torch.randperm(K, generator=generator), K // 2
         x = torch.cat([x[:, :half], x[:, :half]], 1)[:, order]
         weight = torch.cat([weight[:, :half], -weight[:, :half]], 1)[:, order]
@@ -64,19 +62,19 @@ def test_bits_do_not_depend_on_the_batch_on_other_processors(K: int, cancel: boo
 
 @pytest.mark.usefixtures("other_library")
 @pytest.mark.parametrize(("x", "weight"), [(1e-20, 1e-19), (1e-39, 1e20), (1e20, 1e-39)])
-def test_what_is_too_small_for_a_normal_float_is_zero(x: float, weight: float) -> None:
-    """As instructions for bfloat16 have it; those for floats would be ten times slower. PyTorch, in the same
-    thread, still keeps such numbers."""
+def test_subnormals_are_flushed_to_zero(x: float, weight: float) -> None:
+    """Like bfloat16 instructions, since float instructions would be ten times slower with subnormals. PyTorch
+    still keeps them in the same thread."""
     strips = packed.pack(torch.full((40, 96), weight, dtype=BF16))
     for count in (1, 13):
         assert (packed.linear(torch.full((count, 96), x, dtype=BF16), strips) == 0).all()
     assert torch.tensor(1e-20) * torch.tensor(1e-19) > 0
 
 
-def test_vectors_of_any_width_give_the_same_bits(
+def test_avx2_and_avx512_are_bitwise_identical(
     built_for: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums of AVX2 and AVX-512, whose exact values are 0: what is left shows their order."""
+    """Compare AVX2 and AVX-512 on sums of exact value 0, whose rounding errors reveal the order."""
     if not {"avx2", "avx512vl"} <= set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("not a processor with both")
     generator = torch.Generator().manual_seed(0)
@@ -93,8 +91,8 @@ def test_vectors_of_any_width_give_the_same_bits(
 
 @pytest.mark.usefixtures("other_library")
 @pytest.mark.parametrize("K", [2, 30, 100, 400])
-def test_nothing_behind_the_last_row_is_read(K: int) -> None:
-    """It ends where a page does, and the next one must not be touched."""
+def test_no_read_past_the_last_row(K: int) -> None:
+    """The input ends at a page boundary, and the next page is inaccessible."""
     page, weight = mmap.PAGESIZE, packed.pack(torch.randn(40, K).to(BF16))
     room = mmap.mmap(-1, 5 * page)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
@@ -115,8 +113,8 @@ def test_nothing_behind_the_last_row_is_read(K: int) -> None:
         ("x86-64-v4 -mavx512bf16 -msse4a", True),
     ],
 )
-def test_only_processors_of_amd_multiply_bfloat16_in_pairs(options: str, by_pairs: bool) -> None:
-    """Those of Intel are faster with floats."""
+def test_bfloat16_pairs_on_amd_only(options: str, by_pairs: bool) -> None:
+    """Intel processors are faster with floats."""
     if platform.machine() != "x86_64":
         pytest.skip("not an x86 processor")
     file = Path(native.__file__).with_name("arithmetic.h")
@@ -146,8 +144,8 @@ print(native.target() if allowed else "no filter")
 
 
 @pytest.mark.skipif(native.library() is None or native.target() != "AMX", reason="not a processor with AMX")
-def test_where_the_system_refuses_the_matrix_unit_vectors_compute() -> None:
-    """As a container may. The system is asked by a number that a filter of system calls answers with no."""
+def test_denied_amx_permission_falls_back_to_avx512() -> None:
+    """As in some containers, here with a seccomp filter that denies the permission for AMX."""
     child = [sys.executable, "-c", WITHOUT_PERMISSION]
     result = subprocess.run(child, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

@@ -1,5 +1,5 @@
-"""The further rules of acceptance: rejection sampling keeps the distribution, typical acceptance does
-what it says, and rows that ask for neither keep their targets.
+"""Acceptance rules: rejection sampling keeps the distribution, typical acceptance follows its definition, and
+exact rows keep their targets.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from tests.kernels.batches import (
     real,
 )
 
-pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
+pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
 
 IMPLEMENTATIONS = {"naive": accept.naive, "kernel": accept.launch}
 
 
 def drawn(logits: Tensor | None = None, sampled: Tensor | None = None) -> Proposal:
-    """A proposal, of which `accept` reads only what its drafts were drawn from."""
+    """Return a proposal with only the fields `accept` reads: the logits drafts were drawn from."""
     none = ints()
     return Proposal(none, none, none, none, none, logits=logits, sampled=sampled)
 
 
 def draft(scores: Tensor, s: int, position: int, table: Table) -> int:
-    """What a draft model draws from its logits [V]: with the request's own noise at the position."""
+    """Sample a draft from a draft model's logits [V] with the request's noise at the position."""
     scores = scores.float()
     if table.penalized[s]:
         scores = penalize(scores, s, position, (), table)
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32) -> Case:
-    """Rows of every rule, greedy and padding rows among them."""
+    """Return rows with every rule, including greedy and padding rows."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     rows = rng.sample([0, 1, 2, 3, -1], 5)
@@ -77,15 +77,15 @@ def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32
     table.min_p[:] = torch.tensor(rng.choices([0.0, 0.0, 0.05], k=S))
     logits = random_logits(rng, batch.num_tokens, V, dtype)
     input_ids = batch.input_ids.random_(0, V, generator=generator)
-    K = 3  # fewer than the longest row has drafts, more than others have
+    K = 3  # fewer than the longest row's drafts, more than the others'
     draft_logits = torch.zeros(5, K + 1, V, dtype=dtype)[:, :K]  # evenly spaced, not contiguous
     for b, (s, start, n) in enumerate(zip(rows, batch.q_start.tolist(), q_len)):
         for j in range(min(n - 1, K)):
-            # Some near the target's; what is likely for the one is not impossible for the other.
+            # Some are close to the target's logits; likely drafts are never impossible for the target.
             away = torch.randn(V, generator=generator) * rng.choice([0.0, 0.5, 2.0])
             draft_logits[b, j] = logits[start + j] + away.to(dtype)
             position = base_len[b] + j + 1
-            position += rng.choice([0, 0, 1000])  # the target's noise, or some other
+            position += rng.choice([0, 0, 1000])  # the target's noise or other noise
             input_ids[start + j + 1] = draft(draft_logits[b, j], s, position, table)
             if rng.random() < 0.3:
                 input_ids[start + j + 1] = logits[start + j].argmax()
@@ -95,7 +95,7 @@ def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32
         draft_logits[rows.index(2), 0, 0] = math.nan
         draft_logits[rows.index(3), 0] = -math.inf
     sampled = None if seed % 2 else torch.tensor(rng.sample([True, True, True, True, False], 5))
-    if batch.parents is not None and sampled is not None:  # beside trees, chains may have been drawn
+    if batch.parents is not None and sampled is not None:  # next to trees, chains may have been sampled
         for b, n in enumerate(q_len):
             sampled[b] = batch.parents[real(batch, b)].tolist() == [0, *range(n - 1)][:n]
     table.rule[:] = torch.tensor(rng.sample([EXACT, REJECTION, TYPICAL, REJECTION, TYPICAL], S))
@@ -103,7 +103,7 @@ def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32
     return Case(sample.naive(logits, table, batch), logits, table, batch, proposal)
 
 
-def check_rows_that_keep_their_targets(case: Case, targets: Tensor) -> None:
+def check_unchanged_rows(case: Case, targets: Tensor) -> None:
     rule, sampled = case.table.rule.tolist(), case.proposal.sampled
     for b, s in enumerate(case.batch.rows.tolist()):
         own = real(case.batch, b)
@@ -116,7 +116,7 @@ def check_rows_that_keep_their_targets(case: Case, targets: Tensor) -> None:
 
 
 def verified(targets: Tensor, batch: Batch) -> verify.Verdict:
-    """What verification makes of targets, for requests without limits."""
+    """Return the verdict on targets, for requests without limits."""
     requests = int(batch.rows.max()) + 1
     table = make_table(5000, num_rows=requests, max_len=0)
     return verify.naive(targets, batch, table, proposal_of(batch))
@@ -137,19 +137,19 @@ def test_kernel_matches_naive(form: str) -> None:
             own = real(case.batch, b)
             assert actual[own].tolist() == expected[own].tolist(), f"V{V}, row {b}"
             changed += int((expected[own] != before[own]).sum())
-        check_rows_that_keep_their_targets(case, actual)
-        assert torch.equal(case.targets, before)  # not written to
+        check_unchanged_rows(case, actual)
+        assert torch.equal(case.targets, before)  # not modified
     assert changed >= (1 if form == "ngram" else 2), changed
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_lazy_walk_gives_the_same_verdict(form: str) -> None:
-    """Targets that a lazy `sample` has not drawn are drawn when a further rule gets there."""
+    """Targets skipped by a lazy `sample` are drawn when another rule accepts further drafts."""
     further = 0
     for seed in range(12):
         case = random_case(seed, 40, form)
         expected = verified(accept.naive(*case), case.batch)
-        check_rows_that_keep_their_targets(case, accept.naive(*case))
+        check_unchanged_rows(case, accept.naive(*case))
         lazy = sample.naive(case.logits, case.table, case.batch, lazy=True)
         exact = verified(lazy, case.batch)
         further += int((expected.num_emitted > exact.num_emitted).sum())
@@ -187,8 +187,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_is_rejection_sampling_as_in_the_papers(case: str, implementation: str) -> None:
-    """A draft of a draft model is accepted with min(1, p / q), and else comes a draw from max(p - q, 0)."""
+def test_rejection_sampling_matches_definition(case: str, implementation: str) -> None:
+    """A draft is accepted with probability min(1, p / q), else replaced by a sample of max(p - q, 0)."""
     n, V, seed = (24 if implementation == "kernel" else 120), 12, 5
     generator = torch.Generator().manual_seed(8)
     p_logits, q_logits = torch.randn(2, n, V, generator=generator) * 1.5
@@ -218,8 +218,8 @@ def test_it_is_rejection_sampling_as_in_the_papers(case: str, implementation: st
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_penalties_of_the_draft_count_no_drafts(implementation: str) -> None:
-    """The target has penalised the first draft away at the second query, its draft model has not."""
+def test_draft_penalties_do_not_count_drafts(implementation: str) -> None:
+    """The target penalizes the first draft at the second query; the draft model does not."""
     logits = torch.zeros(3, 4)
     logits[:, 1] = 8.0
     table = make_table(4, rule=REJECTION, temperature=1.0, penalized=True, presence=30.0)
@@ -231,13 +231,15 @@ def test_penalties_of_the_draft_count_no_drafts(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_min_len_is_crossed_within_a_run(implementation: str) -> None:
-    """Target and draft model agree at every position, though stop tokens may be drawn from the third on."""
+def test_min_len_inside_an_accepted_run(implementation: str) -> None:
+    """Target and draft model agree at all positions, although stop tokens are allowed from the third on."""
     logits = torch.zeros(6, 20)
     logits[:, 7] = 6.0
     table = make_table(20, temperature=1.0, rule=REJECTION, penalized=True, min_len=13)
     table.stop_ids[:, -1] = 7
-    batch = make_batch([6], [10], input_ids=ints(0, 1, 2, 3, 4, 5))  # as likely for both at all positions
+    batch = make_batch(
+        [6], [10], input_ids=ints(0, 1, 2, 3, 4, 5)
+    )  # equally likely for both at all positions
     targets = sample.naive(logits, table, batch)
     assert targets.tolist()[:2] != [7, 7]
     targets = IMPLEMENTATIONS[implementation](targets, logits, table, batch, drawn(logits[None, :5]))
@@ -281,7 +283,7 @@ def test_typical_accepts(case: str, draft_token: int, accepted: bool, implementa
     if case == "epsilon binds":
         p = BETWEEN.exp()
         assert DELTA * float((p * p.log()).sum().exp()) > float(p[2]) > EPSILON > float(p[3])
-        assert (EPSILON, DELTA) == (0.09, 0.3)  # of Medusa's reference
+        assert (EPSILON, DELTA) == (0.09, 0.3)  # as in Medusa's reference code
     x = 0  # drawn by the target
     logits, batch = scores.expand(2, -1).contiguous(), make_batch([2], [5], input_ids=ints(0, draft_token))
     targets = IMPLEMENTATIONS[implementation](ints(x, x), logits, table, batch, drawn())
@@ -289,8 +291,8 @@ def test_typical_accepts(case: str, draft_token: int, accepted: bool, implementa
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_typical_takes_the_likeliest_child(implementation: str) -> None:
-    """Unless the target has drawn one of them; equals go to the first; leaves keep their target."""
+def test_typical_accepts_likeliest_child(implementation: str) -> None:
+    """Unless the target drew one of them; ties go to the first child; leaves keep their target."""
     ids = ints(0, 1, 4, 2, 3, 1)  # children of the root: 1, 4, 2; of place 2: 3, 1
     batch = make_batch([6], [5], parents=[0, 0, 0, 0, 2, 2], rows=ints(2), input_ids=ids)
     logits = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.3]).log().repeat(6, 1)
@@ -302,8 +304,8 @@ def test_typical_takes_the_likeliest_child(implementation: str) -> None:
         assert run(ints(*own), logits, table, batch, drawn(torch.zeros(1, 5, 5))).tolist() == own
 
 
-def test_probabilities_of_the_largest_scores_at_a_low_temperature() -> None:
-    """Divided before the largest is taken off, they overflow: infinity less infinity is NaN."""
+def test_log_probs_at_low_temperature() -> None:
+    """Dividing before subtracting the maximum would overflow to infinity - infinity = NaN."""
     table = make_table(3, temperature=1e-4)
     log_p = accept.log_probs(torch.tensor([3e38, 3e38, -3e38]), 0, table)
     assert log_p.tolist() == [pytest.approx(-math.log(2)), pytest.approx(-math.log(2)), -math.inf]
@@ -325,7 +327,7 @@ def _all(scan, out, entropy):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("form", ["packed", "tree"])
 @pytest.mark.parametrize(("seed", "V"), [(0, 63), (1, 100), (3, 5000)])
-def test_kernel_measures_every_token_of_every_query(seed: int, V: int, form: str) -> None:
+def test_kernel_entropy_and_log_probs(seed: int, V: int, form: str) -> None:
     _, logits, table, batch, _ = random_case(seed, V, form)
     table.temperature[:] = torch.tensor([0.3, 0.7, 1.0, 1.7])
     found = scan(Inputs.of(logits, table, batch), batch.max_q_len)

@@ -1,4 +1,4 @@
-"""The noise is what it says: exponential, independent, and a function of its arguments alone."""
+"""The noise is exponential, independent, and a function of its arguments only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def exponentials(seed: int, position: int, n: int = V) -> Tensor:
 
 
 def kolmogorov_smirnov(e: Tensor) -> float:
-    """sqrt(N) times the largest distance to the Exp(1) distribution function."""
+    """Return sqrt(N) times the largest distance to the Exp(1) distribution function."""
     ordered = e.sort()[0]
     n = len(ordered)
     expected = 1 - torch.exp(-ordered)
@@ -39,7 +39,7 @@ def dependence(a: Tensor, b: Tensor) -> float:
     return abs(float(((counts - expected) ** 2 / expected).sum() - 255)) / math.sqrt(2 * 255)
 
 
-# One-in-a-million bounds; the seeds are fixed, so a test that passes once passes always.
+# One-in-a-million bounds; the seeds are fixed, so results are reproducible.
 KS_BOUND, CHI_BOUND = 2.6, 6.0
 SEEDS = [0, 1, 2, -1, 1 << 31, 1 << 32, 1 << 62, -(1 << 63), 123456789123456789]
 
@@ -54,8 +54,8 @@ def test_exponential_over_tokens_positions_and_seeds() -> None:
             assert kolmogorov_smirnov(values.flatten().double().exp()) < KS_BOUND
 
 
-def test_the_smallest_of_many_are_exponential_too() -> None:
-    """They decide who is drawn: N times the minimum of N is Exp(1) again, also for many tokens."""
+def test_minima_are_exponential() -> None:
+    """Minima decide which token is sampled: N times the minimum of N must be Exp(1) again."""
     minima = torch.stack([exponentials(3, p, 20_000).min() * 20_000 for p in range(600)])
     assert kolmogorov_smirnov(minima) < KS_BOUND
 
@@ -73,7 +73,7 @@ def test_positions_and_tokens_are_independent(step: int) -> None:
 
 
 def test_values_are_bounded() -> None:
-    """No infinity may reach the scores."""
+    """Noise must be finite."""
     log_e = torch.cat([noise.naive(1, p, torch.arange(V)) for p in range(20)])
     assert bool(log_e.isfinite().all())
     extremes = noise.log_exponential(torch.tensor([0, 2**31 - 1], dtype=torch.int32))
@@ -90,7 +90,7 @@ def _kernel(seed, position, out, bits_out, N: tl.constexpr):  # type: ignore[no-
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_kernel_has_the_same_bits(seed: int) -> None:
+def test_kernel_bits_match_naive(seed: int) -> None:
     n, position = 4096, 131_071
     out, bits = torch.empty(n), torch.empty(n, dtype=torch.int64)
     _kernel[(1,)](torch.tensor([seed]), torch.tensor([position], dtype=torch.int32), out, bits, N=n)
@@ -99,4 +99,4 @@ def test_kernel_has_the_same_bits(seed: int) -> None:
     expected = noise.naive(seed, position, torch.arange(n, dtype=torch.int32))
     assert float((out - expected).abs().max()) < 1e-5
     rows = noise.naive(torch.tensor([3, seed]), torch.tensor([position, position]), torch.tensor([5, 1, 1]))
-    assert torch.equal(rows[1], expected[[5, 1, 1]])  # whatever is beside it
+    assert torch.equal(rows[1], expected[[5, 1, 1]])  # independent of other rows

@@ -1,4 +1,4 @@
-"""The target's own token at every position, against a per-row reference in float64."""
+"""The target's token at every position, compared with a per-row reference in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.kernels.batches import (
     random_table,
 )
 
-pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
+pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
 
 
 def reference_token(
@@ -56,7 +56,7 @@ def reference_token(
         return -1, False
     close = False
     if T > 0:
-        higher = np.searchsorted(np.sort(-x), -x)  # how many scores are above each
+        higher = np.searchsorted(np.sort(-x), -x)  # number of scores above each
         keep = higher < p["top_k"] if 0 < p["top_k"] < V else np.ones(V, dtype=bool)
         weight = np.where(keep, np.exp((x - x.max()) / T), 0.0)
         if p["top_p"] < 1:
@@ -69,7 +69,7 @@ def reference_token(
             keep &= ratio >= 1
         log_e = noise.naive(int(table.seed[s]), position, torch.arange(V)).double().numpy()
         x = np.where(keep, x - T * log_e, -np.inf)
-    if V > 1 and (p["penalized"] or T > 0):  # the scores are rounded results rather than the logits
+    if V > 1 and (p["penalized"] or T > 0):  # the scores are rounded results, not logits
         second, first = np.partition(x, V - 2)[-2:]
         close |= bool(0 < first - second < 1e-4 * max(1.0, T))
     return int(x.argmax()), close
@@ -83,7 +83,7 @@ def check(
     form: str = "chain",
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Compare all tokens of random rows with the reference, but where rounding decides."""
+    """Compare all tokens of random rows with the reference, except where rounding decides."""
     rng = random.Random(seed)
     rows = rng.sample([*range(S), *[-1] * len(q_len)], len(q_len))
     base_len = [rng.randint(0, 20) for _ in q_len]
@@ -96,7 +96,7 @@ def check(
     if form == "nan" and read:
         logits[read[0][0], rng.randrange(V)] = math.nan
         logits[read[-1][0], rng.randrange(V)] = math.inf
-    elif read and V > 1:  # greedy, and two tokens are equal
+    elif read and V > 1:  # greedy with a tie
         first, s = read[0]
         table.temperature[s], table.penalized[s] = 0.0, False
         logits[first, rng.sample(range(V), 2)] = 100.0
@@ -125,9 +125,7 @@ FORMS = ["chain", "packed", "tree", "nan"]
     st.integers(0, 1 << 30),
     st.sampled_from(FORMS),
 )
-def test_on_a_cpu_matches_reference(
-    implementation: str, q_len: list[int], V: int, seed: int, form: str
-) -> None:
+def test_cpu_matches_reference(implementation: str, q_len: list[int], V: int, seed: int, form: str) -> None:
     dtype = torch.bfloat16 if implementation == "native" and seed % 2 else torch.float32
     check(q_len, V, seed, ON_CPU[implementation], form, dtype)
 
@@ -135,7 +133,7 @@ def test_on_a_cpu_matches_reference(
 @pytest.mark.parametrize("V", [5000, 49152, 50257], ids=lambda V: f"V{V}")
 @pytest.mark.parametrize("form", ["chain", "tree"])
 @pytest.mark.parametrize("implementation", ON_CPU, ids=str)
-def test_of_many_tokens_matches_reference(implementation: str, form: str, V: int) -> None:
+def test_cpu_matches_reference_with_large_vocabulary(implementation: str, form: str, V: int) -> None:
     dtypes = [torch.bfloat16, torch.float32] if implementation == "native" else [torch.float32]
     for seed in range(4):
         check([2, 3, 0, 1], V, seed, ON_CPU[implementation], form, dtypes[seed % len(dtypes)])
@@ -150,8 +148,8 @@ def test_kernel_matches_reference(V: int, dtype: torch.dtype, form: str) -> None
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_row_does_not_depend_on_the_batch(implementation: str) -> None:
-    """Alone, in a batch, with K = 0 and as one of 8 positions: the same tokens."""
+def test_result_is_independent_of_the_batch(implementation: str) -> None:
+    """Tokens are the same alone, in a batch, with K = 0 and as one of 8 positions."""
     V, base, run = (1000 if implementation == "kernel" else 100), 11, IMPLEMENTATIONS[implementation]
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(8, V, generator=generator)
@@ -172,8 +170,8 @@ def test_row_does_not_depend_on_the_batch(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("form", ["chain", "tree", "min_len"])
-def test_penalties_follow_the_drafts(form: str, implementation: str) -> None:
-    """Penalties ban what was drafted before a query; stop tokens are barred below min_len only."""
+def test_penalties_count_drafts(form: str, implementation: str) -> None:
+    """Penalties ban tokens drafted before a query; stop tokens are barred only below min_len."""
     table, ids = make_table(6, penalized=True, presence=10.0), ints(5, 0, 1, 2)
     batch = make_batch([4], [10], input_ids=ids)
     expected = [0, 1, 2, 3]
@@ -181,7 +179,7 @@ def test_penalties_follow_the_drafts(form: str, implementation: str) -> None:
         batch = make_batch([4], [10], parents=[0, 0, 0, 1], input_ids=ids)
         expected = [0, 1, 0, 1]
     if form == "min_len":
-        # A checkpoint may name an end token that its own vocabulary lacks.
+        # A checkpoint may name an EOS token outside its vocabulary.
         table = make_table(6, penalized=True, min_len=12, stop_ids=[-1, 0, 1 << 28])
         table.stop_ids[:, -1] = 1
         expected = [2, 0, 0, 0]  # for the positions 11, 12, ...
@@ -190,7 +188,7 @@ def test_penalties_follow_the_drafts(form: str, implementation: str) -> None:
 
 
 def num_emitted(targets: Tensor, batch: Batch, table: Table) -> tuple[Tensor, Tensor]:
-    """What verification makes of targets."""
+    """Return the tokens and their number that verification emits for the targets."""
     table = make_table(table.vocab_size, tokens=torch.zeros(S, 1000))
     verdict = verify.naive(targets, batch, table, proposal_of(batch))
     return emitted(verdict), verdict.num_emitted
@@ -198,8 +196,8 @@ def num_emitted(targets: Tensor, batch: Batch, table: Table) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("implementation", ON_CPU, ids=str)
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_lazy_drawing_follows_the_walk_of_verification(tree: bool, implementation: str) -> None:
-    V, Q = 4, 12  # so few tokens that walks go deep
+def test_lazy_sampling_matches_verification(tree: bool, implementation: str) -> None:
+    V, Q = 4, 12  # a small vocabulary makes paths deep
     table = make_table(V, temperature=[1.0, 1.0, 0.3, 0.0])
     deepest = drawn = 0
     for seed in range(20):
@@ -208,7 +206,7 @@ def test_lazy_drawing_follows_the_walk_of_verification(tree: bool, implementatio
         batch = make_batch([Q, Q - seed % 3, Q, Q], [5] * S, tree=tree, input_ids=ids)
         logits = torch.randn(S * Q, V, generator=generator)
         full = sample.naive(logits, table, batch)
-        if not tree:  # most drafts are right
+        if not tree:  # most drafts are accepted
             ids[1:] = torch.where(torch.rand(S * Q - 1, generator=generator) < 0.8, full[:-1], ids[1:])
             full = sample.naive(logits, table, batch)
         lazy = ON_CPU[implementation](logits, table, batch, lazy=True)
@@ -216,13 +214,13 @@ def test_lazy_drawing_follows_the_walk_of_verification(tree: bool, implementatio
         assert torch.equal(actual, expected)
         deepest, drawn = max(deepest, int(numbers.max())), drawn + int((full != lazy).sum())
     assert deepest >= 4
-    assert drawn > 0  # not all was drawn
+    assert drawn > 0  # some targets were not drawn
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_logit_of_a_barred_token_may_be_anything(implementation: str, temperature: float) -> None:
-    """Of NaN and infinity too: all implementations look at what may be drawn, and so agree."""
+def test_logits_of_barred_tokens_are_ignored(implementation: str, temperature: float) -> None:
+    """Even NaN or infinity: all implementations ignore barred tokens."""
     logits = torch.randn(3, 65, generator=torch.Generator().manual_seed(2))
     batch = make_batch([3], rows=ints(1))
     table = make_table(65, temperature=temperature, penalized=True, min_len=9, stop_ids=[[64, 7]] * S)
@@ -244,9 +242,9 @@ LIMITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("shape", ["peaked", "flat", "few", "ties"])
-def test_a_real_vocabulary(shape: str, limits: dict[str, Any]) -> None:
-    """Distributions of all shapes, in which rounding decides less than one draw in 1e5; for the kernel peaked
-    ones, where most groups stay shut, over several chunks."""
+def test_real_vocabulary_size(shape: str, limits: dict[str, Any]) -> None:
+    """Distributions of all shapes, where rounding decides less than one draw in 1e5. The kernel runs on
+    peaked ones over several chunks, where most groups are skipped."""
     V, table_of = 50257, partial(make_table, temperature=0.8)
     x = torch.randn(40, V, generator=torch.Generator().manual_seed(7))
     shapes = {"flat": x * 0.01, "peaked": x * 4, "few": x.where(x > 3.5, -math.inf), "ties": (x * 3).round()}
@@ -261,14 +259,14 @@ def test_a_real_vocabulary(shape: str, limits: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 20}, {"top_p": 0.7}, {"top_k": 40, "top_p": 0.8}], ids=str)
-def test_kernel_searches_only_the_upper_half_of_bfloat16(limits: dict[str, Any]) -> None:
+def test_kernel_with_bfloat16_logits(limits: dict[str, Any]) -> None:
     V, Q = 1500, 12
     logits = (torch.randn(Q, V, generator=torch.Generator().manual_seed(6)) * 2).bfloat16()
     batch, table = make_batch([Q], [10], rows=ints(1)), make_table(V, temperature=1.0, **limits)
     assert torch.equal(sample.launch(logits, table, batch), sample.naive(logits.float(), table, batch))
 
 
-def test_kernel_tells_penalized_scores_apart_that_bfloat16_would_not() -> None:
+def test_kernel_penalized_scores_exceed_bfloat16_precision() -> None:
     logits = torch.tensor([7.1875, 7.125, 7.09375] + [-30.0] * 97).bfloat16().repeat(16, 1)
     table = make_table(100, temperature=1.0, top_k=2, penalized=True, repetition=0.7, in_prompt=True)
     assert len(set(((logits[0, 1:3].float() / 0.7).view(torch.int32) >> 16).tolist())) == 1
@@ -280,14 +278,14 @@ def probabilities(*values: float, rest: int = 0) -> Tensor:
     return torch.cat((torch.tensor(values).log(), torch.full((rest,), -30.0)))
 
 
-# A token in each of 40 groups, ever less likely; five are at least 0.6 as likely as the first.
+# One token in each of 40 groups, less and less likely; five are at least 0.6 as likely as the first.
 FAR_APART = torch.full((4000,), -30.0)
 FAR_APART[::100] = -0.12 * torch.arange(40.0)
 FIVE = {0, 100, 200, 300, 400}
 TIES = torch.tensor([1.0, 5.0, 5.0, 5.0, 0.0])
 TIED: tuple[dict[str, Any], ...] = {"top_k": 2}, {"top_p": 0.4}, {"min_p": 1.0}
 
-EXACT: dict[str, tuple[Tensor, dict[str, Any], set[int]]] = {  # scores, limits, what may be drawn
+EXACT: dict[str, tuple[Tensor, dict[str, Any], set[int]]] = {  # scores, limits, tokens that may be drawn
     "top_p over what top_k left": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_k": 2, "top_p": 0.5}, {0}),
     "top_p alone": (probabilities(0.3, 0.28, 0.22, 0.2), {"top_p": 0.5}, {0, 1}),
     "top_p of 0 keeps the likeliest": (probabilities(0.2, 0.5, 0.3), {"top_p": 0.0}, {1}),
@@ -308,7 +306,7 @@ EXACT: dict[str, tuple[Tensor, dict[str, Any], set[int]]] = {  # scores, limits,
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("case", EXACT, ids=str)
-def test_kernel_keeps_exactly(case: str, implementation: str) -> None:
+def test_filters_keep_exact_set(case: str, implementation: str) -> None:
     scores, limits, allowed = EXACT[case]
     V, Q = len(scores), 8
     table = make_table(V, temperature=1.0, **limits)
@@ -321,11 +319,11 @@ def test_kernel_keeps_exactly(case: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("limits", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}], ids=str)
-def test_ties_and_what_is_no_number_wherever_they_are(limits: dict[str, Any], implementation: str) -> None:
-    """In one chunk of the vocabulary and in several, of rows that are drawn from and of greedy ones."""
+def test_ties_and_non_finite_logits_anywhere(limits: dict[str, Any], implementation: str) -> None:
+    """In one or several chunks of the vocabulary, with greedy and sampling rows."""
     V, Q = 4100, 6
     logits = torch.zeros(Q, V)
-    logits[0, [40, 50]] = logits[1, [100, 4099]] = 30.0  # ties in a chunk, and over chunks
+    logits[0, [40, 50]] = logits[1, [100, 4099]] = 30.0  # ties in a chunk and across chunks
     logits[2, 4099], logits[3, 2500], logits[4] = math.nan, math.inf, -math.inf
     logits[5, 0] = logits[5, 1] = math.nan
     batch, table = make_batch([Q], [3]), make_table(V, **limits)
@@ -335,8 +333,8 @@ def test_ties_and_what_is_no_number_wherever_they_are(limits: dict[str, Any], im
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-def test_kernel_leaves_padding_alone(implementation: str) -> None:
-    """Padding rows read nothing and draw nothing: their logits may be anything."""
+def test_padding_is_ignored(implementation: str) -> None:
+    """Padding rows read and draw nothing, whatever their logits."""
     logits = torch.full((4, 100), math.nan)
     logits[:2] = torch.randn(2, 100)
     table = make_table(100)
@@ -346,6 +344,6 @@ def test_kernel_leaves_padding_alone(implementation: str) -> None:
     assert torch.equal(targets[:2].long(), logits[:2].argmax(-1))
 
 
-def test_the_kernel_refuses_what_it_would_read_wrongly() -> None:
+def test_kernel_rejects_large_vocabulary() -> None:
     with pytest.raises(ValueError, match="vocabulary size 262145 exceeds"):
         sample.launch(torch.zeros(1, 1).expand(1, MAX_VOCAB + 1), make_table(7), make_batch([1], [5]))

@@ -25,7 +25,7 @@ def make(seed: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Verdict,
     bases = [0, 14, 15, 40, 7]
     counts = [WIDTH, rng.randint(1, WIDTH), 1, 0, rng.randint(1, WIDTH)]
     table = torch.randperm(5 * 4, generator=torch.Generator().manual_seed(seed)).int().view(5, 4)
-    path = torch.full((5, WIDTH), 99, dtype=torch.int32)  # what is beyond num_emitted must not matter
+    path = torch.full((5, WIDTH), 99, dtype=torch.int32)  # entries beyond num_emitted must have no effect
     for b, n in enumerate(counts):
         nodes = [0, *sorted(rng.sample(range(1, 2 * WIDTH), max(n - 1, 0)))][:n]
         path[b, :n] = torch.tensor(nodes, dtype=torch.int32)
@@ -36,7 +36,7 @@ def make(seed: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Verdict,
 
 
 def moved(cache: Tensor, verdict: Verdict, batch: Batch) -> Tensor:
-    """The same, entry by entry."""
+    """Return the expected cache, moved entry by entry."""
     out = cache.clone()
     for b, n in enumerate(verdict.num_emitted.tolist()):
         pages, base = batch.block_table[b], int(batch.base_len[b])
@@ -60,7 +60,7 @@ def test_kv_move(seed: int, head_dim: int, dtype: torch.dtype, backend: str) -> 
 
 
 def in_tiles(cache: Tensor) -> Tensor:
-    """A cache [layers, 2, heads, blocks, block_size, D] as `kernels/native/packed.py` describes it."""
+    """Return a cache [layers, 2, heads, blocks, block_size, D] in the layout of `native/packed.py`."""
     keys, values = cache.permute(1, 3, 0, 2, 4, 5).unflatten(
         4, (-1, 16)
     )  # [blocks, layers, heads, tiles, 16, D]
@@ -73,7 +73,7 @@ def in_tiles(cache: Tensor) -> Tensor:
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("head_dim", [34, 64])
 @pytest.mark.parametrize("block_size", [16, 32])
-def test_in_tiles(head_dim: int, block_size: int) -> None:
+def test_kv_move_in_tiles(head_dim: int, block_size: int) -> None:
     cache, verdict, batch = make(1, head_dim, torch.bfloat16)
     cache = cache.unflatten(3, (-1, block_size // 16)).flatten(4, 5)
     pages = torch.randperm(cache.shape[3], generator=torch.Generator().manual_seed(2))

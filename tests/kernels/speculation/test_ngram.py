@@ -1,4 +1,4 @@
-"""Proposals by lookup against a plain-Python reference, and what must hold for any tree."""
+"""N-gram lookup: comparison with a plain Python reference, and invariants of trees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from tests.kernels.batches import ints, make_table
 
-pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
+pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
 
 IMPLEMENTATIONS: dict[str, Callable[..., Proposal]] = {
     "naive": ngram.naive,
@@ -27,7 +27,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Proposal]] = {
 
 
 class Node(NamedTuple):
-    """A draft: its token, the index that it was copied from, and the place that it follows."""
+    """A draft: its token, the index it was copied from, and the place of its parent."""
 
     token: int
     source: int
@@ -35,7 +35,7 @@ class Node(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request row: its text and settings. `room`: how many tokens it may still grow by."""
+    """A request row: its text and settings. `room` is the number of tokens it may still grow by."""
 
     text: list[int]
     min_n: int = 1
@@ -45,7 +45,7 @@ class Request(NamedTuple):
     width: int = 1
 
     def wanted(self, k: int) -> int:
-        """Return how many drafts it can use."""
+        """Return the number of drafts it can use."""
         return max(min(self.limit, k, self.room - 1), 0)
 
 
@@ -54,7 +54,7 @@ def history_table(requests: list[Request], capacity: int = 0) -> Table:
     columns: dict[str, Any] = {
         name: [getattr(r, name) for r in requests] for name in ("min_n", "max_n", "limit", "width")
     }
-    # What lies behind a text repeats it, so that reading beyond the end finds better matches.
+    # Memory after a text repeats it, so that reading past the end would find better matches.
     return make_table(
         1,
         tokens=[((r.text or [7]) * capacity)[:capacity] for r in requests],
@@ -66,7 +66,7 @@ def history_table(requests: list[Request], capacity: int = 0) -> Table:
 
 @st.composite
 def texts(draw: st.DrawFn, max_size: int = 40) -> list[int]:
-    """Draw a text of few different tokens, or a repeated piece with some errors: many matches."""
+    """Draw a text with many matches: few different tokens, or a repeated piece with some errors."""
     text: list[int] = draw(st.lists(st.integers(0, 3), max_size=max_size))
     if draw(st.booleans()) and text:
         piece = text[: draw(st.integers(1, 6))]
@@ -85,7 +85,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 def matched(text: list[int], p: int, max_n: int) -> int:
-    """Return how many tokens before p equal the last ones of the text."""
+    """Return the number of tokens before p that equal the last tokens of the text."""
     m = 0
     while m < min(p, max_n) and text[p - 1 - m] == text[-1 - m]:
         m += 1
@@ -101,7 +101,7 @@ def reference(text: list[int], min_n: int, max_n: int, D: int, width: int) -> tu
     """Return the nodes of one request by place, and the match length of its first chain."""
     n = len(text)
     order = sorted(((matched(text, p, max_n), p) for p in range(1, n)), reverse=True)
-    first: dict[int, tuple[int, int]] = {}  # of each next token
+    first: dict[int, tuple[int, int]] = {}  # by next token
     for m, p in order:
         if m >= max(min_n, 1):
             first.setdefault(text[p], (m, p))
@@ -135,7 +135,7 @@ def check(
     assert (result.parents is not None) == (max_width > 1)
     for b, s in enumerate(rows):
         nodes, n, request = list[Node](), 0, requests[s]
-        if s >= 0 and (D := request.wanted(k)):  # a row that wants none is not searched for
+        if s >= 0 and (D := request.wanted(k)):  # rows without drafts are not searched
             nodes, n = reference(request.text, request.min_n, request.max_n, D, request.width)
         assert (int(result.num_drafts[b]), int(result.match_len[b])) == (len(nodes), n), f"row {b}"
         columns = zip(*nodes, *[Node(0, -1, 0)] * (k - len(nodes)))
@@ -153,7 +153,7 @@ def test_matches_reference(implementation: str, batch: list[Request], k: int, sh
     check(batch, rows, k, shuffle.choice([1, 1, 2, 3, 8]), implementation)
 
 
-BY_HAND = {  # text, K, room -> drafts, sources, length of the match
+BY_HAND = {  # text, K, room -> drafts, sources, match length
     "a periodic text drafts full length": ([1, 2, 3] * 3, 6, 99, [1, 2, 3, 1, 2, 3], [6, 7, 8, 6, 7, 8], 3),
     "a longer match beats a later one": ([5, 1, 2, 9, 8, 7, 2, 6, 5, 1, 2], 1, 99, [9], [3], 3),
     "the latest of equally long ones": ([1, 2, 7, 1, 2, 8, 1, 2], 1, 99, [8], [5], 2),
@@ -168,10 +168,10 @@ BY_HAND = {  # text, K, room -> drafts, sources, length of the match
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", BY_HAND)
-def test_a_chain_by_hand(case: str, implementation: str) -> None:
+def test_chain_examples(case: str, implementation: str) -> None:
     text, k, room, drafts, sources, n = BY_HAND[case]
     table, rest = history_table([Request(text, room=room)], 8), k - len(drafts)
-    for code in (RUNNING, STOPPED):  # a row that has finished guesses nothing
+    for code in (RUNNING, STOPPED):  # a finished row has no drafts
         table.finished[:] = code
         result = IMPLEMENTATIONS[implementation](table, ints(0), k, 3)
         if code == RUNNING:
@@ -182,7 +182,7 @@ def test_a_chain_by_hand(case: str, implementation: str) -> None:
 
 
 def tree_of(text: list[int], k: int, width: int, min_n: int = 1, max_n: int = 3) -> tuple[list[Node], int]:
-    """Return what is proposed for one request: its nodes, and the length of the match."""
+    """Return the nodes proposed for one request, and the match length."""
     table = history_table([Request(text, min_n, max_n, k, width=width)])
     result = ngram.naive(table, ints(0), k, max_n, 8)  # a chain as a tree, for a width of 1
     assert result.parents is not None
@@ -190,19 +190,19 @@ def tree_of(text: list[int], k: int, width: int, min_n: int = 1, max_n: int = 3)
     return [Node(*row) for row in zip(*columns)][: int(result.num_drafts)], int(result.match_len)
 
 
-def test_a_tree_by_hand() -> None:
-    """After "1 2" came "3 4", later "3 5"; after another "2" came "6"."""
+def test_tree_example() -> None:
+    """The continuations of "1 2" are "3 4" and later "3 5"; another "2" is followed by "6"."""
     text = [1, 2, 3, 4, 7, 1, 2, 3, 5, 7, 9, 2, 6, 7, 1, 2]
     assert tree_of(text, k=7, width=3)[0] == [
         # The latest of the longest matches gets 4 of 7 drafts ...
         Node(3, 7, 0), Node(5, 8, 1), Node(7, 9, 2), Node(9, 10, 3),
-        # ... and the match of one token the others, as the earlier one goes on with 3 too.
+        # ... and a match of one token the others, since the earlier long match also continues with 3.
         Node(6, 12, 0), Node(7, 13, 5), Node(1, 14, 6),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_long_match_is_not_branched(implementation: str) -> None:
+def test_long_match_is_not_branched(implementation: str) -> None:
     for length in (ngram.LONG_MATCH.value, ngram.LONG_MATCH.value + 1):
         suffix = list(range(1, length + 1))
         text = [*suffix, 11, *suffix, 12, *suffix]
@@ -211,16 +211,16 @@ def test_a_long_match_is_not_branched(implementation: str) -> None:
 
 @settings(max_examples=200)
 @given(texts(60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 63), st.integers(1, 8))
-def test_what_holds_for_any_tree(text: list[int], min_n: int, more: int, k: int, width: int) -> None:
+def test_tree_invariants(text: list[int], min_n: int, more: int, k: int, width: int) -> None:
     nodes, match_len = tree_of(text, k, width, min_n, min_n + more)
     chain, of_chain = tree_of(text, k, 1, min_n, min_n + more)
     assert match_len == of_chain
     assert len(nodes) == len(chain) == (k if of_chain else 0)
-    # Parents come first, so that the first n nodes are a tree; siblings differ.
+    # Parents come first, so the first n nodes are always a tree; siblings differ.
     assert all(0 <= x.parent < place for place, x in enumerate(nodes, 1))
     assert len({(x.parent, x.token) for x in nodes}) == len(nodes)
     assert all(text[x.source] == x.token for x in nodes)
-    # The best chain has the first half of the nodes.
+    # The best chain gets the first half of the nodes.
     assert nodes[: -(-k // 2)] == chain[: -(-k // 2)]
 
 
@@ -228,9 +228,9 @@ def test_what_holds_for_any_tree(text: list[int], min_n: int, more: int, k: int,
 
 
 @pytest.mark.parametrize("length", [1023, 1024, 1025, 3000])
-def test_kernel_goes_through_long_histories(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matches in the first, a middle and the last block; the longest wins wherever it is. For trees, next
-    tokens in all blocks: alike across blocks, and more in one block than are wanted."""
+def test_kernel_with_long_texts(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matches in the first, a middle and the last block; the longest wins. For trees, next tokens in all
+    blocks: equal ones in several blocks, and more in one block than the width."""
     monkeypatch.setattr(ngram, "BLOCK", 1024)
     rng = random.Random(length)
 
@@ -252,16 +252,16 @@ def test_kernel_goes_through_long_histories(length: int, monkeypatch: pytest.Mon
 
 
 EDGES = {  # text, max_n, K, capacity
-    "the end of a block, of the text and of the memory": ([3, 1] + [9] * 1021 + [3, 2, 3], 4, 7, 1026),
-    "the start of the text": ([5, 5], 2, 4, 0),
-    # What lies behind the text, here its first tokens, is part of no continuation.
+    "end of a block, of the text and of the memory": ([3, 1] + [9] * 1021 + [3, 2, 3], 4, 7, 1026),
+    "start of the text": ([5, 5], 2, 4, 0),
+    # Memory after the text, here its first tokens, is not part of any continuation.
     "back to the start of each candidate": ([9] + [0] * 12, 3, 8, 40),
     "back to the start of a pair": ([9, 8] + [1, 2] * 7, 3, 8, 40),
 }
 
 
 @pytest.mark.parametrize("case", EDGES)
-def test_kernel_sees_only_the_text_between_its_ends(case: str) -> None:
+def test_kernel_stays_within_the_text(case: str) -> None:
     text, max_n, k, capacity = EDGES[case]
     check([Request(text, 1, max_n, k, 99, 4)], [0], k, max_width=4, capacity=capacity)
 

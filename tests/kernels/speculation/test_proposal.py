@@ -1,4 +1,4 @@
-"""Laying a padded step out, against `naive` and by hand."""
+"""Laying out steps: comparison with `naive`, and examples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_proposal(B: int, k: int, tree: bool = False) -> Proposal:
 
 
 def assert_same(ours: Batch, theirs: Batch, block_size: int = 16) -> None:
-    """Of the pages only those that the step reads need be copied."""
+    """Compare batches, but only those entries of the block table that the step reads."""
     assert (ours.max_q_len, ours.max_kv_len) == (theirs.max_q_len, theirs.max_kv_len)
     for name, own, other in zip(ours.tensors._fields, ours.tensors, theirs.tensors):
         if name == "block_table":
@@ -54,10 +54,10 @@ IMPLEMENTATIONS = {**compiled(native=native), "kernel": launch}
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(("B", "k", "block_size"), [(1, 1, 16), (3, 4, 16), (6, 7, 32), (2, 63, 16)])
-def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, implementation: str) -> None:
+def test_lay_out_matches_naive(B: int, k: int, block_size: int, tree: bool, implementation: str) -> None:
     torch.manual_seed(B + k)
     S, length = 7, 130 + k
-    # Lengths around page boundaries, the shortest and the longest
+    # Lengths around block boundaries, the shortest and the longest
     lengths = torch.tensor([1, block_size, block_size + 1, block_size - k // 2, 129, 65, 128])
     table = make_table(
         1000, block_size=block_size, tokens=random_ints(S, length), num_tokens=lengths.clamp(min=1),
@@ -67,7 +67,7 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, imple
     proposal = random_proposal(B, k, tree)
     if B > 2:
         rows[1], table.finished[rows[0]] = -1, STOPPED
-        proposal.num_drafts[2] = 1000 if B == 3 else -5  # what a drafter of the user's gets wrong
+        proposal.num_drafts[2] = 1000 if B == 3 else -5  # as from a faulty custom drafter
     if B == 6:
         table.max_len[rows[3]] = table.num_tokens[rows[3]] + 3
         proposal.num_drafts[3:], proposal.drafts[4, 2], proposal.drafts[5, 4] = k, 1000, -1
@@ -84,7 +84,7 @@ def test_lay_out_equals_naive(B: int, k: int, block_size: int, tree: bool, imple
 
 
 @pytest.mark.parametrize("length", [16 * 1024 - 3, 16 * 1024 + 3, 16 * 2100])
-def test_a_text_may_have_more_pages_than_a_program_copies(length: int) -> None:
+def test_block_table_longer_than_one_program_copies(length: int) -> None:
     tokens, pages_of = random_ints(2, 16 * 2200), random_ints(2, 2200)
     table = make_table(1000, tokens=tokens, num_tokens=[length, 5], max_len=length + 5, block_table=pages_of)
     proposal = random_proposal(2, 4)._replace(num_drafts=ints(4, 4))
@@ -97,7 +97,7 @@ def test_a_text_may_have_more_pages_than_a_program_copies(length: int) -> None:
 
 
 @pytest.mark.parametrize(("B", "width", "bound"), [(1, 1, None), (5, 3, 131), (3, 66, None)])
-def test_lay_out_text_equals_naive(B: int, width: int, bound: int | None) -> None:
+def test_lay_out_text_matches_naive(B: int, width: int, bound: int | None) -> None:
     torch.manual_seed(B + width)
     S, length = 7, 132
     table = make_table(1000, tokens=random_ints(S, length), block_table=random_ints(S, -(-length // 16)))
@@ -114,7 +114,7 @@ def test_lay_out_text_equals_naive(B: int, width: int, bound: int | None) -> Non
 
 @pytest.mark.parametrize("backend", ["naive", "triton", "auto"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_step_is_padded_unless_it_is_to_be_packed(packed: bool, backend: Backend) -> None:
+def test_lay_out_padded_or_packed(packed: bool, backend: Backend) -> None:
     table = make_table(1000, tokens=random_ints(2, 40), block_table=random_ints(2, 3), num_tokens=[5, 9])
     proposal = random_proposal(2, 4)._replace(num_drafts=ints(1, 3))
     with forced(backend):
@@ -124,10 +124,10 @@ def test_a_step_is_padded_unless_it_is_to_be_packed(packed: bool, backend: Backe
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("implementation", ["naive", *IMPLEMENTATIONS])
-def test_drafts_that_are_not_valid_are_dropped(implementation: str, tree: bool) -> None:
+def test_invalid_drafts_are_dropped(implementation: str, tree: bool) -> None:
     table = make_table(100, tokens=random_ints(9, 40, high=100), block_table=random_ints(9, 3, high=9))
     table.num_tokens[:], table.max_len[:] = 5, 40
-    table.max_len[:3] = ints(5, 6, 8)  # full, a place for the target's token alone, two drafts
+    table.max_len[:3] = ints(5, 6, 8)  # full, only the target's token fits, two drafts fit
     drafts, parents = torch.full((9, 4), 99, dtype=torch.int32), ints(0, 1, 2, 3).repeat(9, 1)
     drafts[:, 1] = 0
     drafts[3, 2], drafts[4, 0], drafts[5, 3] = 100, -1, 2**31 - 1
@@ -141,7 +141,7 @@ def test_drafts_that_are_not_valid_are_dropped(implementation: str, tree: bool) 
     assert int(batch.input_ids.min()) >= 0
 
 
-def test_a_tree_is_laid_out_by_depth_and_packed_without_its_padding() -> None:
+def test_tree_layout_example() -> None:
     parents, count = torch.tensor([[0, 1, 0, 3], [0, 0, 0, 0]], dtype=torch.int32), ints(4, 1)
     drafts = torch.tensor([[11, 12, 13, 14], [21, 0, 0, 0]], dtype=torch.int32)
     proposal = Proposal(drafts, count, drafts, count, count, parents)
@@ -166,8 +166,8 @@ def sampled(proposal: Proposal) -> list[bool]:
     return proposal.sampled.tolist()
 
 
-def test_merged_rows_were_drawn_from_the_logits_that_are_kept() -> None:
-    """Of three proposals only the second is drawn; the third is for the row that the others left."""
+def test_merge_keeps_logits_of_sampled_rows() -> None:
+    """Only the second of three proposals is sampled; the third is for the row the others left out."""
     plain, logits = random_proposal(3, 2), torch.randn(3, 2, 9)
     both = merge(ints(1, 0, 0).bool(), plain, plain._replace(logits=logits))
     assert sampled(both) == [False, True, True]
@@ -178,7 +178,7 @@ def test_merged_rows_were_drawn_from_the_logits_that_are_kept() -> None:
     assert sampled(last) == [True, False, False]
 
 
-def test_a_tree_merged_with_a_chain_is_a_tree() -> None:
+def test_merge_of_tree_and_chain() -> None:
     chain, tree = random_proposal(2, 3), random_proposal(2, 3, tree=True)
     merged = merge(ints(1, 0).bool(), chain, tree._replace(logits=torch.randn(2, 3, 9)))
     assert merged.drafts.tolist() == [chain.drafts[0].tolist(), tree.drafts[1].tolist()]

@@ -1,4 +1,4 @@
-"""Log-probabilities against float64."""
+"""Log-probabilities: comparison with float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from nanospec.kernels.speculation.report import PIECE, logprobs
 from tests.util import assert_close
 
-pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
+pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
 )
 def test_matches_float64(V: int, dtype: torch.dtype, num_top: int) -> None:
     generator = torch.Generator().manual_seed(V)
-    # All values differ, so that the ids are defined.
+    # All values differ, so that top ids are unique.
     logits = torch.stack([torch.randperm(V, generator=generator) for _ in range(4)])
     logits = (logits * (8.0 / V) - 4).to(dtype)
     index = torch.tensor([3, 0, 3], dtype=torch.int32)
@@ -37,7 +37,7 @@ def test_matches_float64(V: int, dtype: torch.dtype, num_top: int) -> None:
     assert result.rank.dtype == result.top_ids.dtype == torch.int32
 
 
-def test_a_certain_token_has_logprob_zero() -> None:
+def test_certain_token_has_logprob_zero() -> None:
     logits = torch.full((1, 100), -math.inf)
     logits[0, 7] = 3.0
     result = logprobs(logits, torch.tensor([0]), torch.tensor([7]), 3)
@@ -45,19 +45,19 @@ def test_a_certain_token_has_logprob_zero() -> None:
     assert len(set(result.top_ids[0].tolist())) == 3
 
 
-def test_the_lowest_of_equal_tokens_come_first() -> None:
+def test_ties_are_ordered_by_token_id() -> None:
     logits = torch.zeros(2, 5000)
     logits[0, [11, 4500]] = 1.0
     logits[1] = -3.0
     logits[1, [4999, 3, 70]] = torch.tensor([-0.0, 0.0, -0.5])
     index = torch.arange(2, dtype=torch.int32)
-    for n in (1, 2, 3, 4):  # the first ones do not depend on their number
+    for n in (1, 2, 3, 4):  # the first ids do not depend on n
         result = logprobs(logits, index, torch.tensor([0, 0]), n)
         assert result.top_ids.tolist() == [[11, 4500, 0, 1][:n], [3, 4999, 70, 0][:n]]
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
-    """With two threads PyTorch adds a single row up in two halves. More rows than are copied at once."""
+def test_result_is_bitwise_independent_of_other_rows() -> None:
+    """With two threads, PyTorch sums a single row in two halves. Uses more rows than one copy holds."""
     generator, before, N = torch.Generator().manual_seed(0), torch.get_num_threads(), PIECE + 2
     logits = (torch.randn(N, 9000, generator=generator) * 3).bfloat16()
     rows, tokens = torch.arange(N), torch.arange(N) * 100

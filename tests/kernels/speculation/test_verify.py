@@ -1,4 +1,4 @@
-"""Verification walks the drafts as a plain loop does, and appends token by token."""
+"""Verification: comparison with a plain loop over drafts that appends token by token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kernels.batches import compiled, emitted, ints, make_batch, make_tabl
 
 S, V, CAPACITY = 6, 12, 20
 
-pytestmark = pytest.mark.usefixtures("poison")  # fresh memory holds garbage
+pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
 
 Commit = Callable[[Tensor, Batch, Table, Proposal], Verdict]
 IMPLEMENTATIONS: dict[str, Commit] = {
@@ -38,7 +38,7 @@ def copy(table: Table) -> Table:
 
 
 def walk(x: list[int], ids: list[int], parent: list[int]) -> list[int]:
-    """Places visited: from each node to its first child that carries the node's target."""
+    """Return the accepted path: from each node to its first child that equals the node's target."""
     path = [0]
     while True:
         node = path[-1]
@@ -51,7 +51,7 @@ def walk(x: list[int], ids: list[int], parent: list[int]) -> list[int]:
 
 
 def append(table: Table, s: int, run: list[int]) -> int:
-    """Commit a run of tokens to request row s, one by one; how many were kept."""
+    """Commit a run of tokens to request row s one by one; return the number kept."""
     if s < 0 or not run or table.finished[s] != RUNNING:
         return 0
     code, kept = RUNNING, 0
@@ -77,7 +77,7 @@ def append(table: Table, s: int, run: list[int]) -> int:
 
 
 def random_table(rng: random.Random) -> Table:
-    """Requests at all stages, some with little room or none."""
+    """Return requests in all states, some close to or at their limit."""
     lengths = [rng.randint(1, CAPACITY) for _ in range(S)]
     return make_table(
         V,
@@ -91,14 +91,14 @@ def random_table(rng: random.Random) -> Table:
 
 
 def check(q_len: list[int], seed: int, tree: bool, uniform: bool, commit: Commit) -> None:
-    """Random tokens, of few kinds in trees, so that drafts are accepted, against the references."""
+    """Compare with the references on random tokens from a small set, so that drafts are accepted."""
     rng = random.Random(seed)
     batch = make_batch(q_len, uniform=uniform, tree=tree)
     rows = [s if n else -1 for s, n in zip(rng.sample([*range(S), -1, -1], len(q_len)), q_len)]
     kinds = rng.choice([[0, 1, 2], [0, 0, 1, 1, 2, 3, 7, 8]])
     T = batch.num_tokens
     ids, targets = (ints(*rng.choices(kinds, k=T)) for _ in range(2))
-    targets[torch.rand(T, generator=torch.Generator().manual_seed(seed)) < 0.1] = -1  # NaN equals no draft
+    targets[torch.rand(T, generator=torch.Generator().manual_seed(seed)) < 0.1] = -1  # NaN matches no draft
     for start, n in zip(batch.q_start.tolist(), q_len):
         for i in range(1, n):
             if not tree and targets[start + i - 1] >= 0 and rng.random() < 0.7:
@@ -157,27 +157,27 @@ def one_row(length: int = 4, max_len: int = 20, stops: tuple[int, ...] = ()) -> 
 LAST = (-1,) * (MAX_STOP_IDS - 2) + (7,)
 CASES = {  # emitted, length, max_len, stops, kept, code
     "plain": ([1, 2, 1], 4, 20, (), [1, 2, 1], RUNNING),
-    "as many stops as there is room for": ([1, 7, 2], 4, 20, LAST, [1, 7], STOPPED),
+    "maximum number of stops": ([1, 7, 2], 4, 20, LAST, [1, 7], STOPPED),
     "stop inside the accepted run": ([1, 7, 2], 4, 20, (7,), [1, 7], STOPPED),
     "stop token 0 is not padding": ([1, 0, 2], 4, 20, (0,), [1, 0], STOPPED),
     "two stops, the first counts": ([5, 7, 5], 4, 20, (7, 5), [5], STOPPED),
     "limit inside the run": ([1, 2, 3], 4, 6, (), [1, 2], LENGTH),
     "limit at the end of the run": ([1, 2], 4, 6, (), [1, 2], LENGTH),
     "stop at the limit is a stop": ([1, 2], 4, 6, (2,), [1, 2], STOPPED),
-    "stop behind the limit is cut": ([1, 2, 3], 4, 6, (3,), [1, 2], LENGTH),
+    "stop after the limit is cut": ([1, 2, 3], 4, 6, (3,), [1, 2], LENGTH),
     "no room at all": ([1, 2], 6, 6, (), [], LENGTH),
     "NaN at once": ([-1], 4, 20, (), [], NAN),
     "NaN after accepted drafts": ([1, 2, -1], 4, 20, (), [1, 2], NAN),
-    "NaN behind the limit": ([1, 2, -1], 4, 6, (), [1, 2], LENGTH),
+    "NaN after the limit": ([1, 2, -1], 4, 6, (), [1, 2], LENGTH),
 }
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES)
-def test_where_a_run_ends(case: str, implementation: str) -> None:
+def test_end_of_a_run(case: str, implementation: str) -> None:
     run, length, max_len, stops, kept, code = CASES[case]
     table = one_row(length, max_len, stops)
-    batch = make_batch([len(run)], input_ids=ints(0, *run[:-1]))  # all drafts are right
+    batch = make_batch([len(run)], input_ids=ints(0, *run[:-1]))  # all drafts are accepted
     verdict = IMPLEMENTATIONS[implementation](ints(*run), batch, table, proposal_of(batch))
     assert emitted(verdict).tolist() == [run]
     assert report.decode(verdict.report.tolist())[0].tokens == kept
@@ -188,9 +188,9 @@ def test_where_a_run_ends(case: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_parents_in_a_circle_end(implementation: str) -> None:
-    """Who is its own parent, or another's who is its own, is never reached; neither is who follows a place
-    that is not there. The root, whose parent is said to be 0, follows nobody."""
+def test_cyclic_parents_terminate(implementation: str) -> None:
+    """Nodes in a cycle or with an invalid parent are never reached. The root has no parent, although its
+    entry is 0."""
     same, tree = torch.zeros(4, dtype=torch.int32), make_batch([4], tree=True)
     for parents, path in (
         ((0, 1, 0, 1), [0, 2, 0, 0]),

@@ -1,8 +1,8 @@
-"""What a request gets does not depend, to the bit, on how its text was cut into passes: guesses beside a long
-prompt change the sizes of that prompt's chunks, and which requests are preempted and computed again.
+"""Results are bitwise independent of how a text is split into forward passes: drafts change the sizes of a
+concurrent prompt's chunks, and which requests are preempted and recomputed.
 
-The keys and values of every position are compared, not only tokens, in the interpreter with sums in the
-order of tensor cores.
+Compares the K/V of every position, not only tokens, in the interpreter with sums in the order of tensor
+cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONG, VOCAB = 75, 64
 
 
 class Trace(NamedTuple):
-    """The text of a request, and the K/V of all but its last token: [layers, 2, Hkv, n, D]."""
+    """A request's text, and the K/V of all but its last token: [layers, 2, Hkv, n, D]."""
 
     text: list[int]
     kv: Tensor
@@ -32,7 +32,7 @@ class Trace(NamedTuple):
 
 
 def model() -> Model:
-    """Wide enough that products are cut into parts."""
+    """Return a model wide enough that products are split into parts."""
     return tiny_model(
         vocab_size=VOCAB,
         hidden_size=256,
@@ -46,7 +46,7 @@ def model() -> Model:
 
 
 def jobs() -> list[Job]:
-    """One that says the same for long, beside one with a long prompt that has to wait for room."""
+    """Return jobs of which one repeats itself and another has a long prompt that must wait."""
     rng = random.Random(3)
 
     def job(length: int, max_tokens: int, temperature: float = 0.0) -> Job:
@@ -57,7 +57,7 @@ def jobs() -> list[Job]:
 
 
 def traces(k: int, texts: list[list[int]] | None, num_blocks: int | None, budget: int) -> list[Trace]:
-    """Run the jobs with `k` drafts of who knows the `texts`, every third of them wrong."""
+    """Run the jobs with `k` drafts from `texts`, every third of them wrong."""
     engine = make_engine(
         model(), k or None, num_blocks=num_blocks, max_model_len=128, max_num_seqs=3,
         enforce_eager=True, async_scheduling=False, enable_prefix_caching=False,
@@ -82,7 +82,7 @@ def traces(k: int, texts: list[list[int]] | None, num_blocks: int | None, budget
 
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ordered_dot")
-def test_keys_and_values_do_not_depend_on_speculation() -> None:
+def test_kv_cache_is_bitwise_independent_of_speculation() -> None:
     with launch.forced("triton"):
         off = traces(0, None, None, 256)
         texts = [trace.text for trace in off]
