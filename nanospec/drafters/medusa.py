@@ -194,7 +194,7 @@ class MedusaDrafter(Drafter):
     def load(cls, spec: SpecConfig, target: Target) -> MedusaDrafter:
         file = spec.heads
         if file is None and target.folder is None:
-            raise ValueError(f"method={spec.method!r} needs heads: use --heads or SpecConfig(heads=...).")
+            raise ValueError(f"method={spec.method!r} needs Medusa heads; set SpecConfig(heads=FILE).")
         heads = Heads.load(file or default_heads(target.folder), target.model)  # type: ignore[arg-type]
         return cls(spec, heads, target.model)
 

@@ -122,7 +122,7 @@ def _check_method(spec: SpecConfig) -> None:
             unused = f"{name}={shown(value)} is not used by method={spec.method!r}"
             raise ValueError(f"{unused}; use method={method!r}.")
         if value == "":
-            raise ValueError(f"{name} must be the name of a folder or file, got ''.")
+            raise ValueError(f"{name}='' must be the name of a folder or file.")
 
 
 def captures_steps(config: EngineConfig, model: Model, drafters: Sequence[Drafter]) -> bool:

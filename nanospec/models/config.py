@@ -1,7 +1,7 @@
-"""Describe the shape of a decoder: one frozen `ModelConfig` for all families of models.
+"""The architecture of a decoder: one frozen `ModelConfig` for all model families.
 
-Everything that `decoder.py` can vary is a field, so that no other file depends on the family. `families/`
-translates each family's `config.json` into it.
+Everything that varies in `decoder.py` is a field here. `families/` translates the `config.json` of each
+family into a `ModelConfig`, so no other file depends on the family.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Rope:
-    """The angles by which `kernels/layer/rope_cache.py` rotates q and k.
+    """Rotary position embedding (RoPE) of q and k, applied by `kernels/layer/rope_cache.py`.
 
-    Pair i of a head of dimension D turns by position * theta^(-2i/D) (Su et al., 2021,
-    https://arxiv.org/abs/2104.09864). Models with a longer context than in pretraining slow some pairs down.
-    Where only R numbers of a head are rotated, R takes the place of D, and the last (D - R)/2 pairs stand
-    still; `Phi3.convert` reorders such heads.
+    Pair i of a head of dimension D is rotated by the angle position * theta^(-2i/D) (Su et al., 2021,
+    https://arxiv.org/abs/2104.09864). If only R values of a head are rotated, R replaces D, and the last
+    (D - R)/2 pairs have the angle 0; `Phi3.convert` reorders such heads.
 
-    "linear" divides every frequency by `factor`. "llama3" divides low frequencies, keeps high ones and blends
-    between: wavelengths above original_max_len / low_freq_factor are low, those below original_max_len /
-    high_freq_factor are high. "longrope" (https://arxiv.org/abs/2402.13753) divides each pair by its own
-    factor: a long one if max_position_embeddings exceeds original_max_len, as cached keys cannot change over.
+    Models whose context was extended after pretraining scale the frequencies. "linear" divides all by
+    `factor`. "llama3" divides those with wavelengths above original_max_len / low_freq_factor, keeps those
+    with wavelengths below original_max_len / high_freq_factor, and interpolates in between. "longrope"
+    (https://arxiv.org/abs/2402.13753) divides each pair by its own factor: the long factors for all texts if
+    max_position_embeddings exceeds original_max_len, since cached keys cannot be rotated again.
     """
 
     kind: Literal["default", "linear", "llama3", "longrope"] = "default"
     theta: float = 10000.0
-    factor: float = 1.0  # the context over that of pretraining, of linear and llama3
+    factor: float = 1.0  # extended context / pretraining context, for linear and llama3
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
-    part: float = 1.0  # of each head, that is rotated
+    part: float = 1.0  # fraction of each head that is rotated
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    amplitude: float = 1.0  # scale of q and k
+    amplitude: float = 1.0  # factor of cos and sin, so of q and k
 
     def rotated(self, head_dim: int) -> int:
-        """Return the number of rotated values of a head."""
+        """Return the number of values of a head that are rotated."""
         return int(head_dim * self.part)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of one decoder."""
+    """The architecture of a decoder. Raises ValueError for values that do not fit together."""
 
     vocab_size: int
     hidden_size: int
@@ -62,43 +62,43 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    windows: tuple[int | None, ...]  # of each layer; w lets a token see itself and the w - 1 before it
+    windows: tuple[int | None, ...]  # of each layer: a token attends to itself and the w - 1 tokens before it
     rms_norm_eps: float = 1e-6
     rope: Rope = field(default_factory=Rope)
-    local_rope: Rope | None = None  # of layers with a window, if it is not `rope`
+    local_rope: Rope | None = None  # for layers with a sliding window, if it differs from `rope`
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False  # of all three projections
-    qk_norm: bool = False  # RMSNorm over each head of q and k before the rotation
-    out_norms: bool = False  # RMSNorm of what attention and the MLP add to the residual stream
-    gate: Literal["silu", "gelu"] = "silu"  # of the MLP; "gelu" is its approximation by tanh
-    query_scalar: float | None = None  # q . k is divided by its root; None: by that of `head_dim`
-    attention_softcap: float | None = None  # c makes c * tanh(x / c) of scores x before softmax
+    mlp_bias: bool = False  # for all three projections
+    qk_norm: bool = False  # RMSNorm of each head of q and k before the rotation
+    out_norms: bool = False  # RMSNorm of the outputs of attention and MLP before the residual addition
+    gate: Literal["silu", "gelu"] = "silu"  # activation of the MLP; "gelu" is the tanh approximation
+    query_scalar: float | None = None  # q . k is divided by its square root; None: `head_dim`
+    attention_softcap: float | None = None  # c: attention scores x become c * tanh(x / c) before softmax
     logit_softcap: float | None = None  # the same for the logits
-    embedding_scale: float = 1.0  # factor of the embeddings, rounded to the dtype of the computation
-    tie_word_embeddings: bool = False  # the output head is the embedding table
-    dtype: str = "float32"  # one of `DTYPES`, what the checkpoint says it is stored in
+    embedding_scale: float = 1.0  # factor of the embeddings, rounded to the compute dtype
+    tie_word_embeddings: bool = False  # lm_head shares the weight of the embedding
+    dtype: str = "float32"  # one of `DTYPES`; that of the checkpoint, according to its config
 
     def __post_init__(self) -> None:
         heads, kv, rotated = self.num_heads, self.num_kv_heads, self.rope.rotated(self.head_dim)
         if heads % kv:
             raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv}.")
         if self.head_dim % 2 or rotated % 2:
-            said = f"head_dim={self.head_dim} must be even"
-            raise ValueError(f"{said}, as must be the {rotated} of its numbers that RoPE rotates.")
+            problem = f"head_dim={self.head_dim} must be even"
+            raise ValueError(f"{problem}, and so must be the number of values that RoPE rotates, {rotated}.")
         factors = {len(self.rope.short_factors), len(self.rope.long_factors)}
         if self.rope.kind == "longrope" and factors != {rotated // 2}:
             raise ValueError(f"longrope needs a short and a long factor for each of {rotated // 2} pairs.")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={shown(self.dtype)} is not one of {', '.join(DTYPES)}.")
+            raise ValueError(f"dtype={shown(self.dtype)} must be one of {', '.join(DTYPES)}.")
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor by name, in order of use. Names are those of Llama's checkpoints;
-        `families/` maps others to them. Norms multiply by their weight as it is."""
+        """Return the shapes of all tensors by name, in order of use. Names are those of Llama checkpoints;
+        `families/` maps others to them. Weights of norms are plain factors (Gemma stores w - 1)."""
         H, I, D = self.hidden_size, self.intermediate_size, self.head_dim  # noqa: E741
         q, kv = self.num_heads * D, self.num_kv_heads * D
         head_norms = [("self_attn.q_norm", (D,), False), ("self_attn.k_norm", (D,), False)]
-        layer: list[tuple[str, tuple[int, ...], bool]] = [  # name, shape of the weight, has a bias
+        layer: list[tuple[str, tuple[int, ...], bool]] = [  # name, shape of the weight, whether it has a bias
             ("input_layernorm", (H,), False),
             ("self_attn.q_proj", (q, H), self.qkv_bias),
             ("self_attn.k_proj", (kv, H), self.qkv_bias),
@@ -124,21 +124,21 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """RoPE of each layer."""
+        """The RoPE of each layer."""
         return tuple(self.rope if w is None else self.local_rope or self.rope for w in self.windows)
 
     @property
     def attention_scale(self) -> float:
-        """Factor of q . k."""
+        """The factor of q . k."""
         return (self.query_scalar or self.head_dim) ** -0.5
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache that one token takes over all layers."""
+        """Return the bytes of KV cache per token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 def cos_sin_table(rope: Rope, head_dim: int, max_len: int, device: torch.device | str) -> Tensor:
-    """Return [max_len, D] float32: cos of the D/2 angles of each position, then sin; from float64."""
+    """Return [max_len, D] float32: cos, then sin, of the D/2 angles of each position, computed in float64."""
     position = torch.arange(max_len, dtype=torch.float64, device=device)
     angle = torch.outer(position, frequencies(rope, head_dim, max_len).to(device))
     table = torch.cat((angle.cos().float(), angle.sin().float()), dim=1)
@@ -148,11 +148,11 @@ def cos_sin_table(rope: Rope, head_dim: int, max_len: int, device: torch.device 
 
 
 def frequencies(rope: Rope, head_dim: int, max_len: int) -> Tensor:
-    """Return [D/2] float64: radians per position of each pair, for texts of up to `max_len` tokens."""
+    """Return [D/2] float64: the radians per position of each pair, for contexts of up to `max_len` tokens."""
     rotated = rope.rotated(head_dim)
     base = rope.theta ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     if rope.kind == "llama3":
-        # Turns over the original context decide: 0 keeps base / factor, 1 keeps base.
+        # Interpolate by the number of turns over the original context: 0 selects base / factor, 1 base.
         turns = rope.original_max_len * base / (2 * math.pi)
         low, high = rope.low_freq_factor, rope.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)

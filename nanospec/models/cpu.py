@@ -1,4 +1,4 @@
-"""The model whose forward pass is one call of `kernels/native/decoder.cpp`: what a CUDA graph is on a GPU."""
+"""The model in bfloat16 on CPUs: `kernels/native/decoder.cpp` runs the whole forward pass in one call."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..kernels.native.packed import WIDTH, cache_words, empty_rows, row_words, t
 from .config import ModelConfig
 from .decoder import GetWeight, Layer, Model
 
-LANES = 16  # numbers to a vector
-MAX_GROUP = 64  # query heads to a head of keys and values; as attention.h has it
-MIN_DIM, MAX_DIM = 32, 256  # numbers to a head
+LANES = 16  # float32 values per vector
+MAX_GROUP = 64  # query heads per KV head, as in attention.h
+MIN_DIM, MAX_DIM = 32, 256  # supported head dimensions
 
 
 class CompiledModel(Model):
-    """A model in bfloat16 on a CPU, with weights and a cache as `kernels/native/packed.py` lays them out.
+    """A bfloat16 model on a CPU; weights and KV cache have the layouts of `kernels/native/packed.py`.
 
-    The words that it gives to C++ are addresses of its own tensors, which stay where they are.
+    C++ gets the addresses of the tensors as 64-bit words, so the tensors must stay alive and in place.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class CompiledModel(Model):
         return hidden
 
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
-        self._run(batch, kv_cache, None)  # the last layer ends with its keys and values
+        self._run(batch, kv_cache, None)  # without an output, the last layer stops after its keys and values
 
     def empty_cache(self, num_blocks: int, block_size: int) -> Tensor:
-        """Allocate a KV cache. A block is contiguous and fills large pages."""
+        """Allocate a KV cache of zeros, in which each block is contiguous, on large memory pages."""
         c = self.config
         shape = tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)
         return zeros_on_demand(shape, self.dtype, large_pages=True)
 
     def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Leave them as they are: the model never writes NaN."""
+        """Do nothing: this model never writes NaN to its cache."""
 
     def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
         call(
@@ -67,7 +67,7 @@ class CompiledModel(Model):
         )  # fmt: skip
 
     def _layer_words(self, layer: Layer) -> tuple[Word, ...]:
-        """Return `Layer` of structs.h."""
+        """Return the words of the struct `Layer` of structs.h."""
         q_norm, k_norm = layer.qk_norms or (None, None)
         norms = layer.input_norm, q_norm, k_norm, layer.o_norm, layer.post_norm, layer.down_norm
         weights: list[Word] = []
@@ -76,7 +76,7 @@ class CompiledModel(Model):
         return *map(self._norm, norms), *weights, layer.window, self.cos_sin[layer.rope]
 
     def _norm(self, norm: Norm | None) -> Tensor | None:
-        """Return `Norm` of structs.h."""
+        """Return the weight of a norm in float32, padded to whole vectors, for structs.h."""
         if norm is None:
             return None
         self._norms.append(F.pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
@@ -84,7 +84,7 @@ class CompiledModel(Model):
 
 
 def model_class(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> type[Model]:
-    """Return the class for a whole model: compiled on a CPU in bfloat16, if its shape allows that."""
+    """Return `CompiledModel` if C++ supports this shape, dtype and device, else `Model`."""
     c = config
     heads = c.num_heads // c.num_kv_heads <= MAX_GROUP and MIN_DIM <= c.head_dim <= MAX_DIM
     fits = heads and c.hidden_size % 2 == 0 and c.intermediate_size % WIDTH == 0
@@ -92,7 +92,7 @@ def model_class(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
 
 
 def computed_by(model: Model) -> str:
-    """Return the implementation of the forward pass, as reports name it."""
+    """Return the name of the implementation that computes the forward pass, for reports."""
     if use_triton(model.norm.weight):
         return "Triton"
     if isinstance(model, CompiledModel):
@@ -101,9 +101,9 @@ def computed_by(model: Model) -> str:
 
 
 def _double(number: float) -> int:
-    """Return the word of a double."""
+    """Return the bits of a float64 as an int."""
     return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
-def _address(found: array[int]) -> int:
-    return found.buffer_info()[0]
+def _address(buffer: array[int]) -> int:
+    return buffer.buffer_info()[0]

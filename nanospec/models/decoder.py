@@ -1,15 +1,15 @@
-"""One decoder for all families of models, driven by `ModelConfig`.
+"""The decoder for all model families, configured by `ModelConfig`.
 
     hidden = model.forward(batch, kv_cache)      T tokens -> [T, H]
     logits = model.logits(hidden)                [N, H]   -> [N, V]
 
-The model knows nothing of requests: `Batch` says which tokens belong together, where their keys and values
-go and what each may see, so one `forward` serves prefill, decoding and verification. Besides the weights it
-has no state; the KV cache belongs to the caller:
+The model does not know about requests: `Batch` defines which tokens belong together, where their keys and
+values are stored and what each token attends to, so one `forward` serves prefill, decoding and verification.
+The model has no state except its weights; the caller owns the KV cache:
 
     kv_cache  [num_layers, 2, Hkv, num_blocks, block_size, D]      2: keys, values
 
-`cpu.py` has the same model as one call of C++, with a cache in tiles.
+`cpu.py` runs the same model in one call of C++, with a tiled cache.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ..kernels.native.packed import zeros_on_demand
 from .config import ModelConfig, cos_sin_table
 
 GetWeight = Callable[[str], Tensor]
-"""Returns a tensor of `ModelConfig.parameter_shapes` by name, in the model's dtype, on its device."""
+"""Returns the tensor of a name in `ModelConfig.parameter_shapes`, in the model's dtype, on its device."""
 
 
 class Layer:
-    """One layer. Weights that are used together are one: rows of q, k, v; rows of gate, up."""
+    """A decoder layer. The projections q, k, v are fused into one matrix, and so are gate and up."""
 
     def __init__(self, config: ModelConfig, index: int, get: GetWeight) -> None:
-        """Take the weights of layer `index` from `get`, and pack them."""
+        """Load the weights of layer `index` with `get` and pack them."""
 
         def rows(kind: str, *names: str) -> Tensor:
             parts = [get(f"model.layers.{index}.{name}.{kind}") for name in names]
@@ -62,10 +62,10 @@ class Layer:
     def __call__(
         self, stream: Stream, cache: Tensor, angles: Tensor, metadata: AttentionMetadata, norm: Norm
     ) -> Stream:
-        """Run the residual stream x [T, H] through the layer; cache [2, Hkv, num_blocks, block_size, D].
+        """Run the layer on the residual stream x [T, H] with its cache [2, Hkv, num_blocks, block_size, D].
 
         x += o(attention(rope(qkv(input_norm(x))))), then x += down(gate(gate_up(post_norm(x)))). On a GPU the
-        addition also computes what the next RMSNorm needs, so each layer is given the next one's `norm`.
+        addition also computes what the next RMSNorm needs, so `norm` is the first norm of the next layer.
         """
         c = self.config
         qkv = self.qkv.of_norm(stream)  # norm(x) @ W.T: [T, (Hq + 2 Hkv) * D], all q heads, all k heads, v
@@ -77,14 +77,14 @@ class Layer:
 
 
 class Model:
-    """A decoder with its weights in place; see the module docstring.
+    """A decoder with its weights loaded; see the module docstring.
 
     Attributes:
-        num_devices: among how many devices its weights are split.
-        embedding, lm_head: [V, H], or this device's rows; one tensor on a GPU if they are tied.
-        norm: the final one.
-        cos_sin: [max_position_embeddings, D] float32, the angles of each RoPE that a layer has.
-        weight_bytes: of this device's weights, tied ones once unless one of the two is packed.
+        num_devices: number of devices that the weights are split across.
+        embedding, lm_head: [V, H], or this device's rows; on a GPU, the same tensor if they are tied.
+        norm: the final RMSNorm.
+        cos_sin: [max_position_embeddings, D] float32 for each distinct `Rope`, see `cos_sin_table`.
+        weight_bytes: of this device's weights; tied weights count once unless one of them is packed.
     """
 
     num_devices = 1
@@ -92,8 +92,8 @@ class Model:
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight
     ) -> None:
-        """Take the weights from `get`, in the order of the forward pass, each exactly once. Layers are packed
-        one by one, so that no more than one layer exists twice at any time."""
+        """Load each weight once with `get`, in the order of the forward pass. Layers are packed one by one,
+        so at most one layer is in memory twice."""
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.weight_bytes = 0
 
@@ -116,8 +116,8 @@ class Model:
             self.weight_bytes += self.lm_head.num_bytes
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """Return the hidden states [T, H] of a batch after the final norm (of padding tokens, anything), and
-        write its keys and values to the cache. Ids of padding tokens must lie in the vocabulary."""
+        """Return the hidden states [T, H] of a batch after the final norm, and write its keys and values to
+        the cache. Padding tokens need ids in the vocabulary; their hidden states are undefined."""
         angles = {rope: table.index_select(0, batch.positions) for rope, table in self.cos_sin.items()}
         metadata = {w: AttentionMetadata(batch, w) for w in set(self.config.windows)}
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
@@ -127,25 +127,25 @@ class Model:
         return rms_norm(stream.x, self.norm)
 
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
-        """Run the decoder for the keys and values alone (prefill); `cpu.py` stops after the last ones."""
+        """Only write the keys and values of a batch (prefill); `cpu.py` skips the rest of the last layer."""
         self.forward(batch, kv_cache)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the scores of the next token for rows of `forward`'s result: [N, H] -> [N, V], in `out` if
-        it is given."""
+        """Return the logits of the next token from hidden states of `forward`: [N, H] -> [N, V], written to
+        `out` if given."""
         logits = self.lm_head(hidden, out)
         if (cap := self.config.logit_softcap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
     def empty_cache(self, num_blocks: int, block_size: int) -> Tensor:
-        """Allocate a KV cache, all zeros."""
+        """Allocate a KV cache filled with zeros."""
         c = self.config
         shape = c.num_layers, 2, c.num_kv_heads, num_blocks, block_size, c.head_dim
         return zeros_on_demand(shape, self.dtype, self.device)
 
     def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Zero blocks that get a new owner, for `naive` attention: it multiplies masked values by 0, and NaN
-        stays NaN."""
+        """Zero reallocated blocks: `naive` attention multiplies masked values by 0, which does not remove NaN
+        left by the previous request."""
         if not use_triton(kv_cache):
             kv_cache[:, :, :, list(blocks)] = 0

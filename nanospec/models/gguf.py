@@ -1,7 +1,7 @@
-"""Convert a GGUF file into a model folder that nanospec, vLLM and transformers can load.
+"""Convert a GGUF file to a model folder that nanospec, vLLM and transformers can load.
 
-Quantized tensors are expanded, which does not change their quality. llama.cpp reorders the q and k rows of
-the llama architecture (not of qwen2) for interleaved RoPE; `hf_values` restores the order of Hugging Face.
+Quantized tensors are dequantized, which keeps their quality. For the llama architecture (not for qwen2),
+llama.cpp reorders rows of q and k for interleaved RoPE; `hf_values` restores the order of Hugging Face.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ try:
 except ModuleNotFoundError as missing:
     raise ImportError("reading GGUF files needs the gguf library: pip install gguf.") from missing
 
-STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # dtype -> what safetensors calls it
+STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # dtype -> its name in safetensors
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -43,7 +43,7 @@ TENSOR_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
-# How text is cut before byte-pair merging, by the value of `tokenizer.ggml.pre`.
+# Pre-tokenizers by the value of `tokenizer.ggml.pre`; they split text before byte-pair merging.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
@@ -52,45 +52,45 @@ PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "llama-bpe": pre_tokenizers.Split(tokenizers.Regex(rf"{WORDS}|\p{{N}}{{1,3}}|{OTHERS}"), "isolated"),
 }
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # `tokenizer.ggml.token_type`
-# A GGUF file names one end token; as in llama.cpp, control tokens of these names end a text too.
+# A GGUF file names a single end token; as in llama.cpp, control tokens with these names also end a text.
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 
 
 class ConversionError(ValueError):
-    """The file cannot be converted; the message says why."""
+    """Raised if a file cannot be converted; the message gives the reason."""
 
 
 class Reader(gguf.GGUFReader):
-    """The library's reader, with an error at the end of a file instead of a loop over a broken length."""
+    """The library's reader, with an error at the end of the file instead of a loop over a corrupt length."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **named: Any) -> Any:
         if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
-            raise ValueError("it ends too early")
+            raise ValueError("unexpected end of file")
         return super()._get(offset, dtype, count, *more, **named)
 
 
 class GGUFFile(dict[str, Any]):
-    """Metadata of a GGUF file by key, and its `tensors`. Raises ConversionError."""
+    """The metadata of a GGUF file by key, and its `tensors`. A missing key raises ConversionError."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise ConversionError("it does not exist; give the path of a GGUF file.")
+            raise ConversionError("file not found; specify the path of a GGUF file.")
         reader = Reader(path)
         super().__init__((key, field.contents()) for key, field in reader.fields.items())
         self.tensors = reader.tensors
         self.architecture: str = self["general.architecture"]
         if self.architecture not in ARCHITECTURES:
-            said = f"it holds a model of architecture {shown(self.architecture)}"
-            raise ConversionError(f"{said}; this converter knows {' and '.join(ARCHITECTURES)}.")
+            problem = f"architecture {shown(self.architecture)} is not supported"
+            raise ConversionError(f"{problem}; supported are {' and '.join(ARCHITECTURES)}.")
 
     def __missing__(self, key: str) -> NoReturn:
-        raise ConversionError(f"it lacks the field {key!r}, which is needed.")
+        raise ConversionError(f"the required field {key!r} is missing.")
 
     def hparam(self, key: str, default: Any = None) -> Any:
-        """Return `ARCHITECTURE.key`, or `default`; without a default a missing key is an error."""
+        """Return the field `ARCHITECTURE.key`, or `default`. Without a default, it must be present."""
         key = f"{self.architecture}.{key}"
         value = self[key] if default is None else self.get(key, default)
-        # A float32 as the short decimal that it stands for: 9.99999974e-06 is 1e-05.
+        # Rounds a float32 to the short decimal it was written as: 9.99999974e-06 to 1e-05.
         return float(f"{value:.6g}") if isinstance(value, float) else value
 
     def token_id(self, name: str) -> int | None:
@@ -98,13 +98,13 @@ class GGUFFile(dict[str, Any]):
         return self.get(f"tokenizer.ggml.{name}_token_id")
 
     def vocabulary(self) -> list[tuple[str, int]]:
-        """Return all tokens with their types, by id."""
+        """Return (token, type) for each id."""
         tokens = self["tokenizer.ggml.tokens"]
         types = self.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
         return list(zip(tokens, types, strict=True))
 
     def end_ids(self) -> list[int]:
-        """Return the ids at which generation ends, the file's own end token first."""
+        """Return the ids of end-of-sequence tokens, starting with the one that the file declares."""
         ids = {token: i for i, (token, kind) in enumerate(self.vocabulary()) if kind == CONTROL}
         ends = [*map(self.token_id, ("eos", "eot", "eom")), *map(ids.get, END_TOKENS)]
         return list(dict.fromkeys(i for i in ends if i is not None))
@@ -114,22 +114,22 @@ def hf_name(name: str) -> str:
     """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in TENSOR_NAMES:
-        hint = " (it scales RoPE)" if name == "rope_freqs.weight" else ""
-        raise ConversionError(f"it holds a tensor {shown(name)}, which cannot be converted{hint}.")
+        kind = "RoPE scaling tensor" if name == "rope_freqs.weight" else "tensor"
+        raise ConversionError(f"{kind} {shown(name)} is not supported.")
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
     return f"{layer}{TENSOR_NAMES[match[2]]}.{match[3]}"
 
 
 def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
-    """Return the contents of `config.json`. Raises ConversionError for what it cannot express."""
+    """Return the content of `config.json`. Raises ConversionError for unsupported features."""
     num_heads, hidden_size = file.hparam("attention.head_count"), file.hparam("embedding_length")
     head_dim = file.hparam("attention.key_length", hidden_size // num_heads)
     if file.hparam("expert_count", 0):
-        raise ConversionError("mixture-of-experts models cannot be converted; use a dense one.")
+        raise ConversionError("mixture-of-experts models are not supported; use a dense model.")
     if (scaling := file.hparam("rope.scaling.type", "none")) != "none":
-        raise ConversionError(f"RoPE scaling {shown(scaling)} cannot be converted; use a model without.")
+        raise ConversionError(f"RoPE scaling {shown(scaling)} is not supported; use a model without scaling.")
     if (dim := file.hparam("rope.dimension_count", head_dim)) != head_dim:
-        raise ConversionError(f"RoPE covers {shown(dim)} of {shown(head_dim)} dimensions of a head, not all.")
+        raise ConversionError(f"RoPE of {shown(dim)} of {shown(head_dim)} dimensions is not supported.")
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
     config = {
         "architectures": [ARCHITECTURES[file.architecture]],
@@ -157,11 +157,11 @@ def model_config(file: GGUFFile, dtype: str) -> dict[str, Any]:
 
 
 def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
-    """Return the byte-level BPE tokenizer that the metadata describe."""
+    """Build the byte-level BPE tokenizer described by the metadata."""
     kind, pre = file["tokenizer.ggml.model"], file.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise ConversionError(
-            f"the tokenizer is {shown(kind)} with pre-tokenizer {shown(pre)}; this converter knows 'gpt2' "
+            f"tokenizer {shown(kind)} with pre-tokenizer {shown(pre)} is not supported; supported is 'gpt2' "
             f"(byte-level BPE) with {', '.join(PRE_TOKENIZERS)}."
         )
     tokens = file.vocabulary()
@@ -178,7 +178,7 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
         bos = tokens[bos_id][0]
         begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
         tokenizer.post_processor = begins
-    # In the order of their ids, and each already in `vocab`, so that they keep those ids.
+    # Added tokens are already in `vocab`, so they keep their ids.
     for token, kind in tokens:
         if kind in (CONTROL, USER_DEFINED):
             tokenizer.add_tokens([tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)])
@@ -186,7 +186,7 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
 
 
 def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
-    """Return the contents of `tokenizer_config.json`."""
+    """Return the content of `tokenizer_config.json`."""
     tokens = file["tokenizer.ggml.tokens"]
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {f"{name}_token": file.token_id(key) for name, key in special.items()}
@@ -196,8 +196,8 @@ def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def write_safetensors(file: GGUFFile, path: Path, dtype: str) -> None:
-    """Write all tensors into one safetensors file, one by one: a header of offsets, then the bytes in order.
-    The `safetensors` library would need all of them in memory at once."""
+    """Write all tensors to one safetensors file, one at a time: a header with offsets, then the data. The
+    `safetensors` library would need all tensors in memory at once."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in file.tensors:
@@ -215,7 +215,7 @@ def write_safetensors(file: GGUFFile, path: Path, dtype: str) -> None:
 
 
 def hf_values(file: GGUFFile, tensor: Any) -> np.ndarray:
-    """Return a tensor of the file in float32 and in the Hugging Face layout."""
+    """Return a tensor of the file in float32 and Hugging Face layout."""
     values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     num_heads, kind = file.hparam("attention.head_count"), tensor.name.split(".")[-2]
     heads = {"attn_q": num_heads, "attn_k": file.hparam("attention.head_count_kv", num_heads)}
@@ -223,22 +223,22 @@ def hf_values(file: GGUFFile, tensor: Any) -> np.ndarray:
         # Within a head, rows (0, 1, 2, 3, ...) of the file are rows (0, D/2, 1, D/2 + 1, ...) here.
         split = values.reshape(heads[kind], -1, 2, *values.shape[1:])  # [H, D/2, 2, ...]
         values = split.swapaxes(1, 2).reshape(values.shape)
-    return np.require(values, requirements=["C", "W"])  # copies only where it must
+    return np.require(values, requirements=["C", "W"])  # copies only if necessary
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as indented JSON, without entries that are None."""
+    """Write `content` as indented JSON, omitting entries that are None."""
     kept = {key: value for key, value in content.items() if value is not None}
     path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
-    """Write the model in the GGUF file `source` into `folder`, which must not exist yet. Raises
-    ConversionError. Callers give a scratch folder and rename it when `convert` returns."""
+    """Convert the GGUF file `source` to a new model folder, with weights in `dtype`. Raises ConversionError.
+    An error leaves the folder incomplete, so callers use a temporary one and rename it afterwards."""
     try:
         file = GGUFFile(source)
         config, tokenizer = model_config(file, dtype), build_tokenizer(file)
-        config_of(config)  # refuses what could not be loaded
+        config_of(config)  # raises if the result could not be loaded
         folder.mkdir(parents=True)
         write_json(folder / "config.json", config)
         ends = {"eos_token_id": file.end_ids(), "pad_token_id": file.token_id("padding")}
@@ -252,6 +252,6 @@ def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
         raise
     except ConversionError as error:
         raise ConversionError(f"{source}: {error}") from None
-    except Exception as error:  # it is cut off, fields have other types or contradict each other
-        said = f"{source} cannot be converted ({type(error).__name__}: {reason(error)})"
-        raise ConversionError(f"{said}: it is not a GGUF file, or damaged; fetch it again.") from error
+    except Exception as error:  # a truncated file, or fields of wrong types or with inconsistent values
+        problem = f"{source} cannot be converted ({type(error).__name__}: {reason(error)})"
+        raise ConversionError(f"{problem}: not a GGUF file, or corrupt; download it again.") from error

@@ -1,9 +1,9 @@
-"""Load a `Model` from a folder of safetensors.
+"""Load a `Model` from a folder of safetensors files.
 
     model = load_model(path, "auto", device)
 
-The files are memory-mapped and copied tensor by tensor, so loading takes little more memory than the weights.
-Names, shapes and dtypes of all tensors are checked before the first copy; one error names every mismatch.
+Files are memory-mapped and copied tensor by tensor, so loading takes little more memory than the weights.
+Names, shapes and dtypes of all tensors are checked before the first copy; one error lists all mismatches.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .decoder import Model
 from .families import read_config
 
 STORED = ("F32", "BF16", "F16")
-MAX_NAMED = 8  # tensors named per kind of mismatch
+MAX_NAMED = 8  # tensors listed per kind of mismatch
 
 
 class Split(Protocol):
-    """The part of a model that one of several devices has; `config` has its sizes."""
+    """How a model is split across devices: this device's part; `config` has the sizes of that part."""
 
     config: ModelConfig
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor of the whole model."""
+        """Return this device's part of a tensor of the whole model."""
 
     def joined(self, model: Model) -> Model:
-        """Return the model of the part, connected with the other devices."""
+        """Return the model of this part, connected to the other devices."""
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
-    """Return the dtype to compute in. "auto" is the checkpoint's own on a GPU; on a CPU it is bfloat16 if
-    `fast_in_bfloat16`, else float32. Raises ValueError for float16 on a CPU."""
+    """Return the dtype to compute in. "auto" selects the checkpoint's dtype on a GPU; on a CPU it selects
+    bfloat16 if `fast_in_bfloat16()`, else float32. Raises ValueError for float16 on a CPU and other names."""
     on_cpu = torch.device(device).type == "cpu"
     if name == "auto":
         name = config.dtype if not on_cpu else "bfloat16" if fast_in_bfloat16() else "float32"
@@ -55,8 +55,8 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) ->
 
 
 def fast_in_bfloat16() -> bool:
-    """Return whether this CPU decodes faster in bfloat16 than in float32. Our C++ does with AVX2 (3.6 times
-    with one request), PyTorch with avx512_bf16 or AMX. Other architectures were not measured."""
+    """Return whether this CPU decodes faster in bfloat16 than in float32. Our C++ does so with AVX2 (3.6x for
+    one request), PyTorch with avx512_bf16 or AMX. Other architectures have not been measured."""
     wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if wide and use_native(torch.empty(0, dtype=torch.bfloat16)):
         return True
@@ -74,12 +74,12 @@ def load_model(
     max_len: int | None = None,
     split: Callable[[ModelConfig], Split] | None = None,
 ) -> Model:
-    """Load the checkpoint in the folder `path`, for texts of up to `max_len` tokens if that is given, and
-    only this device's part of it if the model is `split`. `dtype` may be a name, as in `resolve_dtype`.
+    """Load the checkpoint in the folder `path`, or only this device's part if the model is `split`. `max_len`
+    limits the context length; `dtype` may be a name, see `resolve_dtype`.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is corrupt, the config is not supported, or tensors do not fit it.
+        FileNotFoundError: if a file is missing.
+        ValueError: if a file is corrupt, the config is not supported, or tensors do not fit the config.
     """
     folder = Path(path)
     family, config = read_config(folder)
@@ -97,7 +97,7 @@ def load_model(
             whole, rows = places[name]
             stored = source[whole].get_tensor(whole)[rows]
             stored = stored if part is None else part.take(name, stored)
-            # Always a copy: what aliases the file would change with it.
+            # Always copy: a view of the memory-mapped file would change if the file does.
             return family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)
 
         if part is None:
@@ -106,72 +106,72 @@ def load_model(
 
 
 def _opened(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return for the name of each tensor the file that has it, open as long as the stack is."""
-    found: dict[str, Any] = {}
+    """Return the open file of each tensor by name. The files stay open until the stack is closed."""
+    handles: dict[str, Any] = {}
     for file in weight_files(folder):
         handle = stack.enter_context(open_safetensors(file))
-        if twice := found.keys() & handle.keys():
-            raise ValueError(f"{file} holds tensors of another shard too: {listed(twice)}.")
-        found.update(dict.fromkeys(handle.keys(), handle))
-    return found
+        if duplicates := handles.keys() & handle.keys():
+            raise ValueError(f"{file} has tensors that another shard has too: {listed(duplicates)}.")
+        handles.update(dict.fromkeys(handle.keys(), handle))
+    return handles
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: `model.safetensors`, the shards that
-    `model.safetensors.index.json` names, or the only file there is."""
-    names = {file.name for file in folder.glob("*.safetensors") if file.is_file()}  # not a pipe
+    """Return the safetensors files of a checkpoint: `model.safetensors`, else the shards listed in
+    `model.safetensors.index.json`, else the only file. Raises FileNotFoundError or ValueError."""
+    names = {file.name for file in folder.glob("*.safetensors") if file.is_file()}  # skips pipes
     index = folder / "model.safetensors.index.json"
     if "model.safetensors" in names:
         names = {"model.safetensors"}
     elif index.is_file():
         shards = read_json(index).get("weight_map")
-        wanted = set(map(str, shards.values())) if isinstance(shards, dict) else set()
-        if not wanted:
-            raise ValueError(f"{index} must have a 'weight_map' from tensors to files beside it.")
-        if missing := wanted - names:
-            said = f"{folder} lacks {len(missing)} of the {len(wanted)} shards that {index.name} names"
-            raise FileNotFoundError(f"{said}: {listed(missing)}; download the model again.")
-        names = wanted
+        expected = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+        if not expected:
+            raise ValueError(f"{index} must have a 'weight_map' from tensors to files in the same folder.")
+        if missing := expected - names:
+            problem = f"{folder} lacks {len(missing)} of the {len(expected)} shards in {index.name}"
+            raise FileNotFoundError(f"{problem}: {listed(missing)}; download the model again.")
+        names = expected
     elif len(names) > 1:
-        said = f"{folder} has {len(names)} safetensors files but neither model.safetensors nor {index.name}"
-        raise ValueError(f"{said}, which says how they belong together.")
+        needed = f"model.safetensors nor {index.name}; download the model again"
+        raise ValueError(f"{folder} has {len(names)} safetensors files but neither {needed}.")
     elif not names:
         others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
         hint = f" (found {listed(others)}; convert to safetensors first)" if others else ""
-        raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}; fetch the model again.")
+        raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}; download the model again.")
     return [folder / name for name in sorted(names)]
 
 
 def open_safetensors(file: Path) -> Any:
-    """Open a file for reading tensor by tensor. Raises ValueError if it is corrupt."""
+    """Open a file to read single tensors. Raises ValueError if it is corrupt."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
-        said = f"{file} is not a valid safetensors file ({reason(error)})"
-        raise ValueError(f"{said}; it may be truncated, download it again.") from None
+        problem = f"{file} is not a valid safetensors file ({reason(error)})"
+        raise ValueError(f"{problem}; it may be truncated, download it again.") from None
 
 
 def check_fit(
     stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: str, optional: Sequence[str] = ()
 ) -> None:
-    """Raise ValueError, beginning with `what`, that names every tensor that is missing, extra or unfit: of
-    `stored`, slices of a safetensors file by name; those of `optional` may be missing."""
+    """Compare `stored`, slices of safetensors files by name, with the expected `shapes`, of which those in
+    `optional` may be missing. Raises ValueError with `what` and a list of all mismatches."""
     both = shapes.keys() & stored.keys()
-    found = {name: (list(stored[name].get_shape()), list(shapes[name])) for name in both}
+    sizes = {name: (list(stored[name].get_shape()), list(shapes[name])) for name in both}
     dtypes = {name: stored[name].get_dtype() for name in both}
     problems = {
         "missing": shapes.keys() - stored.keys() - set(optional),
-        "not expected": stored.keys() - shapes.keys(),
-        "of the wrong shape": [f"{n} {it} instead of {our}" for n, (it, our) in found.items() if it != our],
+        "unexpected": stored.keys() - shapes.keys(),
+        "of the wrong shape": [f"{n} {it} instead of {our}" for n, (it, our) in sizes.items() if it != our],
         f"not stored as {', '.join(STORED)}": [f"{n} {it}" for n, it in dtypes.items() if it not in STORED],
     }
-    said = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
-    if said:
-        raise ValueError(f"{what}: {'; '.join(said)}.")
+    parts = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
+    if parts:
+        raise ValueError(f"{what}: {'; '.join(parts)}.")
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the first few names, sorted, and how many more there are. Unprintable names are quoted."""
+    """Return the first MAX_NAMED names, sorted, and the number of others. Unprintable names are quoted."""
     ordered = [name if len(name) <= 200 and name.isprintable() else shown(name) for name in sorted(names)]
     more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
     return ", ".join(ordered[:MAX_NAMED]) + more

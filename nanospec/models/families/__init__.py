@@ -1,4 +1,4 @@
-"""Families of models: how to read a `config.json`, and how checkpoints name and store weights.
+"""Model families: how to read a `config.json`, and how checkpoints name and store weights.
 
     class Mine(Family):
         def config(self, raw):
@@ -7,9 +7,8 @@
     FAMILIES["MineForCausalLM"] = Mine
 
 is a complete family if `ModelConfig` can express it and its tensors have the names of
-`ModelConfig.parameter_shapes`. Values that a file may leave out get the default of their family. What the
-decoder cannot run (a variant of RoPE, an activation, a quantized checkpoint) is refused with one sentence,
-never approximated.
+`ModelConfig.parameter_shapes`. Optional values have the defaults of their family. Features that the decoder
+does not support (a variant of RoPE, an activation, quantization) raise ValueError; none is approximated.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 from ...text import check_number, read_json, shown
 from ..config import ModelConfig, Rope
 
-MOST = {  # others fit 32 bits; there are tuples of layers, tiles of heads and tables of positions
+MOST = {  # maximum values, else int32; they bound tuples of layers, tiles of heads and tables of positions
     "num_hidden_layers": 4096,
     "head_dim": 256,
     "max_position_embeddings": 1 << 24,
@@ -36,30 +35,30 @@ Windows = tuple[int | None, ...]
 
 
 class Family:
-    """Llama 1, 2, 3.x and SmolLM2; other families override what is different.
+    """Llama 1, 2, 3.x and SmolLM2. Other families override what differs.
 
     Attributes:
-        ignored: prefixes of tensors that text does not need, such as an image encoder's.
+        ignored: prefixes of tensors that are not needed for text, such as those of an image encoder.
     """
 
     ignored: ClassVar[tuple[str, ...]] = ()
 
     def config(self, raw: Raw) -> ModelConfig:
-        """Translate a `config.json`. Raises ValueError for what the decoder cannot run."""
+        """Translate a `config.json`. Raises ValueError for values that the decoder does not support."""
         bias = value(raw, "attention_bias", bool, False)
         return read(raw, qkv_bias=bias, o_bias=bias, mlp_bias=value(raw, "mlp_bias", bool, False))
 
     def stored_name(self, name: str) -> str:
-        """Return the checkpoint's name of the tensor that holds ours of this name. Several of ours with one
-        stored name are its rows, one below the other."""
+        """Map our name of a tensor to the checkpoint's. Tensors with the same stored name are fused: they are
+        the rows of the stored tensor, in our order."""
         return name
 
     def convert(self, name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-        """Return our tensor from its stored rows, a copy in the dtype to compute in."""
+        """Convert the stored rows of a tensor, already copied to the device in the compute dtype."""
         return tensor
 
     def places(self, config: ModelConfig) -> dict[str, tuple[str, slice]]:
-        """Return where each of our tensors is in a checkpoint: the name of a stored tensor, and its rows."""
+        """Return the location of each of our tensors in a checkpoint: the stored name, and the rows in it."""
         places: dict[str, tuple[str, slice]] = {}
         filled: dict[str, int] = {}
         for name, (rows, *_) in config.parameter_shapes().items():
@@ -70,17 +69,17 @@ class Family:
         return places
 
     def stored_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor that the checkpoint must have, by its own name."""
+        """Return the shapes of all tensors that the checkpoint must have, by their stored names."""
         ours = config.parameter_shapes()
         return {whole: (rows.stop, *ours[n][1:]) for n, (whole, rows) in self.places(config).items()}
 
     def is_ignored(self, name: str, config: ModelConfig) -> bool:
-        """Return whether a stored tensor is not needed: RoPE frequencies, a tied head, `ignored` ones."""
+        """Return whether a stored tensor is not needed: RoPE frequencies, a tied lm_head, `ignored` ones."""
         tied_head = name.endswith("lm_head.weight") and config.tie_word_embeddings
         return tied_head or name.endswith("rotary_emb.inv_freq") or name.startswith(self.ignored)
 
 
-# By `architectures` of a `config.json`: a class, or "FILE.CLASS" of this folder, imported when it is needed.
+# By `architectures` of a `config.json`: a class, or "FILE.CLASS" in this folder, imported on use.
 FAMILIES: dict[str, str | type[Family]] = {
     "Gemma2ForCausalLM": "gemma.Gemma2",
     "Gemma3ForCausalLM": "gemma.Gemma3",
@@ -94,13 +93,13 @@ FAMILIES: dict[str, str | type[Family]] = {
 
 
 def family_of(raw: Raw) -> Family:
-    """Return the family that a `config.json` names. Raises ValueError if there is none."""
+    """Return the family of a `config.json`. Raises ValueError if it is not supported."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
     kind = FAMILIES.get(name) if isinstance(name, str) else None
     if kind is None:
         supported = ", ".join(FAMILIES)
-        raise ValueError(f"'architectures' names {shown(name)}, which is not supported; {supported} are.")
+        raise ValueError(f"architectures={shown(name)} is not supported; supported are {supported}.")
     if isinstance(kind, str):
         file, class_name = kind.split(".")
         kind = getattr(import_module(f".{file}", __name__), class_name)
@@ -109,15 +108,15 @@ def family_of(raw: Raw) -> Family:
 
 
 def config_of(raw: Raw) -> ModelConfig:
-    """Translate the content of a `config.json`. Raises ValueError for what is not supported."""
+    """Translate the content of a `config.json`. Raises ValueError for unsupported values."""
     return family_of(raw).config(raw)
 
 
 def read_config(folder: str | Path) -> tuple[Family, ModelConfig]:
-    """Read `config.json` in `folder`. Raises FileNotFoundError, or ValueError for what is not supported."""
+    """Read `config.json` in `folder`. Raises FileNotFoundError, or ValueError for unsupported values."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; a model folder needs a config.json.")
+        raise FileNotFoundError(f"{path} not found; a model folder needs a config.json.")
     raw = read_json(path)
     try:
         return family_of(raw), config_of(raw)
@@ -126,12 +125,12 @@ def read_config(folder: str | Path) -> tuple[Family, ModelConfig]:
 
 
 def read(raw: Raw, *, activation: str = "silu", act_key: str = "hidden_act", **fields: Any) -> ModelConfig:
-    """Return the config with the fields that all families name alike, and `fields`, which take precedence.
-    `raw[act_key]` must be `activation`, in the words of transformers."""
+    """Return a config from the keys that all families share and `fields`, which take precedence. `activation`
+    is the only supported value of `raw[act_key]`, as named by transformers."""
     if raw.get("quantization_config") is not None:
         raise ValueError(
-            "Quantized checkpoints (with a quantization_config) are not supported; use the one "
-            "stored in float32, bfloat16 or float16."
+            "Quantized checkpoints (with a quantization_config) are not supported; use one in float32, "
+            "bfloat16 or float16."
         )
     if (given := raw.get(act_key) or activation) != activation:
         raise ValueError(f"{act_key}={shown(given)} is not supported; only {activation!r} is.")
@@ -154,7 +153,8 @@ def read(raw: Raw, *, activation: str = "silu", act_key: str = "hidden_act", **f
 
 
 def value(raw: Raw, key: str, kind: type[T], default: T | None = None) -> T:
-    """Return the value of a key, or the default if it is absent or null. Numbers must be positive."""
+    """Return the value of a key, or the default if it is missing or null. Numbers must be positive. Raises
+    ValueError for other values, and for a missing key without a default."""
     found = default if raw.get(key) is None else raw[key]
     if found is None:
         raise ValueError(f"{key!r} is missing.")
@@ -167,14 +167,14 @@ def value(raw: Raw, key: str, kind: type[T], default: T | None = None) -> T:
 
 
 def optional(raw: Raw, key: str, default: float | None = None) -> float | None:
-    """Return a number, None if it is null, or the default if it is absent."""
+    """Return the number of a key, None if it is null, or the default if the key is missing."""
     given = raw.get(key, default)
     return None if given is None else value({key: given}, key, float)
 
 
 def layer_windows(raw: Raw, window: int | None, has_window: Callable[[int], bool]) -> Windows:
-    """Return the sliding window of each layer, None for none: that of layer i by entry i of `layer_types`, or
-    without that list by `has_window(i)`."""
+    """Return the sliding window of each layer, or None. Layer i has a window according to entry i of
+    `layer_types` or, without that list, to `has_window(i)`."""
     num_layers, kinds = value(raw, "num_hidden_layers", int), raw.get("layer_types")
     if kinds is None:
         return tuple(window if has_window(i) else None for i in range(num_layers))
@@ -183,22 +183,22 @@ def layer_windows(raw: Raw, window: int | None, has_window: Callable[[int], bool
     by_kind = {"full_attention": None} | ({} if window is None else {"sliding_attention": window})
     if unknown := [kind for kind in kinds if kind not in list(by_kind)]:
         raise ValueError(
-            f"Layer type {shown(unknown[0])} is not supported; full_attention is, and sliding_attention with "
+            f"Layer type {shown(unknown[0])} is not supported; use full_attention, or sliding_attention with "
             "use_sliding_window and sliding_window set."
         )
     return tuple(by_kind[kind] for kind in kinds)
 
 
 def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
-    """Return RoPE from `rope_theta` with `rope_scaling`, or from `rope_parameters` (transformers 5).
-    `partial`: the family supports heads that are rotated in part."""
+    """Return RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters` (transformers 5). `partial`
+    is whether the family supports heads that are only partly rotated."""
     given = rope_entry(raw)
     part = value({**raw, **given}, "partial_rotary_factor", float, 1.0)
     if part > 1 or (part < 1 and not partial):
-        raise ValueError(f"partial_rotary_factor={part} is not supported here.")
+        raise ValueError(f"partial_rotary_factor={part} is not supported for this architecture.")
     theta = value(given, "rope_theta", float, value(raw, "rope_theta", float, theta))
     kind = given.get("rope_type", given.get("type", "default"))
-    # The context of pretraining, in Hugging Face's order: beside the RoPE entry, in it, or the longest.
+    # The context length of pretraining, in transformers' order: top-level key, RoPE entry, maximum.
     longest, key = value(raw, "max_position_embeddings", int), "original_max_position_embeddings"
     length = value(raw, key, int, value(given, key, int, longest))
     match kind:
@@ -213,7 +213,7 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
             return Rope("llama3", theta, value(given, "factor", float), low, high, length, part)
         case "longrope":
             if length == 1:
-                raise ValueError(f"{key}=1 of longrope must be at least 2.")
+                raise ValueError(f"{key}=1 must be at least 2 for longrope.")
             factor = value(given, "factor", float, longest / length)
             amplitude = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(length))
             return Rope(
@@ -225,17 +225,17 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
                 long_factors=_factors(given, "long_factor"),
                 amplitude=optional(given, "attention_factor") or amplitude,
             )
-    raise ValueError(f"RoPE type {shown(kind)} is not supported; default, linear, llama3 and longrope are.")
+    raise ValueError(f"RoPE type {shown(kind)} is not supported; use default, linear, llama3 or longrope.")
 
 
 def rope_entry(raw: Raw) -> dict[str, Any]:
-    """Return the object that describes RoPE beyond its theta, {} if there is none."""
+    """Return the object with the RoPE parameters other than theta, or {}."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(name) or {}
     if not isinstance(given, dict):
         raise ValueError(f"{name}={shown(given)} must be an object.")
     if any(isinstance(entry, dict) for entry in given.values()):
-        raise ValueError(f"{name} holds one RoPE per kind of layer; only one for all is supported.")
+        raise ValueError(f"{name} with one RoPE per layer type is not supported; use one for all layers.")
     return given
 
 

@@ -1,5 +1,5 @@
-"""Gemma 2 and Gemma 3 (text): norms that scale by 1 + w, before and after attention and MLP, GeGLU, scaled
-embeddings. Gemma 2 has soft caps; Gemma 3 has norms of q and k, and another RoPE on layers with windows.
+"""Gemma 2 and Gemma 3 (text only): norms that multiply by 1 + w, before and after attention and MLP; GeGLU;
+scaled embeddings. Gemma 2 has soft caps. Gemma 3 has norms of q and k, and local layers have their own RoPE.
 
 https://arxiv.org/abs/2408.00118, https://arxiv.org/abs/2503.19786
 """
@@ -14,13 +14,13 @@ from ...text import shown
 from ..config import ModelConfig, Rope
 from . import Family, Raw, layer_windows, optional, read, rope, value
 
-# Llama's name for the norm before the MLP is Gemma's for the one after attention.
+# Our names -> Gemma's. `post_attention_layernorm` is before the MLP in Llama, but after attention in Gemma.
 NORMS = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "self_attn.out_norm": "post_attention_layernorm",
     "mlp.out_norm": "post_feedforward_layernorm",
 }
-DEFAULTS: dict[str, Any] = {  # of transformers; released files leave them out
+DEFAULTS: dict[str, Any] = {  # from transformers; released config files omit them
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -42,7 +42,7 @@ class Gemma2(Family):
         )
 
     def stored_name(self, name: str) -> str:
-        """Two names are swapped, so each name is replaced once."""
+        """Map our name to the checkpoint's. At most one part is replaced, since two names are swapped."""
         ours = next((part for part in NORMS if part in name), None)
         return name if ours is None else name.replace(ours, NORMS[ours])
 
@@ -66,7 +66,7 @@ class Gemma3(Gemma2):
 
 
 class Gemma3WithImages(Gemma3):
-    """The text model of a model with images."""
+    """The text model of a checkpoint that also supports images."""
 
     ignored = ("vision_tower.", "multi_modal_projector.")
 
@@ -74,21 +74,21 @@ class Gemma3WithImages(Gemma3):
         text = raw.get("text_config")
         if not isinstance(text, dict):
             raise ValueError("'text_config' is missing or not an object.")
-        above = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if raw.get(key)}
-        return super().config({**text, **above})
+        shared = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if raw.get(key)}
+        return super().config({**text, **shared})
 
     def stored_name(self, name: str) -> str:
         return "language_model." + super().stored_name(name)
 
 
 def _given(raw: Raw) -> dict[str, Any]:
-    """Return the values that are not null. Null means the default, except for soft caps."""
+    """Drop null values, which mean the default, except for soft caps, where null means none."""
     return {k: v for k, v in raw.items() if v is not None or k.endswith("softcapping")}
 
 
 def _read(raw: Raw, **fields: Any) -> ModelConfig:
     if raw.get("use_bidirectional_attention"):
-        raise ValueError("use_bidirectional_attention is not supported; attention is causal.")
+        raise ValueError("use_bidirectional_attention is not supported; attention must be causal.")
     bias = value(raw, "attention_bias", bool, False)
     return read(
         raw,
@@ -105,7 +105,7 @@ def _read(raw: Raw, **fields: Any) -> ModelConfig:
 
 
 def _ropes(raw: Raw) -> tuple[Rope, Rope]:
-    """Return RoPE of layers without and with a window; transformers 5 has an entry for each kind."""
+    """Return RoPE of global and of local (sliding window) layers; transformers 5 has an entry for each."""
     nested = raw.get("rope_parameters") or {}
     if not isinstance(nested, dict):
         raise ValueError(f"rope_parameters={shown(nested)} must be an object.")

@@ -14,21 +14,21 @@ FUSED |= {f"mlp.{part}_proj": "mlp.gate_up_proj" for part in ("gate", "up")}
 
 
 class Mistral(Family):
-    """All layers have a sliding window, if `sliding_window` is set."""
+    """All layers have a sliding window if `sliding_window` is set."""
 
     def config(self, raw: Raw) -> ModelConfig:
         return read(raw, windows=(_sliding_window(raw),) * value(raw, "num_hidden_layers", int))
 
 
 class Qwen2(Family):
-    """A bias on q, k, v; windows on some layers."""
+    """A bias on q, k and v; sliding windows on some layers."""
 
     def config(self, raw: Raw) -> ModelConfig:
         return read(raw, windows=_qwen_windows(raw), qkv_bias=True)
 
 
 class Qwen3(Family):
-    """RMSNorm of each head of q and k."""
+    """RMSNorm of each head of q and k; sliding windows on some layers."""
 
     def config(self, raw: Raw) -> ModelConfig:
         bias, head_dim = value(raw, "attention_bias", bool, False), value(raw, "head_dim", int, 128)
@@ -37,18 +37,18 @@ class Qwen3(Family):
 
 
 class Phi3(Family):
-    """Checkpoints fuse q, k, v and gate, up; longrope for long contexts.
+    """Checkpoints fuse q, k, v and gate, up; long contexts use longrope.
 
-    Phi-4-mini rotates a part of each head only, pairs (i, i + R/2) of its first R numbers. The product q . k
-    does not change if the numbers of q's and k's heads are put into another order, the same for both:
-    `convert` puts these pairs D/2 apart, where the kernels look for them. The others have angles of 0.
+    Phi-4-mini rotates only part of each head: pairs (i, i + R/2) of its first R values. Kernels expect pairs
+    D/2 apart, so `convert` reorders the values of a head in this way, with an angle of 0 for the rest. The
+    order is the same for q and k, so q . k does not change.
     """
 
     def config(self, raw: Raw) -> ModelConfig:
         longest = value(raw, "max_position_embeddings", int)
         window = value(raw, "sliding_window", int, longest)
         given = rope_entry(raw)
-        if given.get("rope_type", given.get("type")) in ("su", "yarn"):  # as early files call it
+        if given.get("rope_type", given.get("type")) in ("su", "yarn"):  # names of longrope in early files
             raw = {**raw, "rope_scaling": {**given, "rope_type": "longrope"}}
         windows = (window if window < longest else None,) * value(raw, "num_hidden_layers", int)
         return read(raw, windows=windows, rope=rope(raw, partial=True))
@@ -59,16 +59,16 @@ class Phi3(Family):
         return name
 
     def convert(self, name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-        turned = config.rope.rotated(config.head_dim)
-        if turned == config.head_dim or not name.endswith(("q_proj.weight", "k_proj.weight")):
+        rotated = config.rope.rotated(config.head_dim)
+        if rotated == config.head_dim or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return tensor
         heads = tensor.unflatten(0, (-1, config.head_dim))
-        pairs, rest = heads[:, :turned].chunk(2, 1), heads[:, turned:].chunk(2, 1)
+        pairs, rest = heads[:, :rotated].chunk(2, 1), heads[:, rotated:].chunk(2, 1)
         return torch.cat((pairs[0], rest[0], pairs[1], rest[1]), 1).flatten(0, 1)
 
 
 def _sliding_window(raw: Raw) -> int | None:
-    """Return `sliding_window`: null means none, absent means 4096."""
+    """Return `sliding_window`: None if it is null, 4096 if it is missing."""
     is_null = raw.get("sliding_window", 0) is None
     return None if is_null else value(raw, "sliding_window", int, 4096)
 

@@ -375,7 +375,7 @@ def test_draft_model_catches_up_in_chunks(model: Model, mode: str, monkeypatch: 
 
 
 def test_tree_width_is_limited_by_head_vocabulary(model: Model) -> None:
-    with pytest.raises(ValueError, match="more than the 4 tokens"):
+    with pytest.raises(ValueError, match="exceeds the 4 tokens"):
         make_engine(model, 3, spec={"method": "medusa", "tree_width": 6}, heads=random_heads(model, 2, 4))
     few = tiny_model(vocab_size=5)
     with pytest.raises(ValueError, match="tree_width=6 exceeds the 5 tokens"):

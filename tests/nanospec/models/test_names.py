@@ -44,7 +44,7 @@ def test_resolve_model_search_order(places: dict[str, Path]) -> None:
 
 
 def test_default_heads_search_order(places: dict[str, Path]) -> None:
-    with pytest.raises(FileNotFoundError, match="train some: nanospec train --model mine"):
+    with pytest.raises(FileNotFoundError, match="train them with: nanospec train --model mine"):
         default_heads(Path("mine"))
     for folder in (models.PACKAGE, places["cache"], places["here"]):
         (folder / "heads").mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_default_heads_search_order(places: dict[str, Path]) -> None:
 )
 def test_messages_name_the_invoked_command(started: str, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [started])
-    with pytest.raises(FileNotFoundError, match=f"Fetch one with: {typed} fetch NAME"):
+    with pytest.raises(FileNotFoundError, match=f"Download one with: {typed} fetch NAME"):
         resolve_model("nothing")
 
 
@@ -68,10 +68,10 @@ def test_resolve_model_errors(places: dict[str, Path], monkeypatch: pytest.Monke
     (places["named"] / "empty").mkdir()
     (places["named"] / "m.gguf").touch()
     for name, message in {
-        "nothing": r"no model 'nothing': .* are there: mine\. Fetch one with: nanospec fetch NAME",
+        "nothing": r"no model 'nothing': .* Available models: mine\. Download one with: nanospec fetch NAME",
         "": "no model ''",
-        "org/name": r"no model 'org/name': .* does not deliver it \(unreachable more\)\. Models",
-        str(places["named"] / "empty"): r"holds no config\.json",
+        "org/name": r"no model 'org/name': .* be downloaded from the hub \(unreachable more\)\. Available",
+        str(places["named"] / "empty"): r"has no config\.json",
         str(places["named"] / "m.gguf"): r"is a file, .* convert it: nanospec convert FILE FOLDER",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):

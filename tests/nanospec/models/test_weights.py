@@ -112,7 +112,7 @@ def test_all_mismatches_are_reported(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(weights, "Model", None)  # nothing is loaded before the check
     message = load_error(folder)
     assert "1 tensor(s) missing: model.layers.1.mlp.up_proj.weight" in message
-    assert "1 tensor(s) not expected: model.layers.0.self_attn.q_proj.bias" in message
+    assert "1 tensor(s) unexpected: model.layers.0.self_attn.q_proj.bias" in message
     assert "of the wrong shape: model.norm.weight [65] instead of [64]" in message
     assert "not stored as F32, BF16, F16: model.layers.2.mlp.down_proj.weight I8" in message
 
@@ -123,7 +123,7 @@ def test_long_lists_and_names_are_truncated(folder: Path) -> None:
     message = load_error(folder)
     assert "27 tensor(s) missing" in message
     assert "and 19 more" in message
-    assert "2 tensor(s) not expected: 'a\\nb', 'xxx" in message
+    assert "2 tensor(s) unexpected: 'a\\nb', 'xxx" in message
     assert len(message) < 1000
 
 
@@ -155,7 +155,7 @@ def test_missing_files(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "found pytorch_model.bin" in load_error(folder, FileNotFoundError)
     (folder / "pytorch_model.bin").unlink()
-    assert load_error(folder, FileNotFoundError).endswith("has no *.safetensors file; fetch the model again.")
+    assert load_error(folder, FileNotFoundError).endswith("safetensors file; download the model again.")
     (folder / "config.json").unlink()
     assert "needs a config.json" in load_error(folder, FileNotFoundError)
 
@@ -180,8 +180,8 @@ def test_missing_shard(sharded: Path) -> None:
         ("{", "is not valid JSON"),
         ("{}", "must have a 'weight_map'"),
         ('{"weight_map": {"a": 1}}', "lacks 1 of the 1 shards .*: 1;"),
-        ('{"weight_map": {"a": "../a.safetensors"}}', "names: ../a.safetensors;"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "names: /etc/passwd;"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "index.json: ../a.safetensors;"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "index.json: /etc/passwd;"),
     ],
     ids=["broken", "empty", "number", "outside", "absolute"],
 )
@@ -193,7 +193,7 @@ def test_bad_index(sharded: Path, content: str, words: str) -> None:
 def test_tensor_in_two_shards(sharded: Path) -> None:
     files = sorted(sharded.glob("*.safetensors"))
     save_file(load_file(files[0]) | load_file(files[1]), files[1])
-    assert "holds tensors of another shard too: " in load_error(sharded)
+    assert "has tensors that another shard has too: " in load_error(sharded)
 
 
 def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

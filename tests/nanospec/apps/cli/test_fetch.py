@@ -185,5 +185,5 @@ def test_convert_publishes_complete_folders_only(
     monkeypatch.setattr(gguf, "write_safetensors", interrupted)
     assert main(["convert", source, str(tmp_path / "out" / "other")]) == 130
     assert main(["convert", str(tmp_path / "none.gguf"), str(tmp_path / "out" / "other")]) == 2
-    assert "none.gguf: it does not exist" in capsys.readouterr().err
+    assert "none.gguf: file not found" in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == ["m"]
