@@ -25,7 +25,7 @@ struct Rows {
 using Norm = const float*;  // a weight, padded with zeros to a multiple of 16
 
 struct Layer {
-    Norm input_norm, q_norm, k_norm, o_norm, post_norm, down_norm;  // null if absent
+    Norm input_norm, q_norm, k_norm, o_norm, post_norm, down_norm;  // q, k, o, down: null if absent
     Weight qkv, o, gate_up, down;
     long window;           // sliding window, 0: none
     const float* cos_sin;  // [positions, head_dim]
