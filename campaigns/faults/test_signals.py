@@ -120,7 +120,7 @@ def test_ranks_end_together(tmp_path: Path) -> None:
         assert_gone(end.orphans)
         if other:
             assert end.status in (0, 1, 2), end  # 1: the leader was connecting, which only its end interrupts
-            assert end.status == 0 or "Rank 1" in end.err or "A rank has not answered" in end.err, end
+            assert end.status == 0 or "Rank 1" in end.err or "A rank did not complete" in end.err, end
         check(end._replace(orphans=[]), sandbox, {0, 1, 2, 128 + number}, number == SIGKILL and not other)
         assert sandbox.strike(sandbox.start(args), 0, []).status == 0
         assert results(sandbox) == results(undisturbed)

@@ -1,7 +1,7 @@
 """Collectives among the ranks of a model, and the leader's commands to the followers.
 
-Collectives only move tensors. Each rank then adds or compares them itself, in the order of ranks, so that all
-ranks compute the same bits, whatever the size of a message.
+Collectives only move tensors. Each rank then reduces them locally, in rank order, so that all ranks compute
+bitwise identical results for any message size.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
-START = 300  # seconds within which all ranks must be there
-CLOSING = 10.0  # seconds that NCCL has to leave the group
+START = 300  # time limit in seconds for all ranks to start
+CLOSING = 10.0  # time limit in seconds for NCCL to leave the group
 
-# In the stream of the kernels before and after them, which would otherwise wait for each other by events.
+# Run collectives in the current stream. A stream of their own would need events to synchronize with.
 _GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = False
 _SEND, _RECEIVE = BroadcastOptions(), BroadcastOptions()
@@ -30,11 +30,11 @@ _RECEIVE.timeout = timedelta(days=3650)  # the leader may be idle
 
 
 class Place(NamedTuple):
-    """The place of a rank among all.
+    """The place of a rank among all ranks.
 
     Attributes:
-        local_rank, local_size: its number among the ranks of its machine, and how many these are.
-        path: the file of the store, if the leader started the ranks; "" under torchrun, which has its own.
+        local_rank, local_size: the rank's index on its machine, and the number of ranks on that machine.
+        path: the file of the store if the leader started the ranks; "" under torchrun, which provides one.
     """
 
     rank: int
@@ -45,18 +45,18 @@ class Place(NamedTuple):
 
     @property
     def gpu(self) -> int:
-        """The number of the rank's GPU. A launcher may show each process its own alone."""
+        """The index of the rank's GPU: 0 if only one is visible, as some launchers arrange."""
         return 0 if os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0 else self.local_rank
 
     def store(self) -> dist.Store:
-        """Return a connection to the store by which the ranks find each other."""
+        """Connect to the store through which the ranks find each other."""
         if self.path:
             return dist.FileStore(self.path, self.size)
         return next(dist.rendezvous("env://"))[0]
 
 
 def torchrun_place() -> Place | None:
-    """Return the place of this process if torchrun started it."""
+    """Return the place of this process if torchrun started it, else None."""
     if not {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
@@ -65,7 +65,7 @@ def torchrun_place() -> Place | None:
 
 
 class Group:
-    """The connections of one rank: gloo for commands, and for tensors gloo on CPUs, NCCL on GPUs.
+    """The connections of one rank: gloo for commands; for tensors, gloo on CPUs and NCCL on GPUs.
 
     They are independent of `torch.distributed.init_process_group`, which the user's program may call.
     """
@@ -73,10 +73,10 @@ class Group:
     def __init__(
         self, device: torch.device, place: Place, seconds: float, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Meet the other ranks, unless `check` raises an error meanwhile, and connect to them. A collective
-        that takes more than `seconds` raises RuntimeError.
+        """Wait for the other ranks and connect to them. `check` is called while waiting and may raise.
+        Collectives raise RuntimeError after `seconds`.
 
-        NCCL allocates its buffers here, so the free memory may be measured afterwards.
+        NCCL allocates its buffers here, so measure the free memory afterwards.
         """
         rank, size, store = place.rank, place.size, place.store()
         self.device, self.rank, self.size = device, rank, size
@@ -86,10 +86,10 @@ class Group:
         while store.add("nanospec/ranks", 0) < size:
             check()
             if time.monotonic() > deadline:
-                raise ConnectionError(f"Some of {size} ranks have not started within {START} seconds.")
+                raise ConnectionError(f"Not all of the {size} ranks started within {START} seconds.")
             time.sleep(0.02)
         timeout = timedelta(seconds=seconds)
-        gloo: Any = dist.ProcessGroupGloo  # types of torch know only some of its attributes
+        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack some of its attributes
         options: Any = timeout
         if place.path:
             options = gloo._Options()
@@ -104,13 +104,13 @@ class Group:
         self.exchange(self.gather(torch.zeros(1, device=device)))
 
     def gather(self, x: Tensor) -> Tensor:
-        """x [...] of every rank, equal in shape and dtype -> [size, ...] in the order of ranks."""
+        """Gather x [...], of equal shape and dtype on every rank, into [size, ...] in rank order."""
         out = x.new_empty(self.size, *x.shape)
         self._tensors._allgather_base(_bytes(out), _bytes(x.contiguous()), _GATHER).wait()
         return out
 
     def exchange(self, x: Tensor) -> Tensor:
-        """x [size, ...] of every rank, x[r] for rank r -> [size, ...] in the order of the senders."""
+        """Send x[r] of x [size, ...] to each rank r. Return [size, ...], the received parts by sender."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._tensors.alltoall_base(_bytes(out), _bytes(x.contiguous()), [], [], _EXCHANGE).wait()
         return out
@@ -122,12 +122,12 @@ class Group:
         self._broadcast(data)
 
     def receive(self) -> Any:
-        """Wait for the leader's next command. Raises RuntimeError if the leader has gone."""
+        """Wait for the leader's next command. Raises RuntimeError if the connection is lost."""
         size = int(self._broadcast(torch.zeros(1, dtype=torch.int64)))
         return pickle.loads(self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy().data)
 
     def share(self, compute: Callable[[], Any]) -> Any:
-        """Return on all ranks what the leader computes."""
+        """Call `compute` on the leader and return its result on all ranks."""
         if self.rank:
             return self.receive()
         value = compute()
@@ -139,22 +139,22 @@ class Group:
         return x
 
     def close(self) -> None:
-        """Leave the group. Other threads that call this wait for the first one.
+        """Leave the group. Concurrent calls return after the first one has finished.
 
-        The C++ groups are destroyed here, before the interpreter is finalized: their destructors release the
-        GIL and take it again, which aborts a process whose interpreter has ended meanwhile.
+        The C++ groups are destroyed here, before the interpreter is finalized: their destructors release and
+        reacquire the GIL, which aborts the process if the interpreter was finalized meanwhile.
         """
         with self._closing:
             tensors, self._tensors, self._gloo = self._tensors, None, None
             if tensors is not None and self.device.type == "cuda":
-                # It may wait forever for GPUs of ranks that are gone.
+                # `abort` may hang if the GPUs of other ranks no longer respond.
                 leaving = threading.Thread(target=tensors.abort, daemon=True, name="leaving")
                 leaving.start()
                 leaving.join(CLOSING)
                 del leaving
-            del tensors  # the last reference, while others wait for the lock
+            del tensors  # the last reference, dropped while holding the lock
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Return a flat view as bytes, since gloo does not support every dtype."""
+    """Return a flat uint8 view, since gloo does not support every dtype."""
     return x.flatten().view(torch.uint8)

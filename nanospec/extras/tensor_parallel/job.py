@@ -1,7 +1,7 @@
-"""The job of all ranks, as the leader sees it: its processes, its clock, and why it ended.
+"""The leader's supervision of all ranks: their processes, the time limit of commands, and failures.
 
-A rank that dies, fails or hangs ends the job: the leader gets one error within a bounded time, or, if it
-waits for a device that will never answer, its process ends with that sentence. No process is left.
+If a rank dies, fails or hangs, the job ends and all processes are stopped. The leader raises one error within
+a bounded time. If the leader itself hangs on its device, its process prints the error and exits.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from torch.distributed import Store
 
 from .group import Group
 
-CLOSED = "This model has been closed; make a new LLM."
-FAILURE = "nanospec/failure"  # the key in the store of why the first rank to fail did
-POLL = 0.2  # seconds between two checks of the processes and the clock
-GRACE = 10.0  # seconds that the leader has to notice a failure, and processes have to end when told to
+CLOSED = "This model has been closed; create a new LLM."
+FAILURE = "nanospec/failure"  # the store's key for the error of the first rank that fails
+POLL = 0.2  # seconds between two checks of the processes and the time limit
+GRACE = 10.0  # seconds for the leader to notice a failure, and for followers to exit after the last command
 
 
 class RankFailed(ConnectionError):
-    """A rank died, failed or hangs, which ended the job. The message says which rank, and why."""
+    """Raised when a rank died, failed or timed out. The message names the rank and the reason."""
 
 
 class Job:
-    """The followers' processes, and whether all ranks can take commands.
+    """The followers' processes and the state of the job.
 
     Attributes:
         group: the leader's group, once it is connected.
-        failure: why the job has ended, a sentence; None before.
+        failure: the error message that ended the job; None while it runs.
     """
 
     def __init__(
         self, processes: list[subprocess.Popen[bytes]], store: Store, seconds: float, path: str = ""
     ) -> None:
-        """`processes` are the ranks from 1 on, none under torchrun, which ends them itself. A command that
-        takes longer than `seconds` has failed. The folder of `path` is removed in the end."""
+        """Start watching `processes`, the ranks from 1 on; empty under torchrun, which stops them itself. A
+        command fails after `seconds`. The folder that contains `path` is removed when the job ends."""
         self.processes, self.store, self.seconds, self.path = processes, store, seconds, path
         self.group: Group | None = None
         self.failure: str | None = None
@@ -54,17 +54,18 @@ class Job:
         self._watch.start()
 
     def check(self) -> None:
-        """Raise an error unless all ranks can take a command."""
+        """Raise an error if the job has ended, or in a forked process."""
         if os.getpid() != self._process:
-            raise RankFailed("A forked process cannot use the ranks of its parent; make an LLM of its own.")
+            raise RankFailed("A forked process cannot use the ranks of its parent; create a new LLM in it.")
         if self.failure is not None:
             kind = RuntimeError if self.failure == CLOSED else RankFailed
             raise kind(self.failure) from self._cause
 
     @contextmanager
     def command(self, name: str, seconds: float | None = None) -> Iterator[None]:
-        """Run a command of all ranks. An error ends the job and is raised as RankFailed. Ctrl-C ends it too,
-        so the engine defers it to the end of its turn: an interrupted rank is out of step with the others."""
+        """Run a command of all ranks in the context. An error ends the job and is raised as RankFailed.
+        KeyboardInterrupt ends it too, because the ranks are then out of step; the engine therefore defers
+        Ctrl-C to the end of a step."""
         self.check()
         self._command = name
         self._deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
@@ -72,19 +73,19 @@ class Job:
             yield
         except Exception as error:
             self._cause = error
-            patience = time.monotonic() + 2  # another rank's failure may have caused it
+            patience = time.monotonic() + 2  # wait for the failure of another rank, which may be the cause
             while self.failure is None and time.monotonic() < patience:
                 time.sleep(POLL / 10)
             self.end(_failure(0, error))
         except BaseException:
-            self.end(f"{name!r} was interrupted, and with it all ranks.")
+            self.end(f"{name!r} was interrupted, so all ranks were stopped.")
             raise
         finally:
             self._deadline = -math.inf
-        self.check()  # without a rank, what was computed is wrong
+        self.check()  # after a failure, the results of the command are invalid
 
     def end(self, sentence: str) -> None:
-        """End the job, and kill what is left of it."""
+        """End the job with an error message, and kill the remaining processes."""
         self.failure = self.failure or sentence
         for process in self.processes:
             process.kill()
@@ -94,7 +95,7 @@ class Job:
             shutil.rmtree(os.path.dirname(self.path), ignore_errors=True)
 
     def close(self) -> None:
-        """Have the followers end, and disconnect from them."""
+        """Stop the followers and disconnect from them."""
         self._closed.set()
         self._watch.join()
         if self.group is not None:
@@ -109,14 +110,14 @@ class Job:
         self.end(CLOSED)
 
     def _watch_ranks(self) -> None:
-        """End the job when a rank has failed, and the leader's process if it does not notice."""
+        """End the job when a rank has failed, and exit the leader's process if it stays blocked."""
         while (failure := self._find_failure()) is None:
             if self._closed.wait(POLL):
                 return
         self.end(failure)
         if self.group is not None:
-            self.group.close()  # frees a leader that waits for its device
-        # A leader that starts may be loading weights.
+            self.group.close()  # unblocks a leader that waits for its device
+        # The command "start" has no deadline: the leader may be loading weights.
         patience = time.monotonic() + (GRACE if self._deadline < math.inf else self.seconds)
         while self._deadline > 0 and time.monotonic() < patience:
             time.sleep(POLL)
@@ -125,29 +126,29 @@ class Job:
             os._exit(1)
 
     def _find_failure(self) -> str | None:
-        """Return why the job cannot go on, None if it can."""
-        with suppress(RuntimeError):  # torchrun's store may be gone
+        """Return the error message of a failed rank or an expired time limit, else None."""
+        with suppress(RuntimeError):  # torchrun may have closed its store
             if self.store.check([FAILURE]):
                 return self.store.get(FAILURE).decode()
         for rank, process in enumerate(self.processes, 1):
             if (code := process.poll()) is not None:
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-                return f"Rank {rank} {how}, and the others with it."
+                how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+                return f"Rank {rank} {how}, so all ranks were stopped."
         if 0 < self._deadline < time.monotonic():
             return (
-                f"A rank has not answered {self._command!r} for {self.seconds:g} seconds, which is the limit "
-                "that distributed_timeout sets; all of them are ended."
+                f"A rank did not complete {self._command!r} within distributed_timeout={self.seconds:g} "
+                "seconds, so all ranks were stopped."
             )
         return None
 
 
 def report_failure(store: Store, rank: int, error: Exception) -> None:
-    """Tell the leader why a follower ends, unless another one has failed before it."""
-    with suppress(RuntimeError):  # the leader, and the store with it, may be gone
+    """Report a follower's error to the leader, unless another rank has failed before."""
+    with suppress(RuntimeError):  # the store is closed if the leader has exited
         store.compare_set(FAILURE, "", _failure(rank, error))
 
 
 def _failure(rank: int, error: Exception) -> str:
-    """Return an error of a rank as a sentence: without its type, if it is one for the user."""
+    """Return the error message for a rank's exception. User errors (ValueError, OSError) omit the type."""
     message = str(error) if isinstance(error, ValueError | OSError) else repr(error)
-    return f"Rank {rank} failed, and the others with it: {message}"
+    return f"Rank {rank} failed, so all ranks were stopped: {message}"

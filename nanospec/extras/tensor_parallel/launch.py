@@ -1,9 +1,9 @@
-"""Start the ranks: the leader starts the others as processes of its own, or torchrun has started all.
+"""Start the ranks. The leader starts the followers as child processes, unless torchrun has started all ranks.
 
-A follower that the leader starts does not run the user's program, which therefore needs no
-`if __name__ == "__main__"`. It finds the arguments of `LLM` in the store; unpickling them imports the modules
-of the user's drafters. Under torchrun every process, on one machine or several, runs the program, and all but
-rank 0 stay in `LLM(...)`.
+Followers that the leader starts do not run the user's program, which therefore needs no
+`if __name__ == "__main__"` guard. They read the arguments of `LLM` from the store; unpickling these imports
+the modules of the user's drafters. Under torchrun, every process on every machine runs the program, and all
+ranks but 0 stay in `LLM(...)` until the job ends.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .job import POLL, Job, RankFailed, report_failure
 from .shard import Shard, check_split
 from .worker import Rank, for_followers
 
-ARGUMENTS = "nanospec/arguments"  # the key in the store of the followers' `Arguments`, pickled
+ARGUMENTS = "nanospec/arguments"  # the store's key for the followers' `Arguments`, pickled
 
 Arguments = tuple[EngineConfig, Path, Drafters | None]
-"""Those of `LLM` that every rank needs: settings, the folder of the model, the drafter."""
+"""The arguments of `LLM` that every rank needs: the config, the checkpoint and the drafter."""
 
 
 def lead(config: EngineConfig, folder: Path, drafter: Drafters | None, tokenizer: Tokenizer) -> Rank:
-    """Return the leader's worker of `config.tensor_parallel_size` ranks. In torchrun's other processes,
-    follow the leader instead, and end the process with the job.
+    """Start `config.tensor_parallel_size` ranks and return the leader's worker. In torchrun's other
+    processes, follow the leader and exit when the job ends.
 
-    Raises ValueError if the model cannot be split so, RankFailed if a rank does not start.
+    Raises ValueError if the model cannot be split among the ranks, RankFailed if a rank does not start.
     """
     size, place = config.tensor_parallel_size, torchrun_place()
     check_split(read_config(folder)[1], size)
@@ -57,13 +57,13 @@ def lead(config: EngineConfig, folder: Path, drafter: Drafters | None, tokenizer
         place = Place(0, size, 0, size, mkdtemp(prefix="nanospec-") + "/store")
     elif place.size != size:
         raise ValueError(
-            f"torchrun has started {place.size} processes, but tensor_parallel_size={size}; use as many."
+            f"torchrun started {place.size} processes, but tensor_parallel_size={size}; they must be equal."
         )
     elif place.rank:
         raise SystemExit(follow(place, for_others))
     store = place.store()
     if store.add("nanospec/leaders", 1) > 1:
-        raise ValueError("Under torchrun a program has one LLM, since the other ranks stay in its first.")
+        raise ValueError("Only one LLM can be created under torchrun: the other ranks serve the first one.")
     job = Job([], store, config.distributed_timeout, place.path)
     try:
         with job.command("start", math.inf):
@@ -75,35 +75,35 @@ def lead(config: EngineConfig, folder: Path, drafter: Drafters | None, tokenizer
     except BaseException as error:
         job.close()
         if isinstance(error, RankFailed) and isinstance(error.__cause__, ValueError | OSError):
-            raise error.__cause__ from None  # of this rank, in the user's words
+            raise error.__cause__ from None  # the user's error on this rank, without the job's message
         raise
 
 
 def _check_devices(config: EngineConfig, count: int) -> None:
-    """Raise ValueError unless this machine has `count` GPUs, if ranks use GPUs."""
+    """Raise ValueError if the ranks use GPUs and this machine has fewer than `count`."""
     size = config.tensor_parallel_size
     if resolve_device(config.device).type != "cuda":
         return
     if ":" in str(config.device):
         raise ValueError(
-            f"device={shown(config.device)} is one GPU, but tensor_parallel_size={size}; use device='cuda', "
-            "and CUDA_VISIBLE_DEVICES to choose which."
+            f"device={shown(config.device)} is a single GPU, but tensor_parallel_size={size}; use "
+            "device='cuda' and select GPUs with CUDA_VISIBLE_DEVICES."
         )
     if (available := torch.cuda.device_count()) < count:
         raise ValueError(
-            f"tensor_parallel_size={size} needs {count} GPUs on this machine, which shows {available}; lower "
-            "it, or use device='cpu'."
+            f"tensor_parallel_size={size} needs {count} GPUs on this machine, but {available} are available; "
+            "lower it or use device='cpu'."
         )
 
 
 def _pickled(arguments: Arguments) -> bytes:
-    """Pickle the arguments of followers. Raises ValueError for a drafter that these could not load."""
+    """Pickle the followers' arguments. Raises ValueError for a drafter that they could not load."""
     config, _, given = arguments
     for drafter in resolve_drafters(config.spec, given):
         if type(drafter).__module__ == "__main__":
             raise ValueError(
-                f"{type(drafter).__name__} is defined in the script, which other ranks do not run: define it "
-                "in a module that the script imports."
+                f"{type(drafter).__name__} is defined in the main script, which other ranks do not run; move "
+                "it to a module that the script imports."
             )
     try:
         return pickle.dumps(arguments)
@@ -112,8 +112,8 @@ def _pickled(arguments: Arguments) -> bytes:
 
 
 def _start_followers(leader: Place, processes: list[Popen[bytes]]) -> None:
-    """Start the ranks from 1 on as processes. They ignore Ctrl-C, which is the leader's, and look for modules
-    where this process does."""
+    """Start the ranks from 1 on as child processes. They ignore SIGINT, which the leader handles, and have
+    the leader's module search path."""
     path = [folder or os.getcwd() for folder in sys.path] + [str(Path(__file__).resolve().parents[3])]
     env = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1"}
     env = {**os.environ, **env, "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -126,25 +126,25 @@ def _start_followers(leader: Place, processes: list[Popen[bytes]]) -> None:
 
 
 def run_follower(leader: int, place: Place) -> NoReturn:
-    """Run a follower process that the leader has started. It exits when the leader's process has ended, even
-    while it is blocked."""
+    """Run a follower process that the leader has started. It exits when the leader's process ends, even if
+    it is blocked at the time."""
 
     def watch() -> None:
         while os.getppid() == leader:
             time.sleep(POLL)
-        shutil.rmtree(os.path.dirname(place.path), ignore_errors=True)  # for a leader that was killed
+        shutil.rmtree(os.path.dirname(place.path), ignore_errors=True)  # a killed leader left it behind
         os._exit(1)
 
     thread = threading.Thread(target=watch, daemon=True, name="leader")
     thread.start()
     if follow(place):
-        thread.join()  # the leader, which knows why, ends this process
+        thread.join()  # wait until the leader, which has the error, kills this process
     sys.exit()
 
 
 def follow(place: Place, arguments: Arguments | None = None) -> int:
-    """Run the leader's commands until it ends the job; return the exit status. Without `arguments`, those in
-    the store are used."""
+    """Run the leader's commands until the job ends, and return the exit status. `arguments` default to those
+    in the store."""
     store, group = place.store(), None
     try:
         arguments = arguments or pickle.loads(store.get(ARGUMENTS))
@@ -160,22 +160,22 @@ def follow(place: Place, arguments: Arguments | None = None) -> int:
 
 
 def _connect(place: Place, config: EngineConfig, check: Callable[[], None] = lambda: None) -> Group:
-    """Prepare the rank's device, and connect it with the others."""
+    """Set up the rank's device and connect it to the other ranks."""
     device = resolve_device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", place.gpu)
         torch.cuda.set_device(device)
-    else:  # a fixed number, since all ranks must have the same
+    else:  # a fixed number, because all ranks must use the same
         cores = len(os.sched_getaffinity(0))
         threads = max(cores // place.local_size, 1) if config.threads == "auto" else config.threads
-        if threads > cores:  # ranks that wait for each other keep theirs busy
-            raise ValueError(f"threads={threads} of each rank are more than {cores} processors; use fewer.")
+        if threads > cores:  # threads of ranks that wait for each other keep their cores busy
+            raise ValueError(f"threads={threads} per rank exceeds the {cores} available cores; lower it.")
         use_threads(threads)
     return Group(device, place, config.distributed_timeout, check)
 
 
 def _worker(arguments: Arguments, tokenizer: Tokenizer, group: Group, job: Job | None = None) -> Rank:
-    """Load the rank's part of the model, and make its worker."""
+    """Load the rank's shard of the model and return its worker."""
     config, split = arguments[0], partial(Shard, group=group)
     with current(group.device):
         model, drafters = load_parts(*arguments, tokenizer, group.device, split)

@@ -1,11 +1,10 @@
-"""The workers of the ranks: each has a part of the model and all request rows, and takes the same steps.
+"""The workers of the ranks. Each has a shard of the model and all request rows, and runs the same steps.
 
-The engine's worker is the leader's. It sends every verb to the followers before it runs it itself, so all
-tables are equal at all times, and so are the logits, of which each rank computes a part and gathers all.
+The engine calls the leader's worker, which sends each command to the followers before it runs it. All ranks
+therefore have equal request tables, and equal logits: each computes a part and gathers the rest.
 
-Drafters that propose on the host do so on the leader alone, and the followers receive their proposals. So
-their classes may be defined in the user's script, which followers do not run, and they may be random: all
-ranks verify the same drafts.
+Drafters that propose on the host run on the leader only, and the followers receive their proposals. They may
+therefore be random, and their classes may be defined in the user's script, which followers do not run.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ class Rank(Worker):
     """The worker of one rank.
 
     Attributes:
-        job: the followers, if this is the leader.
+        job: the job of all ranks on the leader, None on followers.
     """
 
-    def __init__(self, group: Group, job: Job | None, *of_worker: Any) -> None:
-        """`of_worker`: the arguments of `Worker`."""
+    def __init__(self, group: Group, job: Job | None, *args: Any) -> None:
+        """Create the worker. `args` are the arguments of `Worker`."""
         self.group, self.job = group, job
-        super().__init__(*of_worker)
+        super().__init__(*args)
         self.memory *= group.size  # shapes are equal on all ranks
         for drafter in self.drafters:
-            if drafter.reads_on_host:  # all ranks use what the leader's proposes
+            if drafter.reads_on_host:  # use the leader's proposals on all ranks
                 drafter.propose = partial(_propose, group, drafter.propose)  # type: ignore[method-assign]
         self._end = weakref.finalize(self, _end, os.getpid(), group, job, self.graphs)
 
     def _plan_cache(self) -> tuple[int, int]:
-        """(number of KV blocks, max_model_len) that fit on every rank."""
+        """Return (number of KV blocks, max_model_len) that fit on every rank."""
         plans = self.group.gather(torch.tensor(super()._plan_cache(), device=self.device))
         num_blocks, max_model_len = plans.amin(0).tolist()
         return num_blocks, max_model_len
@@ -65,13 +64,13 @@ class Rank(Worker):
     def follow(self) -> None:
         """Run the leader's commands until it ends the job."""
         while (message := self.group.receive()) is not None:
-            verb, *args = message
-            getattr(self, verb)(*args)
+            command, *args = message
+            getattr(self, command)(*args)
         self._end()
 
     @contextmanager
     def _all(self, *message: Any) -> Iterator[None]:
-        """Run a method on all ranks: the leader sends its name and its arguments to the followers first."""
+        """Run a method on all ranks: the leader first sends (name, *arguments) to the followers."""
         if self.job is None:
             yield
         else:
@@ -92,12 +91,12 @@ class Rank(Worker):
             return super().step(order, lambda offers: self.group.share(lambda: cut(offers)))
 
     def fetch(self, flight: Flight) -> list[RowResult]:
-        assert self.job is not None  # followers need no results
+        assert self.job is not None  # only the leader fetches results
         with self.job.command("fetch"):
             return super().fetch(flight)
 
     def release(self, row: int) -> None:
-        if self.failure is None:  # otherwise there are no rows any more
+        if self.failure is None:  # after a failure there is nothing to release
             with self._all("release", row):
                 super().release(row)
 
@@ -110,18 +109,18 @@ class Rank(Worker):
 
 
 def _end(process: int, group: Group, job: Job | None, graphs: StepGraphs | None) -> None:
-    """Leave the group when the worker is closed, collected, or left to the end of the interpreter; the leader
-    ends the job. A forked process leaks the group: its destructor would wait for the parent's threads."""
+    """Leave the group, and end the job on the leader, when the worker is closed or collected, or at exit. A
+    forked process leaks the group instead: its destructor would wait for the parent's threads."""
     if os.getpid() != process:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return
     if graphs is not None:
-        graphs.captures.clear()  # first, as NCCL waits for its kernels in them
+        graphs.captures.clear()  # first, because NCCL waits for its kernels in the CUDA graphs
     (job or group).close()
 
 
 class Remote(Drafter):
-    """The stand-in on a follower for a drafter of the leader's host."""
+    """A follower's stand-in for a drafter that runs on the leader's host."""
 
     reads_on_host = True
 
@@ -130,14 +129,14 @@ class Remote(Drafter):
         self.makes_trees, self.memory = drafter.makes_trees, drafter.memory
 
 
-def for_followers(given: Any) -> Any:
-    """Return the `drafter` argument of the user with stand-ins for drafters of the host."""
-    if isinstance(given, list | tuple):
-        return [for_followers(each) for each in given]
-    return Remote(given) if isinstance(given, Drafter) and given.reads_on_host else given
+def for_followers(drafter: Any) -> Any:
+    """Return the user's `drafter` argument with `Remote` in place of drafters that run on the host."""
+    if isinstance(drafter, list | tuple):
+        return [for_followers(each) for each in drafter]
+    return Remote(drafter) if isinstance(drafter, Drafter) and drafter.reads_on_host else drafter
 
 
 def _propose(group: Group, propose: Callable[..., Proposal], table: Table, rows: Tensor, k: int) -> Proposal:
-    """Return on all ranks what the leader's drafter proposes."""
+    """Return the proposal of the leader's drafter, on all ranks."""
     parts = group.share(lambda: [part if part is None else part.cpu() for part in propose(table, rows, k)])
     return Proposal._make(part if part is None else part.to(group.device) for part in parts)

@@ -1,6 +1,6 @@
-"""Traces of requests, step by step, kept by an engine with `trace=True`.
+"""Traces of an engine with `trace=True`: every step of every request.
 
-recorder.py   the extension: a record for each step of each request, rejected drafts included
+recorder.py   the extension that records each step of each request, including rejected drafts
 trace.py      the records as plain data and as an HTML page
-page/         that page: HTML, CSS and JavaScript, joined into one file
+page/         the HTML, CSS and JavaScript of the page, which are joined into one file
 """

@@ -1,11 +1,11 @@
-"""The extension that writes a record for each step of each request, with rejected and unverified drafts.
+"""An extension that records each step of each request, including rejected and unverified drafts.
 
-The step, captured or not, writes its proposal to device rows, which are copied to the host afterwards. The
-line of a row is
+Each step, captured or not, writes its proposal to a device buffer with one line per row, which is copied to
+the host afterwards. The format of a line is
 
-    length of its text | number of drafts | drafts | sources | parents     [2 + 3 W] int32
+    number of tokens | number of drafts | drafts | sources | parents     [2 + 3 W] int32
 
-The length tells which step a line belongs to: a step without a proposal leaves the line of an earlier one.
+The number of tokens identifies the step: a step without a proposal leaves the line of an earlier step.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from ...kernels.transfer import to_host
 from ...outputs import NOT_TRACED
 from .trace import Record, StepRecord, Trace
 
-MAX_REQUESTS = 64  # the latest, which `Recorder.trace` has
+MAX_REQUESTS = 64  # the number of latest requests in `Recorder.trace`
 
 
 class Recorder(Extension):
-    """Writes the records.
+    """Records the steps of an engine.
 
     Attributes:
         requests: the latest requests, finished or not.
-        num_requests: the number of all requests.
+        num_requests: the total number of requests, including those no longer in `requests`.
     """
 
     always = True
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}  # by stage, when the step before had been collected
+        self._seconds: dict[str, float] = {}  # seconds per stage until the previous step was collected
         self.requests: deque[Request] = deque(maxlen=MAX_REQUESTS)
         self.num_requests = 0
 
     def attach(self, worker: Worker) -> None:
-        self._worker: Worker = proxy(worker)  # captured steps, which outlive it, refer to their extensions
-        shape = worker.table.num_rows + 1, 2 + 3 * worker.max_k  # the last line is for padding
+        self._worker: Worker = proxy(worker)  # captured steps refer to extensions and outlive the worker
+        shape = worker.table.num_rows + 1, 2 + 3 * worker.max_k  # the last line is for padding rows
         self._lines = torch.zeros(shape, dtype=torch.int32, device=worker.device)
 
     def admit(self, row: int) -> None:
@@ -61,8 +61,8 @@ class Recorder(Extension):
         k, row = proposal.drafts.shape[1], torch.where(rows >= 0, rows, table.num_rows)
         self._lines[row, 0] = table.num_tokens[rows.clamp(min=0)]
         self._lines[row, 1] = num_valid(proposal, proposal.num_drafts, table.vocab_size)
-        made = torch.stack((proposal.drafts, proposal.source, parents_of(proposal)), 1)  # [B, 3, k]
-        self._lines[:, 2:].unflatten(1, (3, -1))[row, :, :k] = made.int()
+        lines = torch.stack((proposal.drafts, proposal.source, parents_of(proposal)), 1)  # [B, 3, k]
+        self._lines[:, 2:].unflatten(1, (3, -1))[row, :, :k] = lines.int()
         return proposal
 
     def start(self, engine: Engine) -> None:
@@ -85,7 +85,7 @@ class Recorder(Extension):
         self.num_requests += 1
 
     def queued(self, rows: Sequence[int]) -> Any:
-        """Start copying the lines of rows to the host; return `Policy.promised`, and a wait for the lines."""
+        """Start copying lines to the host. Return `Policy.promised` and a function to await it."""
         with current(self._worker.device):
             return self._policy.promised, to_host(self._lines[: max(rows) + 1])
 
@@ -98,7 +98,7 @@ class Recorder(Extension):
         for request, row, result in zip(step.requests, step.rows, results, strict=True):
             record: Record = request.extension_data
             if request.num_tokens == record.num_tokens:
-                continue  # it had ended before
+                continue  # it finished in an earlier step
             report, verified = result.report, result.report.num_drafted
             drafts, sources, parents = self._proposed(lines[row], record.num_tokens)
             tokens = request.tokens[record.num_tokens :]
@@ -123,23 +123,24 @@ class Recorder(Extension):
             record.num_tokens = request.num_tokens
 
     def _proposed(self, line: list[int], length: int) -> list[list[int]]:
-        """Return the drafts, sources and parents of a row with a text of so many tokens, from its line."""
-        width, count = self._worker.max_k, line[1] if line[0] == length else 0  # else it had no proposal
+        """Parse the line of a row with `length` tokens into drafts, sources and parents."""
+        width, count = self._worker.max_k, line[1] if line[0] == length else 0  # 0: a line of an earlier step
         return [line[first : first + count] for first in (2, 2 + width, 2 + 2 * width)]
 
     def _plain_share(self, step: Queued, results: Sequence[RowResult]) -> float:
-        """Return the share of a step's time that it would take without drafts, as steps were timed."""
+        """Return the estimated time of the step without drafts, as a fraction of the time with drafts."""
         B, context = len(step.rows), sum(request.num_tokens for request in step.requests)
         captured = bool(self._costs.captured)
         tokens = B * (1 + step.k) if captured else B + sum(result.report.num_drafted for result in results)
         return self._costs.cost(B, B, context) / self._costs.cost(B, tokens, context)
 
-    def _reason(self, request: Request, made: int, verified: int, k: int, promised: float | None) -> str:
+    def _reason(self, request: Request, drafted: int, verified: int, k: int, promised: float | None) -> str:
+        """Return `StepRecord.reason` for a step with `drafted` drafts."""
         if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
             return "off"
         if request.max_len - request.extension_data.num_tokens <= 1:
             return "end"
-        if not made:
+        if not drafted:
             return "does not pay" if k == 0 else "no match"
         if promised is None:
             return "fixed"
@@ -149,7 +150,7 @@ class Recorder(Extension):
 
 
 def recorder_of(extensions: Sequence[Extension]) -> Recorder:
-    """Return the recorder among extensions. Raises ValueError if there is none."""
+    """Return the `Recorder` in a list of extensions. Raises ValueError if there is none."""
     for extension in extensions:
         if isinstance(extension, Recorder):
             return extension
@@ -157,10 +158,10 @@ def recorder_of(extensions: Sequence[Extension]) -> Recorder:
 
 
 def walk(tokens: list[int], drafts: list[int], parents: list[int]) -> list[int]:
-    """Return the places of the drafts among `tokens`: from each to the child that has the next token."""
+    """Return the places (from 1 on) of the accepted drafts, by walking down the tree along `tokens`."""
     places, node = list[int](), 0
     for token in tokens:
-        children = (place for place, made in enumerate(zip(drafts, parents), 1) if made == (token, node))
+        children = (place for place, draft in enumerate(zip(drafts, parents), 1) if draft == (token, node))
         if (node := next(children, -1)) < 0:
             break
         places.append(node)

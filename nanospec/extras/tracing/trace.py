@@ -3,8 +3,8 @@
     trace = llm.generate(...)[0].trace()
     trace.lanes[0].steps[0].drafts, trace.to_dict(), trace.save("trace.html")
 
-A *lane* is one output. The page is a single HTML file that needs no network: the files of `page/` with the
-data of `to_dict` among them.
+A *lane* is one output. The page is a single HTML file that works offline: the files of `page/` with the data
+of `to_dict` embedded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from ...outputs import NOT_TRACED, Completion
 from ...text.tokenizer import Detokenizer
 
-DIGITS = 4  # of measured numbers, as they are written
-SCRIPTS = ("data", "text", "steps", "tree", "arrows", "race", "lanes", "main")  # of `page/`, in this order
+DIGITS = 4  # significant digits of floats in the output
+SCRIPTS = ("data", "text", "steps", "tree", "arrows", "race", "lanes", "main")  # in load order
 
 
 @dataclass(slots=True)
@@ -30,20 +30,19 @@ class StepRecord:
 
     Attributes:
         at: seconds from the request's arrival to the end of the step.
-        ms: the time of the whole step by stage, with prefill and host since the step before.
+        ms: milliseconds of the whole step by stage; prefill and host count from the previous step on.
         batch: the number of requests in the step.
-        tokens: the tokens of the step that the request kept.
-        method, match_len: the name of the drafter; the length of its n-gram match, 0 for a model.
-        drafts, sources, parents: all drafts; see `Proposal`. In a chain the parent of a draft is the place
-            before: 0, 1, ...
-        verified: how many of them, from the first on, were verified.
-        accepted: the places (from 1 on) of the drafts among `tokens`.
-        reason: why so many were verified: "off", "end" (the last token), "no match", "fixed", "pays",
-            "does not pay", "probe".
-        promised: the estimated tokens per ms of the whole step, divided by those of a step without drafts;
+        tokens: the tokens that the step added to the output.
+        method, match_len: the name of the drafter; the length of its n-gram match, 0 for other drafters.
+        drafts, sources, parents: all drafts; see `Proposal`. In a chain, the parents are 0, 1, 2, ...
+        verified: the number of verified drafts, which are the first ones.
+        accepted: the places (from 1 on) of the accepted drafts.
+        reason: what determined `verified`: "off", "end" (only one token was left to generate), "no match",
+            "fixed", "pays", "does not pay" or "probe".
+        promised: the estimated speedup of the whole step, in tokens per ms relative to a step without drafts;
             None if the policy made no estimate.
-        plain_ms: the estimated time of the step without drafts: its own time, scaled by the times that were
-            measured at the start.
+        plain_ms: the estimated milliseconds of the step without drafts: its measured time, scaled by the
+            ratio of the step costs measured at startup.
     """
 
     at: float
@@ -64,18 +63,18 @@ class StepRecord:
 
 @dataclass
 class Record:
-    """The steps of a request, and what a `Lane` needs besides its completion."""
+    """The steps of a request, and the data of a `Lane` that its completion lacks."""
 
-    tokenizer: Any  # a `Tokenizer`, needed for a trace only
-    about: dict[str, str]  # the engine's model and settings, for the page
+    tokenizer: Any  # a `Tokenizer`; only `trace` uses it
+    about: dict[str, str]  # the engine's model and settings
     id: str
     prompt_ids: list[int]
     arrival: float
-    num_tokens: int  # of the prompt and all steps
+    num_tokens: int  # in the prompt and all steps
     steps: list[StepRecord] = field(default_factory=list)
 
     def trace(self, outputs: Sequence[Completion]) -> Trace:
-        """Return the trace of outputs of this record's engine, which all have records."""
+        """Return the trace of `outputs`, which must be from this record's engine."""
         return Trace.of(outputs)
 
 
@@ -84,15 +83,16 @@ class Lane:
     """The trace of one output.
 
     Attributes:
-        name: the request's id.
-        prompt, output: the text of each token; an output's is what the token completed, as in `Piece`.
-        prompt_ids, token_ids: the ids of these tokens.
-        steps: all steps; their tokens, joined, are `token_ids`.
-        start: seconds from the first lane's arrival to this one's.
-        seconds, first_token_seconds: as in `Completion`.
-        plain_seconds: the time without drafts: measured, or estimated from the measured cost of steps without
-            drafts; None if neither is known.
-        plain_is_measured: whether it was measured.
+        name: the request id.
+        prompt, output: the text of each token; for output tokens, the text that the token completed, as in
+            `Piece`.
+        prompt_ids, token_ids: the token ids of the prompt and the output.
+        steps: all steps; their concatenated tokens are `token_ids`.
+        start: seconds from the arrival of the first lane to the arrival of this one.
+        seconds, first_token_seconds: see `Completion`.
+        plain_seconds: the time without speculation, measured or estimated from the cost of steps without
+            drafts; None if unknown.
+        plain_is_measured: whether `plain_seconds` was measured.
     """
 
     name: str
@@ -112,13 +112,13 @@ class Lane:
 
 @dataclass
 class Trace:
-    """The trace of some outputs of one engine.
+    """The trace of outputs of one engine.
 
     Attributes:
         about: the engine's model and settings.
-        lanes: the outputs, in the order of their arrival.
-        texts: the texts of all drafts and tokens, by id; U+FFFD for parts of characters.
-        num_omitted: the number of outputs that were left out.
+        lanes: the outputs, in order of arrival.
+        texts: the text of every token and draft, by id; U+FFFD for incomplete characters.
+        num_omitted: the number of earlier outputs that are not in `lanes`.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Trace:
 
     @classmethod
     def of(cls, outputs: Sequence[Completion], num_omitted: int = 0) -> Trace:
-        """Return the trace of outputs of one engine. Raises ValueError if it had no `trace=True`."""
+        """Return the trace of outputs of one engine. Raises ValueError unless it had `trace=True`."""
         if not outputs:
             return cls()
         records: list[Any] = [output.extension_data for output in outputs]
@@ -140,70 +140,72 @@ class Trace:
         return cls(records[0].about, lanes, {i: tokenizer.text_of(i) for i in sorted(ids)}, num_omitted)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data, as JSON has it; times and rates are rounded."""
+        """Return the trace as data that JSON can represent. Floats are rounded to `DIGITS` digits."""
         text = json.dumps(asdict(self))
         data: dict[str, Any] = json.loads(text, parse_float=lambda x: float(f"{float(x):.{DIGITS}g}"))
         return data
 
     def html(self) -> str:
-        """Return the page."""
+        """Return the HTML page."""
 
         def part(name: str) -> str:
             return (resources.files(__package__) / "page" / name).read_text(encoding="utf-8")
 
         scripts = "\n".join(part(f"{name}.js") for name in SCRIPTS)
         page = part("page.html").replace("/* page.css */", part("page.css")).replace("/* scripts */", scripts)
-        return page.replace("{data}", embedded(self.to_dict()))  # last: it has no places to fill
+        return page.replace("{data}", embedded(self.to_dict()))  # last, as data may contain placeholders
 
     def save(self, path: str | Path) -> None:
-        """Write the page to a file, whole or not at all. Raises ValueError or OSError, see `check_target`."""
+        """Write the HTML page to a file atomically. Raises OSError, or ValueError (see `check_target`)."""
         check_target(path)
         page, target = self.html().encode(), Path(os.path.realpath(path))
-        if target.exists() and not target.is_file():  # /dev/stdout, a pipe
+        if target.exists() and not target.is_file():  # such as /dev/stdout or a pipe
             target.write_bytes(page)
             return
         new = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             new.write_bytes(page)
             os.replace(new, target)
-        except OSError as error:  # a full disk has no name
+        except OSError as error:  # name the target rather than the temporary file
             raise OSError(error.errno, error.strerror, str(path)) from None
         finally:
             new.unlink(missing_ok=True)
 
 
 def check_target(path: str | Path) -> None:
-    """Raise ValueError if a page cannot be written there, or if that would destroy something else."""
+    """Raise ValueError if `path` cannot be written, or exists and is not an HTML file."""
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file in it, such as {path / 'trace.html'}.")
+        raise ValueError(f"{path} is a directory; specify a file, such as {path / 'trace.html'}.")
     if not path.parent.is_dir():
-        raise ValueError(f"There is no folder {path.parent} for the trace {path.name}; make or name one.")
+        raise ValueError(f"The directory {path.parent} does not exist; create it first.")
     needed = [path] if path.exists() else []
-    if not needed or path.is_file():  # a new file takes its place in the folder
+    if not needed or path.is_file():  # files are replaced, which requires write access to the directory
         needed.append(Path(os.path.realpath(path)).parent)
     if not all(os.access(each, os.W_OK) for each in needed):
-        raise ValueError(f"{path} cannot be written; name another file for the trace.")
+        raise ValueError(f"{path} is not writable; specify another file for the trace.")
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as file:
             if not file.read(256).lstrip().lower().startswith((b"<!doctype html", b"<html")):
-                raise ValueError(f"{path} exists and is no HTML page; name another file for the trace.")
+                raise ValueError(
+                    f"{path} exists and is not an HTML file; specify another file for the trace."
+                )
 
 
 def embedded(data: object) -> str:
-    """Return JSON for a script element: ASCII, without characters that are special in HTML."""
+    """Return JSON to embed in a script element: ASCII, with the special characters of HTML escaped."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _lane(output: Completion, record: Record, begin: float) -> Lane:
-    """Return the trace lane of an output; `begin` is when the first request of the trace arrived."""
+    """Return the lane of an output. `begin` is the arrival time of the first request in the trace."""
     steps, detokenizer = record.steps, Detokenizer(record.tokenizer, skip_special_tokens=False)
     prompt = [detokenizer.push([token]) for token in record.prompt_ids]
     prompt[-1:] = [text + detokenizer.flush() for text in prompt[-1:]]
-    token_ids = output.token_ids[: record.num_tokens - len(record.prompt_ids)]  # the last step may be missing
+    token_ids = output.token_ids[: record.num_tokens - len(record.prompt_ids)]  # may lack the last step
     later = sum(len(step.tokens) * step.plain_ms for step in steps)
-    later -= steps[0].plain_ms if steps else 0.0  # the first token takes as long
+    later -= steps[0].plain_ms if steps else 0.0  # speculation does not change the time to first token
     return Lane(
         name=record.id,
         prompt=prompt,

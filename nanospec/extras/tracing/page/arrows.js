@@ -1,8 +1,8 @@
-// The line from a guess to the place it was copied from, and the words beside it.
+// The arrow from a draft to its source in the text, and the tooltip of the draft.
 
-let pointed = null; // {from, to, element} as the line was drawn
+let pointed = null; // {element, from}: the element of the draft and that of its source
 
-/** Draw a guess's line: from the element that shows it to its source in the text. */
+/** Show a draft's tooltip and the arrow from `element` to the draft's source. */
 function pointAt(lane, step, place, element) {
   stopPointing();
   const source = step.sources[place - 1], from = source >= 0 ? spans[source] : null;
@@ -12,30 +12,23 @@ function pointAt(lane, step, place, element) {
     showToken(source);
     mark(source, source + 1, "source");
   }
-  say(tipFor(lane, step, place));
+  $("tip").replaceChildren(...tipFor(lane, step, place));
+  $("tip").hidden = false;
   redraw();
 }
 
 function tipFor(lane, step, place) {
   const source = step.sources[place - 1], text = tokenText(step.drafts[place - 1]);
-  const verdict = step.accepted.includes(place)
-    ? "right: the model would have written it too"
-    : place <= step.verified ? "wrong: thrown away" : "not checked";
-  if (source < 0) return [make("code", "", text), ` ${guesser(step, place)}; ${verdict}`];
+  const verdict = step.accepted.includes(place) ? "accepted" : place <= step.verified ? "rejected" : "not verified";
+  if (source < 0) return [make("code", "", text), ` ${originOf(step, place)}; ${verdict}`];
   const begin = Math.max(source - 6, 0), near = lane.texts.slice(begin, source).join("");
   return [
-    make("code", "", text), ` copied from token ${source + 1}, behind `,
+    make("code", "", text), ` copied from token ${source + 1}, after `,
     make("code", "", `…${printable(near.slice(-28))}`), `; ${verdict}`,
   ];
 }
 
-/** Words about what is pointed at. */
-function say(words) {
-  $("tip").replaceChildren(...words);
-  $("tip").hidden = false;
-}
-
-/** Put the words above the element, beside the line, if there is room. */
+/** Place the tooltip above the element, or below it where there is no space. */
 function placeTip(element) {
   const tip = $("tip"), box = element.getBoundingClientRect(), width = tip.offsetWidth, height = tip.offsetHeight;
   tip.style.left = `${Math.max(8, Math.min(box.right, innerWidth - width - 8))}px`;

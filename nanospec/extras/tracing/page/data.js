@@ -1,14 +1,13 @@
-// The data, and what is derived from it. Names are those of `StepRecord` and `Lane` in Python.
+// The trace data and values derived from it. Fields have the names of `StepRecord` and `Lane` in Python.
 
 const trace = JSON.parse(document.getElementById("trace").textContent);
-const GUESSED = -2; // the source of a model's guess
 const STAGES = {
-  prefill: "prompt", propose: "guessing", forward: "the model", verify: "checking", wait: "waiting for the device", host: "host",
+  prefill: "prefill", propose: "drafting", forward: "forward pass", verify: "verification", wait: "waiting for the device", host: "host",
 };
 
 const $ = (id) => document.getElementById(id);
 
-/** An element with a class, and texts or elements in it. */
+/** Create an element with a class and children (elements or strings). */
 function make(tag, className, ...children) {
   const element = document.createElement(tag);
   if (className) element.className = className;
@@ -21,23 +20,23 @@ const count = (n, one, many = `${one}s`) => `${n.toLocaleString("en")} ${n === 1
 const few = (x, digits = 1) => x.toFixed(x >= 100 ? 0 : digits);
 const seconds = (s) => (s < 1 ? `${Math.round(1000 * s)} ms` : `${few(s, 2)} s`);
 
-/** Control characters as pictures; line breaks and tabs only if `whole`, for text that stands in one line. */
-function printable(text, whole = true) {
+/** Replace control characters with visible symbols; line breaks, tabs and lone spaces only if `isInline`. */
+function printable(text, isInline = true) {
   let shown = text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)));
   shown = shown.replace(/\u007f/g, "␡").replace(/[\u2028\u2029]/g, "↵");
-  if (!whole) return shown;
+  if (!isInline) return shown;
   shown = shown.replace(/\n/g, "↵").replace(/\t/g, "⇥");
   return /^ +$/.test(shown) ? "␣".repeat(shown.length) : shown;
 }
 
-/** A token's own text, as it is shown by itself. */
+/** Return the text of a token as it is displayed in a chip. */
 function tokenText(id) {
   const text = trace.texts[id] ?? String(id);
   return /^\ufffd+$/.test(text) ? "◌" : printable(text) || "∅";
 }
 
-/** Where each output token came from: its step, and its place among the step's guesses, 0 if it is the
- * model's own. */
+/** Add derived fields to a lane and its steps. `origins` has, for each output token, its step and its place
+ * among the step's drafts, or 0 for a token that the model generated. */
 function prepare(lane) {
   lane.offset = lane.prompt.length;
   lane.texts = lane.prompt.concat(lane.output);
@@ -52,17 +51,17 @@ function prepare(lane) {
   });
   lane.seconds = lane.steps.length ? lane.steps.at(-1).at : lane.seconds;
   lane.excerpt = excerpt(lane);
-  lane.isGuessed = lane.steps.some((step) => step.drafts.length);
+  lane.hasDrafts = lane.steps.some((step) => step.drafts.length);
 }
 
-/** How deep in the tree each place is; place 0 is the last token before the step. */
+/** Return the depth of each place in the draft tree; place 0 is the last token before the step. */
 function depths(step) {
-  const found = [0];
-  step.parents.forEach((parent) => found.push(found[parent] + 1));
-  return found;
+  const all = [0];
+  step.parents.forEach((parent) => all.push(all[parent] + 1));
+  return all;
 }
 
-/** What the request is about: the last stretch of its prompt between special tokens that names no role. */
+/** Return a short title: the last part of the prompt between special tokens, without the name of a role. */
 function excerpt(lane) {
   const parts = lane.prompt.map((text) => (isSpecial(text) ? "\u0000" : text)).join("").split("\u0000");
   const words = parts.map((part) => part.trim().replace(/^(user|system|assistant|model)(\n|$)/, "").trim());
@@ -71,25 +70,24 @@ function excerpt(lane) {
 
 const isSpecial = (text) => /^<[|/]?[\w ]+\|?>$/.test(text) && text.length > 4;
 
-const GUESSERS = {
+const DRAFTERS = {
   draft: "the draft model", medusa: "Medusa heads", grammar: "the grammar",
 };
 
-/** Who made the guesses of a step that were not looked up, in words. */
-function guessers(step) {
+/** Return the names of the step's drafters other than n-gram lookup. */
+function draftersOf(step) {
   const methods = step.method.split("+").filter((method) => method !== "ngram");
-  return methods.map((method) => GUESSERS[method] ?? (method || "a model")).join(" or ");
+  return methods.map((method) => DRAFTERS[method] ?? (method || "a model")).join(" or ");
 }
 
-/** Who made a guess, in words. */
-function guesser(step, place) {
-  if (step.sources[place - 1] >= 0) return "looked up";
-  return step.method === "medusa" ? `guessed by Medusa head ${step.depths[place]}` : `guessed by ${guessers(step)}`;
+/** Describe the drafter of a draft that n-gram lookup did not propose. */
+function originOf(step, place) {
+  return step.method === "medusa" ? `drafted by Medusa head ${step.depths[place]}` : `drafted by ${draftersOf(step)}`;
 }
 
-/** How a token came to be: "own", "copied" or "guessed". */
+/** Return the kind of an accepted token: "own" (generated by the model), "copied" (n-gram) or "predicted". */
 function kind(step, place) {
-  return place === 0 ? "own" : step.sources[place - 1] >= 0 ? "copied" : "guessed";
+  return place === 0 ? "own" : step.sources[place - 1] >= 0 ? "copied" : "predicted";
 }
 
 trace.lanes.forEach(prepare);

@@ -1,4 +1,4 @@
-// Several requests: a line for each, over the time of all, a block for each step.
+// The timeline of several requests: one line per request, one block per step.
 
 function drawLanes(select) {
   const { lanes } = trace;
@@ -9,7 +9,7 @@ function drawLanes(select) {
     lane.button = make(
       "button", "lane",
       make("span", "name", /^request-\d+$/.test(lane.name) ? lane.excerpt || lane.name : lane.name), lane.canvas,
-      make("span", "figure", `${lane.token_ids.length} in ${count(lane.steps.length, "step")}`),
+      make("span", "figure", `${count(lane.token_ids.length, "token")} in ${count(lane.steps.length, "step")}`),
     );
     lane.button.type = "button";
     lane.button.title = lane.excerpt;
@@ -18,13 +18,13 @@ function drawLanes(select) {
   });
   $("lane-list").replaceChildren(...items);
   if (trace.num_omitted) {
-    $("omitted").textContent = `These are the latest ${lanes.length} requests; ${count(trace.num_omitted, "earlier one")} ` +
-      `${trace.num_omitted === 1 ? "is" : "are"} left out.`;
+    $("omitted").textContent = `Showing the latest ${lanes.length} requests; ` +
+      `${count(trace.num_omitted, "earlier request")} omitted.`;
   }
   paintLanes();
 }
 
-/** Paint the blocks: the more tokens a step gave, the stronger its colour. */
+/** Paint the blocks. The more drafts a step accepted, the stronger its colour. */
 function paintLanes() {
   const { lanes } = trace;
   if (lanes.length < 2) return;

@@ -1,4 +1,4 @@
-// What is selected, and what keys and pointers do.
+// Selection, page texts, and keyboard and pointer events.
 
 const state = { lane: 0, step: -1, place: 0 };
 const lane = () => trace.lanes[state.lane];
@@ -14,10 +14,10 @@ function selectLane(index) {
   drawSteps(lane());
   drawRace(lane());
   const { steps } = lane(), most = Math.max(...steps.map((step) => step.tokens.length));
-  selectStep(steps.findIndex((step) => step.tokens.length > most / 2), false); // the first one worth looking at
+  selectStep(steps.findIndex((step) => step.tokens.length > most / 2), false); // the first productive step
 }
 
-/** Select a step; `follow`: bring it into view. */
+/** Select a step; if `follow`, scroll it into view. */
 function selectStep(index, follow = true) {
   const step = lane().steps[index];
   if (!step) return;
@@ -38,10 +38,10 @@ function selectStep(index, follow = true) {
   showToken(lane().offset + step.first + step.tokens.length - 1);
   showToken(lane().offset + step.first);
   if (follow) row.scrollIntoView({ block: "nearest" });
-  $("said").textContent = `Step ${index + 1} of ${lane().steps.length}. ${story(lane(), step)}`;
+  $("live").textContent = `Step ${index + 1} of ${lane().steps.length}. ${story(lane(), step)}`;
 }
 
-/** Point at the next guess of the selected step. */
+/** Move the pointer by `by` drafts within the selected step. */
 function movePlace(by) {
   const step = lane().steps[state.step];
   if (!step?.drafts.length) return;
@@ -50,14 +50,14 @@ function movePlace(by) {
   markStep(lane(), step);
   pointAt(lane(), step, place, element);
   state.place = place;
-  $("said").textContent = $("tip").textContent;
+  $("live").textContent = $("tip").textContent;
 }
 
 function play() {
   stopPointing();
   const { offset, steps } = lane();
   playRace((time) => {
-    const written = writtenWithGuesses(lane(), time);
+    const written = tokensWithDrafts(lane(), time);
     revealUpTo(offset + written);
     showToken(offset + Math.max(written - 1, 0));
     const current = written ? lane().origins[written - 1].step.index : 0;
@@ -65,16 +65,16 @@ function play() {
   });
 }
 
-// The page's words
+// Page texts
 
 function drawHead() {
   const { about, lanes } = trace, tokens = sum(lanes.map((l) => l.token_ids.length)), steps = sum(lanes.map((l) => l.steps.length));
   const how = {
-    ngram: "n-gram lookup", none: "no guessing", medusa: "Medusa heads", draft: "a draft model",
+    ngram: "n-gram lookup", none: "no speculation", medusa: "Medusa heads", draft: "draft model",
   };
-  const run = `${about.dtype} on ${about.device}${about.by ? ` by ${about.by}` : ""}`;
-  const named = about.method.split("+").map((name) => how[name] ?? name).join(", else ");
-  $("about").textContent = [about.model, run, named, about.method === "none" ? "" : `K ${about.k}`].filter(Boolean).join(" · ");
+  const run = `${about.dtype} on ${about.device}${about.by ? ` (${about.by})` : ""}`;
+  const named = about.method.split("+").map((name) => how[name] ?? name).join(", then ");
+  $("about").textContent = [about.model, run, named, about.method === "none" ? "" : `K = ${about.k}`].filter(Boolean).join(" · ");
   const many = lanes.length > 1 ? `${count(lanes.length, "request")}: ` : "";
   $("headline").replaceChildren(`${many}${count(tokens, "token")} in `, make("em", "", count(steps, "step")));
   document.title = `${many}${count(tokens, "token")} in ${count(steps, "step")} · nanospec trace`;
@@ -83,30 +83,29 @@ function drawHead() {
   const total = sum(Object.values(all)), shares = Object.entries(all).filter(([, ms]) => ms / total >= 0.001);
   const drafted = sum(lanes.map((l) => sum(l.steps.map((s) => s.verified))));
   const accepted = sum(lanes.map((l) => sum(l.steps.map((s) => s.accepted.length))));
-  const taken = drafted ? `${count(accepted, "guess", "guesses")} of ${drafted} checked were right (${Math.round((100 * accepted) / drafted)} %). ` : "";
-  const where = shares.map(([stage, ms]) => `${STAGES[stage] ?? stage} ${few((100 * ms) / total)} %`).join(", ");
-  $("facts").textContent = total ? `${taken}Where the time went: ${where}.` : taken;
+  const rate = drafted ? `Acceptance rate: ${Math.round((100 * accepted) / drafted)}% (${accepted} of ${count(drafted, "verified draft")}). ` : "";
+  const where = shares.map(([stage, ms]) => `${STAGES[stage] ?? stage} ${few((100 * ms) / total)}%`).join(", ");
+  $("facts").textContent = total ? `${rate}Time by stage: ${where}.` : rate;
 }
 
 function drawLead() {
   const { lanes } = trace, tokens = sum(lanes.map((l) => l.token_ids.length)), steps = sum(lanes.map((l) => l.steps.length));
   const perStep = make("b", "", `${few(tokens / Math.max(steps, 1))} tokens per step`);
   const rule = lanes.find((l) => l.acceptance !== "exact")?.acceptance;
-  const guessing = lanes.some((l) => l.isGuessed);
-  const same = {
-    typical: "Guesses were also kept where the model found them likely enough, which changes the text.",
-    rejection: "Chance decides with the model's own probabilities, so texts are as likely as without guesses.",
-  }[rule] ?? "So the text is what the model alone would have written.";
+  const guarantee = {
+    typical: "Typical acceptance also keeps drafts that the model finds likely enough, which changes the output.",
+    rejection: "Rejection sampling preserves the distribution of the model's output.",
+  }[rule] ?? "The output is the same as without speculation.";
   $("lead").replaceChildren(
-    ...(guessing
-      ? ["That is ", perStep, `, where a language model alone writes one. Before each step the next tokens were guessed,
-        and one run of the model checked all the guesses at once. Those that it would have written itself are kept; the first
-        wrong one, and all behind it, give way to the model's own token. ${same}`]
-      : [perStep, ": nothing was guessed, so every run of the model gave one token."]),
+    ...(lanes.some((l) => l.hasDrafts)
+      ? [perStep, `, compared to one without speculation. Before each step, a drafter proposes the next tokens, and one
+        forward pass of the model verifies all of them. Drafts are accepted up to the first mismatch, where the model's
+        own token is used instead. ${guarantee}`]
+      : [perStep, ": nothing was drafted, so every forward pass generated one token."]),
   );
 }
 
-// Keys and pointers
+// Events
 
 const KEYS = {
   ArrowDown: () => selectStep(Math.min(state.step + 1, lane().steps.length - 1)),
@@ -168,7 +167,7 @@ function repaint() {
   if (race) drawTracks();
 }
 
-// Light and dark: as the system has it, until the reader chooses
+// Light and dark theme: the system's setting until the user toggles it
 
 const system = matchMedia("(prefers-color-scheme: dark)");
 function setTheme(name) {

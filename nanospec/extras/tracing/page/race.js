@@ -1,9 +1,9 @@
-// One token at a time against guessing: who has written how much by when.
+// The race: an animation of the tokens generated over time, with and without speculation.
 
-let race = null; // {lane, end, tracks, time, frame, started}
+let race = null; // {lane, tracks, end, time, frame}
 
-/** How many tokens are there after so many seconds: with guesses, and without. */
-function writtenWithGuesses(lane, time) {
+/** Return the number of tokens generated `time` seconds after the request's arrival. */
+function tokensWithDrafts(lane, time) {
   let low = 0, high = lane.steps.length;
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -13,7 +13,7 @@ function writtenWithGuesses(lane, time) {
   return low ? lane.steps[low - 1].first + lane.steps[low - 1].tokens.length : 0;
 }
 
-function writtenPlainly(lane, time) {
+function tokensWithoutDrafts(lane, time) {
   const n = lane.token_ids.length, first = lane.first_token_seconds, all = lane.plain_seconds;
   if (time < first) return 0;
   return n < 2 || time >= all ? n : Math.floor(1 + ((time - first) / (all - first)) * (n - 1));
@@ -22,28 +22,28 @@ function writtenPlainly(lane, time) {
 function drawRace(lane) {
   stopRace();
   const isRaced = lane.plain_seconds !== null && lane.token_ids.length > 1;
-  const tracks = [{ name: "with guesses", written: writtenWithGuesses, end: lane.seconds, fast: true }];
-  if (isRaced) tracks.unshift({ name: "one at a time", written: writtenPlainly, end: lane.plain_seconds });
+  const tracks = [{ name: "with speculation", written: tokensWithDrafts, end: lane.seconds, fast: true }];
+  if (isRaced) tracks.unshift({ name: "without speculation", written: tokensWithoutDrafts, end: lane.plain_seconds });
   for (const track of tracks) {
     track.canvas = make("canvas");
     track.count = make("span", "count");
-    track.row = make("div", "track", make("span", "who", track.name), make("div", "bar", track.canvas), track.count);
+    track.row = make("div", "track", make("span", "label", track.name), make("div", "bar", track.canvas), track.count);
   }
   $("tracks").replaceChildren(...tracks.map((track) => track.row));
   race = { lane, tracks, end: Math.max(...tracks.map((track) => track.end)), time: lane.seconds, frame: 0 };
-  $("race").hidden = !lane.isGuessed;
-  $("race-note").textContent = isRaced ? raceNote(lane) : "Nothing is known of the time without guesses.";
+  $("race").hidden = !lane.hasDrafts;
+  $("race-note").textContent = isRaced ? raceNote(lane) : "The time without speculation is unknown.";
   drawTracks();
 }
 
 function raceNote(lane) {
-  const factor = lane.plain_seconds / lane.seconds, by = writtenPlainly(lane, lane.seconds);
+  const factor = lane.plain_seconds / lane.seconds, plain = tokensWithoutDrafts(lane, lane.seconds);
   const how = lane.plain_is_measured
-    ? "Both were measured."
-    : "The time one at a time is estimated, from each step's own time and what steps without guesses cost.";
-  if (factor < 0.975) return `${few(1 / factor, 2)} × slower than one at a time. ${how}`;
-  if (factor < 1.025) return `As fast as one at a time. ${how}`;
-  return `${few(factor, factor < 2 ? 2 : 1)} × faster: when the last of ${lane.token_ids.length} tokens was there, one at a time had written ${by}. ${how}`;
+    ? "Both times were measured."
+    : "The time without speculation is estimated from the time of each step and the measured cost of steps without drafts.";
+  if (factor < 0.975) return `${few(1 / factor, 2)}× slower than without speculation. ${how}`;
+  if (factor < 1.025) return `As fast as without speculation. ${how}`;
+  return `${few(factor, factor < 2 ? 2 : 1)}× faster: decoding without speculation generates ${plain} of the ${lane.token_ids.length} tokens in the same time. ${how}`;
 }
 
 function drawTracks() {
@@ -66,7 +66,7 @@ function drawTracks() {
   }
 }
 
-/** Play the race from the beginning, in 3 to 9 seconds; the text appears beside it. */
+/** Play the race from the start, in 3 to 9 seconds. `onTime` is called with the time of each frame. */
 function playRace(onTime) {
   if (!race) return;
   if (race.frame) return stopRace(true);
@@ -82,7 +82,7 @@ function playRace(onTime) {
   race.frame = requestAnimationFrame(tick);
 }
 
-/** Stop where it is; `whole`: and show how it ended. */
+/** Stop the race; if `whole`, show the state at the end of the output. */
 function stopRace(whole = false) {
   if (!race) return;
   cancelAnimationFrame(race.frame);

@@ -1,6 +1,6 @@
-// One row per step: what was looked up, the guesses, why so many, and where the time went.
+// The list of steps: one row per step with its n-gram match, drafts, K, tokens and time by stage.
 
-const REASONS = { off: "no guessing", end: "the last token", fixed: "fixed", "does not pay": "does not pay", probe: "a probe" };
+const REASONS = { off: "speculation off", end: "last token", fixed: "fixed", "does not pay": "no speedup expected", probe: "probe" };
 
 function drawSteps(lane) {
   const longest = Math.max(...lane.steps.map((step) => step.total - (step.ms.prefill ?? 0)), 1e-3);
@@ -17,40 +17,40 @@ function drawStep(lane, step, longest) {
   row.append(
     make(
       "div", "head",
-      make("span", "n", `${step.index + 1}`), lookedUp(lane, step),
-      whyBriefly(step),
+      make("span", "n", `${step.index + 1}`), describeDrafts(lane, step),
+      shortReason(step),
       make("span", gain > 1 ? "gain" : "gain one", count(gain, "token")),
       make("span", "ms", stageBar(step, 58 / longest), `${few(step.total - (step.ms.prefill ?? 0))} ms`),
     ),
-    drawGuesses(step),
+    drawDrafts(step),
   );
   return row;
 }
 
-/** The text that was looked up, or who guessed without. */
-function lookedUp(lane, step) {
-  const box = make("span", "looked");
+/** Return the n-gram that was matched, or the names of the drafters. */
+function describeDrafts(lane, step) {
+  const box = make("span", "origin");
   if (step.sources.some((source) => source >= 0)) {
     const begin = lane.offset + step.first, query = lane.texts.slice(begin - step.match_len, begin).join("");
-    box.append("found again: ", make("code", "", printable(query.slice(-36))));
-    if (step.sources.some((source) => source < 0)) box.append(` and guessed by ${guessers(step)}`);
+    box.append("n-gram match: ", make("code", "", printable(query.slice(-36))));
+    if (step.sources.some((source) => source < 0)) box.append(`, then ${draftersOf(step)}`);
   } else if (step.drafts.length) {
-    box.append(`guessed by ${guessers(step)}`);
+    box.append(`drafted by ${draftersOf(step)}`);
   } else {
-    box.append(step.reason === "no match" ? "nothing like it before" : REASONS[step.reason]);
+    box.append(REASONS[step.reason] ?? "no match");
   }
   return box;
 }
 
-function whyBriefly(step) {
-  const box = make("span", "why");
+function shortReason(step) {
+  const box = make("span", "reason");
   if (!step.drafts.length) return box;
-  box.append(`K ${step.verified}, ${REASONS[step.reason] ?? `promised ${few(step.promised)} ×`}`);
-  box.title = why(step);
+  box.append(`K = ${step.verified}, ${REASONS[step.reason] ?? `expected ${few(step.promised)}×`}`);
+  box.title = reason(step);
   return box;
 }
 
-/** A bar of all stages but the prompt, so many pixels to a ms, or as wide as it may be. */
+/** Return a bar of the stages: at `perMs` pixels per ms without prefill, or all stages at full width. */
 function stageBar(step, perMs = 0) {
   const bar = make("span", "stages");
   for (const [stage, ms] of Object.entries(step.ms)) {
@@ -62,50 +62,50 @@ function stageBar(step, perMs = 0) {
   return bar;
 }
 
-/** What happened in a step, in words. */
+/** Describe a step in words. */
 function story(lane, step) {
   const n = step.accepted.length, word = step.own === null ? "" : tokenText(step.own);
   const own = word && `“${word.trim() || word}”`;
-  const gave = `So this run of the model gave ${count(step.tokens.length, "token")} instead of 1.`;
-  if (!step.drafts.length) return `${NOTHING[step.reason] ?? NOTHING["no match"]} The model wrote one token itself: ${own}.`;
+  const total = `One forward pass produced ${count(step.tokens.length, "token")}.`;
+  if (!step.drafts.length) return `${NO_DRAFTS[step.reason] ?? NO_DRAFTS["no match"]} The model generated one token: ${own}.`;
   const copied = step.sources.filter((source) => source >= 0).length, others = step.drafts.length - copied;
   let words = copied
-    ? `The last ${step.match_len === 1 ? "token" : `${step.match_len} tokens`} had occurred before, and what ` +
-      `followed there was taken as ${others ? "a" : "the"} guess: ${count(copied, "token")}.`
+    ? `The last ${step.match_len === 1 ? "token occurs" : `${step.match_len} tokens occur`} earlier in the text. N-gram lookup ` +
+      `drafted ${count(copied, "token")} that follow${copied === 1 ? "s" : ""} the match.`
     : "";
-  if (others) words += ` ${count(others, "token")} ${others === 1 ? "was" : "were"} guessed by ${guessers(step)}.`;
+  if (others) words += ` ${count(others, "token")} ${others === 1 ? "was" : "were"} drafted by ${draftersOf(step)}.`;
   words = words.trim();
-  if (!isChain(step)) words += " They branch: it is a tree of continuations.";
-  if (!step.verified) return `${words} Checking them did not promise to pay, so the model wrote one token: ${own}.`;
-  if (step.verified < step.drafts.length) words += ` The first ${step.verified} were checked.`;
-  if (own && n === 0) return `${words} The model saw it otherwise and wrote ${own}; the guesses were thrown away.`;
-  const right = isChain(step) ? (n === 1 ? "The first one was" : `The first ${n} were`) : n === 1 ? "One was" : `${n}, one behind the other, were`;
-  if (own && n < step.verified) return `${words} ${right} what the model would have written; then it wrote ${own} itself. ${gave}`;
-  if (own) return `${words} All were what the model would have written, and ${own} it added itself. ${gave}`;
-  return `${words} ${n === 1 ? "One was" : `${n} were`} what the model would have written; there the output ends. ${gave}`;
+  if (!isChain(step)) words += " The drafts form a tree.";
+  if (!step.verified) return `${words} Verifying them was not expected to save time, so the model generated one token: ${own}.`;
+  if (step.verified < step.drafts.length) words += ` The first ${step.verified === 1 ? "one was" : `${step.verified} were`} verified.`;
+  if (own && n === 0) return `${words} All were rejected; the model generated ${own} instead.`;
+  const first = isChain(step) ? (n === 1 ? "The first draft was" : `The first ${n} drafts were`) : n === 1 ? "One draft was" : `A path of ${n} drafts was`;
+  if (own && n < step.verified) return `${words} ${first} accepted; the model then generated ${own}. ${total}`;
+  if (own) return `${words} All were accepted, and the model added ${own}. ${total}`;
+  return `${words} ${n === 1 ? "One draft was" : `${n} drafts were`} accepted, and the output ends there. ${total}`;
 }
 
-const NOTHING = {
-  off: "Nobody was asked to guess.",
-  end: "Only one token was left to write, so nothing was guessed.",
-  "no match": "Nobody had a guess: nothing like the last token had occurred before.",
-  "does not pay": "Guessing did not promise to pay.",
+const NO_DRAFTS = {
+  off: "Speculation was disabled.",
+  end: "Only one token was left to generate, so nothing was drafted.",
+  "no match": "No drafter proposed a token: the last tokens do not occur earlier in the text.",
+  "does not pay": "Drafts were not expected to save time.",
 };
 
-/** Why so many guesses were checked, in words. */
-function why(step) {
+/** Explain the number of verified drafts. */
+function reason(step) {
   if (!step.drafts.length || !step.verified) return "";
-  if (step.reason === "fixed") return `K is fixed: all ${step.verified} guesses are checked.`;
-  if (step.reason === "probe") return "Checked only to learn whether guesses have become better: a probe.";
-  return `The step promised ${few(step.promised)} times the tokens per ms of one without guesses.`;
+  if (step.reason === "fixed") return "K is fixed, so all drafts are verified.";
+  if (step.reason === "probe") return "This step is a probe: it verified drafts only to update the acceptance rate.";
+  return `The expected speedup over a step without drafts was ${few(step.promised)}×.`;
 }
 
-/** What is shown of the selected step beside its row. */
+/** Return the details shown below the row of the selected step. */
 function drawDetail(lane, step) {
   const bars = make("div", "bars", stageBar(step));
   for (const [stage, ms] of Object.entries(step.ms)) {
     if (ms >= 0.05) bars.append(make("b", "", make("i", `s-${stage}`), `${STAGES[stage] ?? stage} ${few(ms)} ms`));
   }
-  const shared = step.batch > 1 ? ` This step was shared by ${step.batch} requests.` : "";
-  return make("div", "detail", make("p", "story", `${story(lane, step)}${shared} ${why(step)}`.trim()), bars);
+  const shared = step.batch > 1 ? ` The batch had ${step.batch} requests.` : "";
+  return make("div", "detail", make("p", "story", `${story(lane, step)}${shared} ${reason(step)}`.trim()), bars);
 }

@@ -121,7 +121,7 @@ def test_unwritable_trace_is_reported_before_loading(
 ) -> None:
     monkeypatch.setattr(generate, "LLM", None)  # would fail when called
     assert main(["--prompt", "x", "--trace", str(tmp_path / "no" / "trace.html")]) == 2
-    assert f"There is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+    assert f"The directory {tmp_path / 'no'} does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["--explain", "--trace", "x.html"])
     assert "--trace cannot be used with --explain" in capsys.readouterr().err

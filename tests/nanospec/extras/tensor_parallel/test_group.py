@@ -76,7 +76,7 @@ def test_other_shapes_and_commands(results: list[dict[str, Any]]) -> None:
 
 def test_missing_ranks_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START", 0.1)
-    with pytest.raises(ConnectionError, match="Some of 2 ranks have not started within 0.1 seconds"):
+    with pytest.raises(ConnectionError, match="Not all of the 2 ranks started within 0.1 seconds"):
         Group(CPU, place(0, 2, "waiting"), 30)
 
     def check() -> None:

@@ -98,7 +98,7 @@ def llm(folder: Path) -> Iterator[LLM]:
     with make(folder, 2) as llm:
         yield llm
     assert_gone(ranks_of(llm))
-    with pytest.raises(RuntimeError, match="has been closed; make a new LLM"):
+    with pytest.raises(RuntimeError, match="has been closed; create a new LLM"):
         llm.generate(PROMPTS, PARAMS)
     llm.close()  # a second close has no effect
 
@@ -163,8 +163,8 @@ def generate_forever(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("number", "seconds", "said"),
     [
-        (signal.SIGKILL, 8, r"Rank 1 was killed by signal 9, and the others with it\."),
-        (signal.SIGSTOP, 12, r"A rank has not answered '\w+' for 3 seconds"),
+        (signal.SIGKILL, 8, r"Rank 1 was killed by signal 9, so all ranks were stopped\."),
+        (signal.SIGSTOP, 12, r"A rank did not complete '\w+' within distributed_timeout=3 seconds"),
     ],
     ids=["killed", "hangs"],
 )
@@ -211,7 +211,7 @@ def fail(*given: object) -> None:
 
 def test_start_failures_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(children())
-    with pytest.raises(ValueError, match="tensor_parallel_size=3 cannot divide 4 attention heads"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 cannot split 4 attention heads"):
         make(folder, 3)
     make_worker = launch._worker
 
@@ -261,13 +261,13 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
 def test_torchrun_allows_one_llm_of_all_processes(
     folder: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=r"torchrun has started 16 processes, but tensor_parallel_size=2;"):
+    with pytest.raises(ValueError, match=r"torchrun started 16 processes, but tensor_parallel_size=2;"):
         make(folder, 2)
     store = HashStore()
     store.add("nanospec/leaders", 1)
     monkeypatch.setattr(Place, "store", lambda self: store)
     monkeypatch.setattr(launch, "torchrun_place", lambda: place._replace(rank=0, size=2, local_rank=0))
-    with pytest.raises(ValueError, match="Under torchrun a program has one LLM"):
+    with pytest.raises(ValueError, match="Only one LLM can be created under torchrun"):
         make(folder, 2)
 
 
@@ -282,7 +282,7 @@ def test_ranks_on_a_machine_share_cores_and_gpus(place: Place, monkeypatch: pyte
         launch._connect(place._replace(rank=8 + local, local_rank=local), EngineConfig(device="cpu"))
     launch._connect(place, EngineConfig(device="cpu", threads=3))
     assert threads == [4] * 8 + [3]
-    with pytest.raises(ValueError, match="threads=33 of each rank are more than 32 processors"):
+    with pytest.raises(ValueError, match="threads=33 per rank exceeds the 32 available cores"):
         launch._connect(place, EngineConfig(device="cpu", threads=33))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert place.gpu == 3

@@ -95,9 +95,11 @@ def test_user_script(tmp_path: Path) -> None:
     for what in ("seeded", "greedy"):
         assert several[what] == one[what], what  # with different drafts
     assert several["accepted"]
-    assert several["echo"].startswith("Echo is defined in the script, which other ranks do not run: define")
+    assert several["echo"].startswith(
+        "Echo is defined in the main script, which other ranks do not run; move"
+    )
     assert several["after"] == one["seeded"]
-    assert child == {"child": "A forked process cannot use the ranks of its parent; make an LLM of its own."}
+    assert child == {"child": "A forked process cannot use the ranks of its parent; create a new LLM in it."}
     ours, *theirs = several["sessions"]
     assert ours not in theirs
     assert is_alive(several["sleeps"])  # with all the leader's open files

@@ -94,7 +94,7 @@ def test_query_heads_match_their_kv_heads(heads: tuple[int, int], size: int) -> 
 )
 def test_indivisible_heads_are_rejected(heads: tuple[int, int], sizes: str) -> None:
     config = tiny_config(num_heads=heads[0], num_kv_heads=heads[1])
-    match = f"=7 cannot divide {heads[0]} .* with {heads[1]} .*; use one of {sizes}."
+    match = f"=7 cannot split {heads[0]} .* and {heads[1]} .*; use one of {sizes}."
     with pytest.raises(ValueError, match=match):
         check_split(config, 7)
 

@@ -49,14 +49,14 @@ def test_steps_show_accepted_and_rejected_drafts(show: Open) -> None:
     assert texts_of(page, "#step-0 .g.own") == [" sleep"]
     assert texts_of(page, "#step-0 .rejected") == [" is", " is"]
     assert texts_of(page, "#step-1 .g") == [","]
-    assert texts_of(page, "#step-3 .guessed") == [" that"]
-    assert texts_of(page, "#step-4 .unchecked") == [" sleep"] * 3
+    assert texts_of(page, "#step-3 .predicted") == [" that"]
+    assert texts_of(page, "#step-4 .unverified") == [" sleep"] * 3
     assert texts_of(page, "#step-5 .g.own") == []
     style = "element => getComputedStyle(element).textDecorationLine"
     assert page.locator("#step-0 .rejected").first.evaluate(style) == "line-through"
     colours = {
         page.locator(f"#text .t.{kind}").first.evaluate("element => getComputedStyle(element).color")
-        for kind in ("prompt", "own", "copied", "guessed")
+        for kind in ("prompt", "own", "copied", "predicted")
     }
     assert len(colours) == 4
     assert page.text_content("#text") == "".join(example().lanes[0].prompt + example().lanes[0].output)
@@ -67,8 +67,8 @@ def test_tree_layout(show: Open) -> None:
     # The second of the root's two drafts is accepted, and so is one below it.
     forks = page.locator("#step-2 .tree > .forks > .fork")
     assert texts_of(page, "#step-2 .tree > .forks > .fork") == [" be or\u21b5", "to that"]
-    assert "right" in forks.nth(0).get_attribute("class")
-    assert "right" not in forks.nth(1).get_attribute("class")
+    assert "kept" in forks.nth(0).get_attribute("class")
+    assert "kept" not in forks.nth(1).get_attribute("class")
     assert page.locator("#step-2 .rejected").count() == 2
 
 
@@ -81,8 +81,8 @@ def test_keyboard_navigation(show: Open) -> None:
 
     page.keyboard.press("Home")
     assert selected() == "step-0"
-    assert "The first 2 were what the model would have written" in page.inner_text("#step-0 .story")
-    assert "promised 1.4 times the tokens per ms of one without guesses" in page.inner_text("#step-0 .story")
+    assert "The first 2 drafts were accepted" in page.inner_text("#step-0 .story")
+    assert "The expected speedup over a step without drafts was 1.4×" in page.inner_text("#step-0 .story")
     page.keyboard.press("ArrowDown")
     assert selected() == "step-1"
     assert page.locator(".detail").count() == 1
@@ -112,8 +112,8 @@ def test_keyboard_navigation(show: Open) -> None:
 
 def test_pointing_shows_the_drafter(show: Open) -> None:
     page = show(example())
-    page.locator("#step-3 .g.guessed").hover()
-    assert "guessed by Medusa head 1; right" in page.inner_text("#tip")
+    page.locator("#step-3 .g.predicted").hover()
+    assert "drafted by Medusa head 1; accepted" in page.inner_text("#tip")
     assert not page.locator("#arrows").is_visible()
     page.locator("#text .t.copied").first.hover()
     assert "copied from token 4" in page.inner_text("#tip")
@@ -122,9 +122,9 @@ def test_pointing_shows_the_drafter(show: Open) -> None:
 
 def test_replay_ends_with_the_whole_text(show: Open) -> None:
     page = show(example())
-    assert texts_of(page, ".track .who") == ["one at a time", "with guesses"]
+    assert texts_of(page, ".track .label") == ["without speculation", "with speculation"]
     note = page.inner_text("#race-note")
-    assert "2.0 × faster: when the last of 12 tokens was there, one at a time had written 5" in note
+    assert "2.0× faster: decoding without speculation generates 5 of the 12 tokens in the same time" in note
     assert "estimated" in note
     page.keyboard.press(" ")
     page.wait_for_function("document.querySelectorAll('.t.future').length > 0")
@@ -150,7 +150,7 @@ def test_one_lane_per_request(show: Open) -> None:
     page = show(trace)
     assert page.inner_text("h1") == "3 requests: 36 tokens in 18 steps"
     assert texts_of(page, ".lane .name")[1] == "a quotation"
-    assert "1 earlier one is left out" in page.inner_text("#omitted")
+    assert "1 earlier request omitted" in page.inner_text("#omitted")
     page.keyboard.press("]")
     assert page.locator('.lane[aria-pressed="true"] .name').text_content() == "a quotation"
     page.locator(".lane").nth(2).click()
@@ -181,4 +181,4 @@ def test_requests_without_steps_or_drafts(show: Open) -> None:
     assert page.inner_text("h1") == "0 tokens in 0 steps"
     plain = example()
     plain.lanes[0].steps = [plain.lanes[0].steps[1]]
-    assert "nothing was guessed" in show(plain).inner_text("#lead")
+    assert "nothing was drafted" in show(plain).inner_text("#lead")

@@ -54,9 +54,9 @@ def test_only_trace_pages_are_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["trace.html"]
     notes.write_text("mine")
     for path, what in (
-        (notes, "is no HTML page"),
-        (tmp_path, "is a folder; name a file in it"),
-        (tmp_path / "no" / "x.html", "There is no folder"),
+        (notes, "is not an HTML file"),
+        (tmp_path, "is a directory; specify a file"),
+        (tmp_path / "no" / "x.html", "The directory .* does not exist"),
     ):
         with pytest.raises(ValueError, match=what):
             check_target(path)
@@ -70,7 +70,7 @@ def test_unwritable_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.Monke
     example().save(page)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     for path in (page, tmp_path / "new.html"):
-        with pytest.raises(ValueError, match=f"{path} cannot be written; name another file for the trace"):
+        with pytest.raises(ValueError, match=f"{path} is not writable; specify another file for the trace"):
             check_target(path)
     check_target("/dev/null")
 
