@@ -41,7 +41,7 @@ ROOT = Path(__file__).parent.parent
 REASONS = Path(__file__).parent / "mutants.json"
 CEILING = 12 << 30  # bytes of addresses of a run: a mutant may want all memory there is
 
-SIMULATED = "tests/test_simulate.py::test_seeds_pass_and_reach_what_they_are_for"
+SIMULATED = "tests/test_simulate.py::test_seeds_pass_and_cover_their_features"
 LAYER, SAMPLING = (f"tests/kernels/{name}/test_" for name in ("layer", "sampling"))
 SPECULATION = "tests/kernels/speculation/test_"
 ENGINE, DEVICE, DRAFTERS = (f"tests/nanospec/{name}/test_" for name in ("engine", "device", "drafters"))

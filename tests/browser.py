@@ -1,4 +1,4 @@
-"""Chromium, for the tests of pages."""
+"""A Chromium fixture for tests of pages."""
 
 from __future__ import annotations
 

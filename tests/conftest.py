@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests."""
+"""Settings and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.interpreted import order_programs_by
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 
-# No test is about time: a fresh clone, for one, has hypothesis read the tables of Unicode first.
+# Tests have no deadlines: in a fresh clone, for example, Hypothesis reads Unicode tables first.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-# Ctrl-C reaches tests and what they start, also where their own parent ignores it, as `make test &` does.
+# Ctrl-C reaches tests and their subprocesses even if the parent ignores it, as with `make test &`.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers already share the cores
     torch.set_num_threads(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Each test has the programs of kernels run in orders of its own."""
+    """Seed the order of Triton programs by the test's id."""
     order_programs_by(item.nodeid)
 
 

@@ -1,7 +1,7 @@
-"""A step on `meta` tensors: what it launches and how much memory it takes, without computing anything.
+"""Steps on `meta` tensors: record launches and memory without computing anything.
 
-Triton launches are written down instead of made (in the interpreter), PyTorch operations by name. Those that
-launch nothing on a GPU, views and fresh memory, are left out. Memory is that of tensors made inside.
+Triton launches (in the interpreter) are recorded instead of run, PyTorch operations by name. Operations that
+launch nothing on a GPU, views and allocations, are omitted. Only tensors created inside count as memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from nanospec.models.decoder import Model
 
 
 class DryRun(TorchDispatchMode):
-    """What happens inside the `with` block.
+    """Records the launches and memory of the `with` block.
 
     Attributes:
         launches: names of kernels and operations, in order.
-        peak: the most bytes of tensors made inside that lived at a time.
+        peak: maximum bytes of live tensors created inside.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class DryRun(TorchDispatchMode):
 
     @property
     def alive(self) -> int:
-        """Bytes of tensors made inside that live now."""
+        """Return the bytes of live tensors created inside."""
         return sum(size for reference, size in self._alive.values() if not reference.expired())
 
 
@@ -80,18 +80,18 @@ def _storage(tensor: Tensor) -> int:
 
 
 def meta_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Model:
-    """A model without weights."""
+    """Return a model on `meta` tensors, without weights."""
     shapes = config.parameter_shapes()
 
     def weight(name: str) -> Tensor:
         return torch.empty(shapes[name], dtype=dtype, device="meta")
 
-    with forced("triton"):  # weights as the kernels want them
+    with forced("triton"):  # weights in the kernels' layout
         return Model(config, dtype, "meta", weight)
 
 
 def dry_step(model: Model, spec: SpecConfig, num_rows: int) -> Step:
-    """A step of a `meta_model` whose texts reach as far as it does."""
+    """Return a step of a `meta_model` with its maximum context length."""
     config, drafters = model.config, [NgramDrafter(spec)] if spec.method == "ngram" else []
     length = config.max_position_embeddings
     table = Table.empty(num_rows, length, 16, config.vocab_size, "meta")

@@ -1,4 +1,4 @@
-"""A tiny model as a GGUF file, written the way llama.cpp does."""
+"""A tiny model as a GGUF file in llama.cpp's layout."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NAMES = {hf: name for name, hf in TENSOR_NAMES.items()}
 
 
 def permute(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp does to q and k rows of llama models (convert_hf_to_gguf.py)."""
+    """Permute q and k rows as llama.cpp does for llama models (convert_hf_to_gguf.py)."""
     halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def tensors(architecture: str, tied: bool, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights of a tiny model, by Hugging Face name."""
+    """Return random weights of a tiny model by Hugging Face name."""
     rng = np.random.default_rng(seed)
     q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
@@ -54,7 +54,7 @@ def tensors(architecture: str, tied: bool, seed: int = 0) -> dict[str, np.ndarra
 
 
 def gguf_name(name: str) -> str:
-    """The name that llama.cpp gives a Hugging Face tensor."""
+    """Return llama.cpp's name of a Hugging Face tensor."""
     stem, kind = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, rest = stem.split(".", 3)
@@ -70,7 +70,7 @@ def write_gguf(
     edit: Callable[[gguf.GGUFWriter], Any] = lambda writer: None,
     quantized: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Write a tiny model as a GGUF file; returns its weights by Hugging Face name."""
+    """Write a tiny model as a GGUF file and return its weights by Hugging Face name."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
     writer.add_context_length(64)

@@ -1,14 +1,14 @@
-"""What the README promises of the wheel, tried as a user would, in environments of its own:
+"""Test the wheel as a user would install it, in new virtual environments:
 
     make wheels PYTHONS="python3.10 python3.13" WITH="torch==2.8.0 triton==3.4.0"
 
 Builds the wheel, installs it into INTO/NAME for each Python and runs its commands in an empty folder. Prints
-a table of what was installed, and the seconds that each command took or FAILED. The environments stay, so
-that a second run is quick; PYTHONS may name an environment's python, to try the wheel with what is there.
+a table of installed versions, and the seconds each command took or FAILED. Environments are kept for later
+runs; PYTHONS may name an environment's python, to test the wheel with its packages.
 
     make wheel
 
-builds it twice into dist/, and fails if the two differ by a byte.
+builds it twice into dist/, and fails if the two wheels differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m-instruct"
 ASK = ["-m", "nanospec", "--prompt", "Name three colours.", "--max-tokens", "24"]
-STRICT = ["-W", "error"]  # whoever imports us may run like this
+STRICT = ["-W", "error"]  # importing programs may run with this option
 QUIET = "import sys, nanospec; sys.exit(bool({'torch', 'triton', 'numpy'} & sys.modules.keys()))"
 COMMANDS = {
     "import": [*STRICT, "-c", QUIET],
@@ -36,14 +36,14 @@ COMMANDS = {
     "heads": [*STRICT, *ASK, "--spec", "ngram+medusa"],
     "demo": ["-m", "nanospec", "--demo"],
 }
-EPOCH = "1577836800"  # 2020-01-01: files in the wheel bear this time unless SOURCE_DATE_EPOCH names another
+EPOCH = "1577836800"  # 2020-01-01: time stamp of files in the wheel unless SOURCE_DATE_EPOCH is set
 PACKAGES = ("torch", "triton", "tokenizers")
 VERSIONS = f"from importlib.metadata import version; print(*map(version, {PACKAGES}))"
 
 
 def built(into: Path, *options: str) -> Path:
-    """A wheel in `into`, made from a copy of the sources: of nothing that earlier builds have left, and the
-    same bytes wherever, whenever and by whomever it is built with one version of setuptools."""
+    """Build a wheel in `into` from a copy of the sources, free of artifacts of earlier builds. It is
+    reproducible bitwise with one version of setuptools."""
     ignored = shutil.ignore_patterns("__pycache__", ".*")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *options]
     with tempfile.TemporaryDirectory() as copy:
@@ -52,7 +52,7 @@ def built(into: Path, *options: str) -> Path:
         for name in ("nanospec", "kernels", "weights/heads"):
             shutil.copytree(ROOT / name, Path(copy) / name, symlinks=True, ignore=ignored)
         for path in Path(copy).rglob("*"):
-            path.chmod(0o755 if path.is_dir() else 0o644)  # else those of the checkout, which umask decides
+            path.chmod(0o755 if path.is_dir() else 0o644)  # otherwise as in the checkout, depending on umask
         env = {"SOURCE_DATE_EPOCH": EPOCH, **os.environ}
         subprocess.run([*pip, "--wheel-dir", into, copy], check=True, env=env, umask=0o022)
     [wheel] = into.glob("nanospec-*.whl")
@@ -60,7 +60,7 @@ def built(into: Path, *options: str) -> Path:
 
 
 def built_twice(into: Path, *options: str) -> int:
-    """Leaves a wheel in `into` and prints its hash; 1 if a second one differs."""
+    """Build a wheel in `into` and print its hash; return 1 if a second build differs."""
     for left in into.glob("nanospec-*.whl"):
         left.unlink()
     with tempfile.TemporaryDirectory() as other:
@@ -73,7 +73,7 @@ def built_twice(into: Path, *options: str) -> int:
 
 
 def run(command: list[str], folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in `folder`, with nothing of the checkout in its environment."""
+    """Run a command in `folder`, with the checkout's variables removed from the environment."""
     ours = ("PYTHONPATH", "NANOSPEC_WEIGHTS", "NANOSPEC_KERNELS", "TRITON_INTERPRET")
     env = {name: value for name, value in os.environ.items() if name not in ours}
     env["XDG_CACHE_HOME"] = str(cache)
@@ -81,7 +81,7 @@ def run(command: list[str], folder: Path, cache: Path) -> subprocess.CompletedPr
 
 
 def install(python: str, wheel: Path, into: Path, also: list[str]) -> str:
-    """The python of an environment that has the wheel; that of `python` itself if it is in one."""
+    """Install the wheel into a virtual environment, that of `python` if it is in one; return its python."""
     asked = "import sys; print(sys.prefix != sys.base_prefix, '%d.%d' % sys.version_info[:2])"
     inside, version = subprocess.check_output([python, "-c", asked], text=True).split()
     own = Path(python).absolute() if inside == "True" else into / f"python{version}" / "bin" / "python"
@@ -89,21 +89,25 @@ def install(python: str, wheel: Path, into: Path, also: list[str]) -> str:
         subprocess.run([python, "-m", "venv", own.parent.parent], check=True)
     pip = [str(own), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     subprocess.run([*pip, f"{wheel}[gguf]", *also], check=True)
-    subprocess.run([*pip, "--force-reinstall", "--no-deps", wheel], check=True)  # of the same version
+    subprocess.run(
+        [*pip, "--force-reinstall", "--no-deps", wheel], check=True
+    )  # even if the version is the same
     return str(own)
 
 
 def tried(python: str, cache: Path) -> tuple[str, bool]:
-    """A row of the table, and whether all went well."""
+    """Run the commands and return a row of the table, and whether all succeeded."""
     for library in cache.glob("nanospec/native-*"):
-        library.unlink()  # each compiles its own
+        library.unlink()  # each environment compiles its own
     row, fine = [], True
     with tempfile.TemporaryDirectory() as empty:
         for name, command in COMMANDS.items():
             start = time.perf_counter()
             done = run([python, *command], Path(empty), cache)
             seconds = time.perf_counter() - start
-            complaint = "Warning" in done.stderr or "  no  " in done.stdout  # of the demo: not equal
+            complaint = (
+                "Warning" in done.stderr or "  no  " in done.stdout
+            )  # the demo prints "no" if outputs differ
             fine &= (good := done.returncode == 0 and not complaint)
             row.append(f"{seconds:.1f}" if good else "FAILED")
             if not good:
@@ -115,7 +119,7 @@ def tried(python: str, cache: Path) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Command line; 1 if anything failed."""
+    """Run the command line and return 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("pythons", nargs="*", metavar="PYTHON")
     parser.add_argument("--twice", type=Path, metavar="FOLDER", help="build there, twice, and compare")

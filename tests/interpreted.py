@@ -1,4 +1,4 @@
-"""Importing this, before triton is imported, has kernels run in Triton's interpreter if there is no GPU."""
+"""Import this before triton to run kernels in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from tests import interpreter
 
     interpreter.find_builtins_once()
-    interpreter.replace_once()
-    interpreter.remember_types()
-    interpreter.keep_conditions()
-    interpreter.run_programs_in_any_order()
-    interpreter.refuse_what_lies_outside()
+    interpreter.patch_modules_once()
+    interpreter.cache_types()
+    interpreter.keep_boolean_conditions()
+    interpreter.shuffle_programs()
+    interpreter.check_bounds()
 
 
 def order_programs_by(name: str) -> None:
-    """Have the programs of kernels run in orders of its own for each name."""
+    """Seed the order of programs by `name`."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         interpreter.programs.test = name

@@ -1,5 +1,5 @@
-"""Triton's interpreter in about half the time, with masks of one scalar condition, with programs that run in
-any order, as they do on a GPU, and with an error for what lies outside of all tensors of a launch."""
+"""Patches of Triton's interpreter: about twice as fast, scalar conditions as masks, programs in any order, as
+on a GPU, and an error for accesses outside the tensors of a launch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from triton.runtime import interpreter
 
 
 def find_builtins_once() -> None:
-    """At each call of a kernel or function the interpreter looks through all of triton.language for what it
-    has to replace. Here it is found once, before anything is replaced; what still is replaced, stays."""
+    """Find the builtins to patch once, instead of searching triton.language at each call of a kernel or
+    function. Builtins that are already replaced stay so."""
     replace: Callable[..., None] = interpreter._patch_attr
     places = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
     found = {place: _builtins(place) for place in places}
@@ -32,8 +32,8 @@ def find_builtins_once() -> None:
     interpreter._patch_builtin = patch_builtin
 
 
-def replace_once() -> None:
-    """Each call of a function in a kernel replaces the same again that the kernel's launch has replaced."""
+def patch_modules_once() -> None:
+    """Patch modules once per launch, instead of at each call of a function in a kernel."""
     replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     replaced: set[int] = set()
 
@@ -55,9 +55,9 @@ def replace_once() -> None:
     interpreter.GridExecutor.__call__ = call
 
 
-def remember_types() -> None:
-    """What follows from a type alone is worked out anew for each value. Here it is kept: a block's type for
-    its elements and shape, a value's shape and size, numpy's dtypes, and that two shapes are equal."""
+def cache_types() -> None:
+    """Cache what depends only on a type and is otherwise recomputed for each value: block types, shapes and
+    sizes of values, numpy dtypes, and that two shapes are equal."""
     describe, make, find = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
     spread: Callable[..., Any] = TritonSemantic.broadcast_impl_value
     shapes: dict[tuple[int, ...], Any] = {}
@@ -95,9 +95,9 @@ def remember_types() -> None:
     TritonSemantic.broadcast_impl_value = spread_if_needed
 
 
-def keep_conditions() -> None:
-    """The interpreter notes a comparison of integers as an integer. Spread over a block it then is one, which
-    loads and stores refuse as a mask since triton 3.9 (compiled kernels know that it is a condition)."""
+def keep_boolean_conditions() -> None:
+    """Keep comparisons of scalars boolean. The interpreter types them as integers, and since triton 3.9
+    loads and stores reject integer masks (compiled kernels are unaffected)."""
     spread: Callable[..., Any] = interpreter.InterpreterBuilder.create_splat
 
     def create_splat(self: Any, shape: Any, value: Any) -> Any:
@@ -108,14 +108,14 @@ def keep_conditions() -> None:
 
 
 class Programs:
-    """In which order the programs of a launch run. It follows from the test that runs and the launch's grid,
-    so that a test, and an example of Hypothesis, sees the same order again."""
+    """The order in which a launch's programs run. It depends only on the running test and the grid, so that
+    tests and Hypothesis examples are reproducible."""
 
     def __init__(self) -> None:
         self.test = ""
 
     def arrange(self, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """All of them: shuffled, backward or, as the interpreter does it, forward."""
+        """Return all programs shuffled, backward or forward, the interpreter's order."""
         chance, chosen = random.Random(f"{self.test} {grid}"), list(product(*map(range, grid)))
         order = chance.choice(("shuffled", "shuffled", "backward", "forward"))
         if order == "shuffled":
@@ -126,9 +126,9 @@ class Programs:
 programs = Programs()
 
 
-def run_programs_in_any_order() -> None:
-    """The interpreter runs program 0 first and the last one last, so that a kernel whose last program to
-    finish does more than the others, or which reads what an earlier program wrote, would look right."""
+def shuffle_programs() -> None:
+    """Run programs in any order. In ascending order, a kernel in which the last program finishes the work,
+    or which reads what an earlier program wrote, would seem correct."""
     size: Callable[..., None] = interpreter.InterpreterBuilder.set_grid_dim
     place: Callable[..., None] = interpreter.InterpreterBuilder.set_grid_idx
     rest: Iterator[tuple[int, ...]] = iter(())
@@ -146,7 +146,7 @@ def run_programs_in_any_order() -> None:
 
 
 class Tensors:
-    """Where the tensors of the launch that runs lie: their addresses, and those behind them."""
+    """The address ranges of the current launch's tensors."""
 
     def __init__(self) -> None:
         self.known = False
@@ -158,18 +158,18 @@ class Tensors:
         self.begins, self.ends, self.known = [a for a, _ in ranges], [b for _, b in ranges], True
 
     def check(self, pointers: Any, mask: Any, size: int) -> None:
-        """Raise IndexError if an element of `size` bytes that `mask` lets through lies in no tensor."""
+        """Raise IndexError if an unmasked element of `size` bytes lies outside all tensors."""
         if not self.known or self._holds(int(pointers.min()), int(pointers.max()) + size):
             return
         for place in np.unique(pointers[mask.astype(bool)]).tolist():
             if not self._holds(place, place + size):
                 at = bisect_right(self.begins, place) - 1
-                behind = f"{place - self.ends[at]} bytes behind the end of" if at >= 0 else "before"
-                raise IndexError(f"{size} bytes are read or written {behind} a tensor.")
+                where = f"{place - self.ends[at]} bytes past the end of" if at >= 0 else "before"
+                raise IndexError(f"{size} bytes are read or written {where} a tensor.")
 
-    def _holds(self, first: int, behind: int) -> bool:
+    def _holds(self, first: int, end: int) -> bool:
         at = bisect_right(self.begins, first) - 1
-        return at >= 0 and behind <= self.ends[at]
+        return at >= 0 and end <= self.ends[at]
 
 
 tensors = Tensors()
@@ -185,9 +185,9 @@ def _ranges(args: Any) -> Iterator[tuple[int, int]]:
             yield from _ranges(arg)
 
 
-def refuse_what_lies_outside() -> None:
-    """The interpreter reads and writes whatever address it is given, which mostly is somebody's memory. Not
-    noticed is what lies in another tensor of the same launch."""
+def check_bounds() -> None:
+    """Raise on accesses outside the launch's tensors, which the interpreter would perform. Accesses to
+    another tensor of the same launch are not detected."""
     place: Callable[..., Any] = interpreter.GridExecutor._init_args_hst
     raw = interpreter._interpreter
     load, store, change, swap = raw.load, raw.store, raw.atomic_rmw, raw.atomic_cas

@@ -1,4 +1,4 @@
-"""The C++ compiled for other processors than this one, which run it if they have the instructions.
+"""The C++ library compiled for other processors, and run where this one has the instructions.
 
 Import the fixtures by name; `other_library` replaces the library that the package calls.
 """
@@ -17,7 +17,7 @@ import pytest
 
 from nanospec.kernels import native
 
-# Processors by what the library says of itself: how GCC is told, and what the system calls the instructions.
+# Processors by the library's name for them: options of GCC, and the flag in /proc/cpuinfo.
 PROCESSORS = {
     "AVX2": ("x86-64-v3", "avx2"),
     "AVX-512": ("x86-64-v4", "avx512vl"),
@@ -28,7 +28,7 @@ PROCESSORS = {
 
 @pytest.fixture(scope="session")
 def built_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Compiles for what -march names, once for all processes that share the tests."""
+    """Compile for -march, once for all processes of a test run."""
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
@@ -46,7 +46,7 @@ def built_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture(scope="module", params=PROCESSORS)
 def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path]) -> ctypes.CDLL:
-    """The library for a kind of processor."""
+    """The library for a type of processor."""
     option, flag = PROCESSORS[request.param]
     if platform.machine() != "x86_64" or flag not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"not a processor with {flag}")
@@ -54,10 +54,10 @@ def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path
         pytest.skip("the other tests run on it")
     library = ctypes.CDLL(str(built_for(option)))
     library.nanospec_target.restype = ctypes.c_char_p
-    said = library.nanospec_target().decode()
-    if (request.param, said) == ("AMX", "AVX-512"):
+    target = library.nanospec_target().decode()
+    if (request.param, target) == ("AMX", "AVX-512"):
         pytest.skip("the system refuses AMX")
-    assert said == request.param
+    assert target == request.param
     return library
 
 

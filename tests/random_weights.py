@@ -1,4 +1,4 @@
-"""Random weights for tests and benchmarks, made on the device."""
+"""Random weights for tests and benchmarks, created on the device."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def random_model(
 def random_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> GetWeight:
-    """Return a function that makes tensors of `config.parameter_shapes` by name; the order of the calls
-    matters.
+    """Return a function that creates tensors of `config.parameter_shapes` by name; they depend on the order
+    of calls.
 
-    They are scaled so that activations stay near 1 and logits have a standard deviation of about 2: the text
-    is neither constant nor uniform. The same seed gives the same weights up to rounding in every dtype, but
+    They are scaled so that activations stay near 1 and logits have a standard deviation of about 2: outputs
+    are neither constant nor uniform. A seed gives the same weights up to rounding in every dtype, but
     not on every device.
     """
     shapes = config.parameter_shapes()
@@ -53,8 +53,8 @@ def random_weights(
 
 
 def random_heads(model: Model, num_heads: int, vocab: int | None = None, seed: int = 0) -> Heads:
-    """Make heads of one block that share the target's lm_head. `vocab` restricts the guesses to that many
-    random tokens."""
+    """Return random heads of one block that share the target's lm_head. `vocab` limits the drafts to this
+    many random tokens."""
     generator = torch.Generator().manual_seed(seed)
     size, hidden = model.config.vocab_size, model.config.hidden_size
     token_map = None

@@ -1,8 +1,8 @@
-"""Ranks as threads of one process: all of tensor parallelism but its processes.
+"""Ranks as threads of one process: tensor parallelism without its processes.
 
     with split_engine(2, config, weights_of(config), EngineConfig(...)) as split: run(split.engine, jobs)
 
-The leader is the engine's worker, in the thread of the test; the others follow in threads of their own.
+The leader is the engine's worker in the test's thread; each other rank has its own thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PATIENCE = 60.0  # seconds
 
 
 class Threads(Group):
-    """The group of one of several threads."""
+    """A group whose ranks are threads."""
 
     def __init__(self, rank: int, given: list[Any], barrier: threading.Barrier) -> None:
         self.device, self.rank, self.size = torch.device("cpu"), rank, len(given)
@@ -51,7 +51,7 @@ class Threads(Group):
         shapes = {(tuple(part.shape), part.dtype) for part in self.given}
         assert len(shapes) == 1, f"ranks are out of step: {shapes}"
         found = torch.stack(list(self.given))
-        self.barrier.wait(PATIENCE)  # before any rank gives the next one
+        self.barrier.wait(PATIENCE)  # before any rank gathers again
         return found
 
     def exchange(self, x: Tensor) -> Tensor:
@@ -78,13 +78,13 @@ def groups_of(size: int) -> list[Threads]:
 
 
 def together(size: int, work: Callable[[Group], Any]) -> list[Any]:
-    """Return what so many ranks give that work at the same time."""
+    """Run `work` on `size` ranks concurrently and return their results."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, groups_of(size)))
 
 
 def weights_of(config: ModelConfig, seed: int = 0) -> Weights:
-    """Return random ones, by name."""
+    """Return random weights by name."""
     get = random_weights(config, torch.float32, "cpu", seed)
     return {name: get(name) for name in config.parameter_shapes()}
 
@@ -100,14 +100,14 @@ def part_of(config: ModelConfig, weights: Weights, group: Group) -> Model:
 
 
 class Split(NamedTuple):
-    """An engine over several ranks, and what each has: its group and, once it is there, its worker."""
+    """An engine over several ranks, with each rank's group and, once started, worker."""
 
     engine: Engine
     groups: list[Threads]
     workers: dict[int, Rank]
 
     def assert_equal(self) -> None:
-        """Check that all ranks know the same of all requests, when these have ended."""
+        """Check that all ranks have equal tables after all requests have ended."""
         for worker in self.workers.values():
             for mine, theirs in zip(self.engine.worker.table, worker.table, strict=True):
                 assert torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs))
@@ -121,7 +121,7 @@ def split_engine(
     options: EngineConfig,
     drafter: MakeDrafter | None = None,
 ) -> Iterator[Split]:
-    """An engine over so many ranks; `drafter` makes one for each."""
+    """Run an engine over `size` ranks; `drafter` creates each rank's drafters."""
     groups, workers = groups_of(size), dict[int, Rank]()
     job = Job([], HashStore(), PATIENCE)
 

@@ -1,10 +1,9 @@
-"""A CUDA graph for tests without a GPU: it records what a step launches and runs just that again.
+"""A CUDA graph for tests without a GPU: records a step's launches and repeats them.
 
-While recording, every PyTorch operation and every Triton launch (in the interpreter) is put on a tape
-with its arguments: the tensors themselves, and host values as they are now. A replay runs the tape and
-writes results to the recorded outputs. So a value that the host computes while recording is frozen,
-reading a tensor's value on the host is an error, and outputs are overwritten by the next replay, all of
-it as in a real graph.
+During capture, every PyTorch operation and every Triton launch (in the interpreter) is put on a tape with its
+arguments: the tensors themselves, and the current host values. A replay runs the tape and writes the results
+to the captured outputs. As in a real graph, values computed on the host are frozen, reading a tensor on the
+host is an error, and outputs are overwritten by the next replay.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ HOST_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "lift_fre
 
 
 class Tape(TorchDispatchMode):
-    """Puts all that is launched inside the `with` block on `entries`."""
+    """Records all launches of the `with` block in `entries`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,10 +49,10 @@ class Tape(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         assert name not in HOST_READS, f"{name} makes the host wait for the device"
         out = func(*args, **kwargs)
-        if name.startswith(("empty", "new_empty")):  # holds nothing that has to be made again
+        if name.startswith(("empty", "new_empty")):  # has no contents to recompute
             return out
         given = _storages((args, kwargs))
-        # Views and results written in place change with what they share memory with.
+        # Views and in-place results are updated through the memory they share.
         leaves = enumerate(tree_leaves(out))
         own = [i for i, leaf in leaves if isinstance(leaf, Tensor) and _storage(leaf) not in given]
 
@@ -78,7 +77,7 @@ class TapeCapture:
     """A capture of `nanospec.device.graphs`."""
 
     def __init__(self, step: Callable[[], StepResult]) -> None:
-        step()  # as a real capture does: whatever is made once is made outside
+        step()  # warm-up as for a real capture: allocations that persist are made outside
         with Tape() as tape:
             self.result = step()
         self.entries = tape.entries

@@ -1,11 +1,10 @@
-"""What the documents name is there: files, folders, names of the code, options, targets of make; and their
-snippets run.
+"""Documents refer to existing files, folders, code names, options and make targets, and their snippets run.
 
-Checked is what stands in backticks or in code blocks of README.md, CONTRIBUTING.md and docs/, and the
-files that docstrings name in backticks. Placeholders (NAME, `...`) and files of models are left out.
+Checks text in backticks and code blocks of README.md, CONTRIBUTING.md and docs/, and files that docstrings
+name in backticks. Placeholders (NAME, `...`) and files of models are ignored.
 
-The python blocks of a document are run in order, as one program. What one prints must be the ```output
-block behind it, if there is one. A block that begins with `# needs the model` is left out without it.
+The python blocks of a document run in order as one program. Their output must match the following ```output
+block, if any. A block that begins with `# needs the model` is skipped without it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ NEEDS_MODEL = "# needs the model\n"
 
 @cache
 def files() -> frozenset[str]:
-    """All files and folders below `FOLDERS` and in the root, from the root, and their bare names."""
+    """Return the paths of all files and folders in the root and below `FOLDERS`."""
     paths = [path for path in ROOT.iterdir() if not path.name.startswith(".")]
     paths += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     found = {str(path.relative_to(ROOT)) for path in paths}
@@ -64,7 +63,7 @@ def bare_names() -> frozenset[str]:
 
 @cache
 def words() -> frozenset[str]:
-    """Every name and every word in a short string of the code."""
+    """Return all names, and all words in short strings, of the code."""
     found: set[str] = set(dir(builtins)) | {part for name in files() for part in re.split(r"[/.]", name)}
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -77,8 +76,8 @@ def words() -> frozenset[str]:
 
 @cache
 def definitions() -> dict[str, set[str]]:
-    """What each module defines, at any depth, by its bare name; what each package has in it; the members of
-    each class, its bases' included."""
+    """Return the definitions of each module (by its bare name, at any depth), the contents of each package,
+    and the members of each class, including its bases'."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     found["nanospec"].add("kernels")
     bases: dict[str, list[str]] = {}
@@ -90,7 +89,7 @@ def definitions() -> dict[str, set[str]]:
             if isinstance(node, ast.ClassDef):
                 found[node.name] |= set(defined(node))
                 bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
-    for _ in range(3):  # of classes that inherit from each other
+    for _ in range(3):  # for several levels of inheritance
         for name, parents in bases.items():
             found[name].update(*(found[parent] for parent in parents if parent in bases))
     return dict(found)
@@ -108,7 +107,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def flags() -> frozenset[str]:
-    """Every option of the command line, its commands and the benchmarks."""
+    """Return all options of the command line, its commands and the benchmarks."""
     quoted = (re.findall(r'"(--?[a-z][\w-]*)"', path.read_text(encoding="utf-8")) for path in CODE)
     return frozenset({flag for found in quoted for flag in found}).union(*_own_flags())
 
@@ -125,20 +124,20 @@ def targets() -> frozenset[str]:
 
 
 def file_is_missing(text: str, near: Path) -> bool:
-    """Whether `text` is a file or folder of this repository by its form, and not there."""
+    """Return whether `text` looks like a file or folder of this repository but does not exist."""
     top = text.split("/", 1)[0]
     if PLACEHOLDER.search(text) or re.fullmatch(r"[\w./*-]+", text) is None:
         return False
     if "/" in text and top in (*FOLDERS, ".ci"):
         return not any(ROOT.glob(text.rstrip("/"))) and text.rstrip("/") not in files()
-    if "/" in text and FILE.fullmatch(text.rsplit("/", 1)[-1]):  # within the folder that is spoken of
+    if "/" in text and FILE.fullmatch(text.rsplit("/", 1)[-1]):  # relative to another folder
         here = near.parent / text
         return not here.exists() and not any(name.endswith("/" + text) for name in files())
     return FILE.fullmatch(text) is not None and text not in bare_names()
 
 
 def missing(text: str, near: Path) -> list[str]:
-    """What of the code `text` is not there: one word, or a command."""
+    """Return the missing parts of the code `text`, a word or a command."""
     if " " in text:
         wrong = [word for word in text.split() if word.startswith("-") and not PLACEHOLDER.search(word)]
         wrong = [f for word in wrong if (f := word.split("=")[0]) not in flags() and re.match(r"--?[a-z]", f)]
@@ -164,7 +163,7 @@ def where(path: Path) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=where)
-def test_what_a_document_names_is_there(document: Path) -> None:
+def test_names_in_a_document_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     wrong = [part for code in re.findall(r"`([^`\n]+)`", prose) for part in missing(code, document)]
@@ -178,7 +177,7 @@ def test_what_a_document_names_is_there(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=where)
-def test_links_and_pictures_of_a_document_are_there(document: Path) -> None:
+def test_links_and_pictures_of_a_document_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!https?:|mailto:)([^)\s]*)", text) + re.findall(r'<img src="([^"]+)"', text)
     wrong = []
@@ -191,25 +190,25 @@ def test_links_and_pictures_of_a_document_are_there(document: Path) -> None:
 
 
 def anchors(document: Path) -> list[str]:
-    """What links to the headings of a document end with."""
+    """Return the anchors of a document's headings."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
     return [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
 
 
-def test_the_tour_leads_to_every_page() -> None:
+def test_tour_links_to_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     assert [path.name for path in (ROOT / "docs").glob("[!R]*.md") if f"({path.name})" not in index] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=where)
-def test_command_lines_of_a_document_can_be_read(document: Path) -> None:
+def test_command_lines_of_a_document_are_valid(document: Path) -> None:
     for line in re.findall(r"(?:python run\.py|nanospec) (-[^`\n]*)", document.read_text(encoding="utf-8")):
         if not re.search(r"\[|\||-h\b|--help|--version", line):
             parse(shlex.split(line, comments=True))
 
 
 def snippets(document: Path) -> list[tuple[str, str]]:
-    """The python blocks of a document, and the output behind each of them."""
+    """Return a document's python blocks, each with its expected output."""
     return BLOCK.findall(document.read_text(encoding="utf-8"))
 
 
@@ -227,14 +226,14 @@ LONG = ("extend-sampling.md", "extend-drafter.md")
 def test_snippets_of_a_document_run(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in ROOT.glob("[!.]*"):  # what a snippet writes does not stay in the checkout
+    for path in ROOT.glob("[!.]*"):  # snippets must not write into the checkout
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(llm, "LLM", loaded_once)
     model_is_there = (ROOT / "weights/smollm2-135m-instruct/model.safetensors").is_file()
     left_out, names = 0, dict[str, Any](__name__="__main__")
     for code, output in snippets(document):
-        for node in ast.walk(ast.parse(code)):  # also of snippets that are left out
+        for node in ast.walk(ast.parse(code)):  # also in skipped snippets
             if isinstance(node, ast.ImportFrom) and node.module == "nanospec":
                 assert {alias.name for alias in node.names} <= set(nanospec.__all__)
         if code.startswith(NEEDS_MODEL) and not model_is_there:
@@ -251,14 +250,14 @@ _LLM, _loaded = llm.LLM, dict[str, llm.LLM]()
 
 
 def loaded_once(model: str, **options: Any) -> llm.LLM:
-    """Documents that ask for the same model share it."""
+    """Return an LLM, shared by documents that load the same model."""
     key = repr((model, sorted(options.items())))
     if key not in _loaded:
         _loaded[key] = _LLM(model, **options)
     return _loaded[key]
 
 
-def test_files_that_docstrings_name_are_there() -> None:
+def test_files_in_docstrings_exist() -> None:
     wrong = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -299,5 +298,5 @@ def test_files_that_docstrings_name_are_there() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_this_test_sees_what_is_missing(text: str, expected: list[str]) -> None:
+def test_missing_names_are_detected(text: str, expected: list[str]) -> None:
     assert missing(text, ROOT / "README.md") == expected

@@ -1,4 +1,4 @@
-"""The tables of measurements that the documents show are those of the committed JSON."""
+"""Tables of measurements in the documents match the committed JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AGAINST_VLLM = re.compile(
     r" \| (?P<ratio>[^|]*) \|(?: (?P<zen4>[^|]*?) ?\|)?$",
     re.MULTILINE,
 )
-GUESSING = re.compile(
+DRAFTERS = re.compile(
     r"^\| `([a-z+]+)`(?:, tree width (\d))?(?:, K = (\d))? \|((?: [\d.]+, [\d.]+x \|){7})", re.MULTILINE
 )
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag", "code edits")
@@ -26,7 +26,7 @@ GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag",
 
 @cache
 def measured(*names: str) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The rows of these results of `bench/cpu.py`, by case, system and way."""
+    """Return the rows of results of `bench/cpu.py`, by case, system and mode."""
     parts = [part for name in names for part in load(name).values()]
     rows = [row for part in parts for row in part.get("table", ())]
     return {(row["case"], row["system"], row["way"]): row for row in rows}
@@ -37,7 +37,7 @@ def load(name: str) -> Any:
 
 
 @pytest.mark.parametrize(("document", "count"), [("README.md", 5), ("docs/speed.md", 14)])
-def test_tokens_per_second_beside_vllm(document: str, count: int) -> None:
+def test_tokens_per_second_next_to_vllm(document: str, count: int) -> None:
     found = list(AGAINST_VLLM.finditer((ROOT / document).read_text(encoding="utf-8")))
     assert len(found) == count
     for row in found:
@@ -54,9 +54,9 @@ def test_tokens_per_second_beside_vllm(document: str, count: int) -> None:
             assert row["zen4"] == f"{ratio:.2f}x", row[0]
 
 
-def test_ways_of_guessing() -> None:
+def test_drafters_table() -> None:
     results = load("drafters")["greedy"]
-    rows = GUESSING.findall((ROOT / "docs" / "speed.md").read_text(encoding="utf-8"))
+    rows = DRAFTERS.findall((ROOT / "docs" / "speed.md").read_text(encoding="utf-8"))
     assert len(rows) == 7
     for method, width, k, cells in rows:
         name = method + (f" tree W={width}" if width else "") + (f" K={k}" if k else "")
@@ -65,8 +65,8 @@ def test_ways_of_guessing() -> None:
         assert cells.strip(" |").split(" | ") == shown, name
 
 
-def test_results_are_json_and_named_somewhere() -> None:
-    """Every file of results can be read, and a page or script names it."""
+def test_result_files_are_valid_and_referenced() -> None:
+    """Every result file is valid JSON, and a page or script refers to it."""
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "bench").rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
     for path in (ROOT / "bench" / "results").glob("*.json"):

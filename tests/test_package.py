@@ -1,4 +1,4 @@
-"""The wheel holds what the installed program needs, and takes no name that belongs to others."""
+"""The wheel contains everything the installed program needs, and only our top-level name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.install import built
 
 ROOT = Path(__file__).resolve().parent.parent
-FOR_WORK_ON_IT = {"test", "lint", "plot"}  # extras that the installed program does not import
+FOR_WORK_ON_IT = {"test", "lint", "plot"}  # extras the installed program does not import
 
 
 LOCAL = ("--no-build-isolation", "--no-index")  # built without a network
@@ -23,19 +23,19 @@ LOCAL = ("--no-build-isolation", "--no-index")  # built without a network
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel."""
+    """The path of a wheel."""
     return built(tmp_path_factory.mktemp("wheel"), *LOCAL)
 
 
 @pytest.fixture(scope="module")
 def wheel(path: Path) -> dict[str, bytes]:
-    """The files in it."""
+    """The files in the wheel."""
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_everything_is_there_and_nothing_else(wheel: dict[str, bytes]) -> None:
-    """C++ sources, pages and heads too; no tests, no weights, no native code."""
+def test_wheel_contents(wheel: dict[str, bytes]) -> None:
+    """Includes C++ sources, pages and heads, but no tests, weights or compiled code."""
     folders = {"nanospec": "nanospec", "kernels": "nanospec/kernels", "weights/heads": "nanospec/heads"}
     sources = {}
     for folder, there in folders.items():
@@ -51,8 +51,8 @@ def test_everything_is_there_and_nothing_else(wheel: dict[str, bytes]) -> None:
     assert {name.split("/")[0].split("-")[0] for name in wheel} == {"nanospec"}
 
 
-def test_the_same_sources_make_the_same_wheel(path: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Elsewhere, later, and by somebody whose files are private."""
+def test_wheel_is_reproducible(path: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """In another folder, later, and with another umask."""
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     before = os.umask(0o077)
     try:
@@ -63,12 +63,12 @@ def test_the_same_sources_make_the_same_wheel(path: Path, tmp_path: Path, monkey
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_the_command_is_there(wheel: dict[str, bytes]) -> None:
+def test_entry_point(wheel: dict[str, bytes]) -> None:
     [entry_points] = [text.decode() for name, text in wheel.items() if name.endswith("entry_points.txt")]
     assert "nanospec = nanospec.__main__:command" in entry_points
 
 
-def test_the_version_is_written_once(wheel: dict[str, bytes]) -> None:
+def test_version_is_defined_once(wheel: dict[str, bytes]) -> None:
     [line] = [line for line in wheel["nanospec/__init__.py"].decode().splitlines() if "__version__" in line]
     version = line.removeprefix('__version__ = "').removesuffix('"')
     [metadata] = [text.decode() for name, text in wheel.items() if name.endswith("/METADATA")]
@@ -76,14 +76,14 @@ def test_the_version_is_written_once(wheel: dict[str, bytes]) -> None:
     assert f"\n## [{version}] - 2" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_the_sources_are_valid_for_the_oldest_python(wheel: dict[str, bytes]) -> None:
+def test_sources_are_valid_for_oldest_python(wheel: dict[str, bytes]) -> None:
     for name, text in wheel.items():
         if name.endswith(".py"):
             ast.parse(text, name, feature_version=(3, 10))
 
 
-def test_what_is_imported_is_declared_and_what_is_declared_is_imported(wheel: dict[str, bytes]) -> None:
-    """What others bring today they may not bring tomorrow."""
+def test_imports_match_declared_dependencies(wheel: dict[str, bytes]) -> None:
+    """Transitive dependencies may disappear."""
     imported = {}
     for name, text in wheel.items():
         for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():

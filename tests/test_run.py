@@ -1,4 +1,4 @@
-"""`run.py` as a user starts it: what takes a process; the rest: `tests/nanospec/apps/cli/test_main.py`."""
+"""`run.py` in a subprocess; for the rest see `tests/nanospec/apps/cli/test_main.py`."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("start", [["run.py"], ["-m", "nanospec"]], ids=["run.py", "module"])
-def test_it_is_one_program_however_it_is_started(start: list[str]) -> None:
+def test_run_py_and_module_are_equivalent(start: list[str]) -> None:
     asked = [sys.executable, *start, "fetch", "gpt-5"]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert "unknown model 'gpt-5'; use" in done.stderr
 
 
-def test_output_without_a_terminal_has_no_escape_codes() -> None:
+def test_no_escape_codes_without_terminal() -> None:
     done = run("--prompt", "Say hi.", "--max-tokens", "8", "--show-drafts")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert "tokens per step" in done.stdout
 
 
-def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
+def test_closed_pipe_ends_quietly() -> None:
     with subprocess.Popen(
         [sys.executable, str(ROOT / "run.py"), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -51,10 +51,10 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-    assert process.returncode in (141, 0)  # 0 where output is not buffered: argparse does not mind
+    assert process.returncode in (141, 0)  # 0 with unbuffered output, as argparse ignores the error
 
 
-def test_ctrl_c_leaves_whole_results_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+def test_batch_interrupted_by_ctrl_c_can_be_resumed(tmp_path: Path) -> None:
     source, target = requests_file(tmp_path, 30, ignore_eos=True), tmp_path / "results.jsonl"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     args = command("--input", source, "--output", target, "--raw", "--max-num-seqs", "2")

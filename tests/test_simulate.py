@@ -1,4 +1,4 @@
-"""The simulation of `campaigns/simulate` finds what is planted and repeats itself; the engine passes it."""
+"""The simulation of `campaigns/simulate` finds planted defects and is reproducible; the engine passes it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FOUND_BY = {  # seeds of small scenarios
 }
 
 
-def test_seeds_pass_and_reach_what_they_are_for() -> None:
+def test_seeds_pass_and_cover_their_features() -> None:
     seen: Counter[str] = Counter()
     for seed in SEEDS:
         seen += simulate(Scenario.drawn(seed))
@@ -66,7 +66,7 @@ def test_seeds_pass_and_reach_what_they_are_for() -> None:
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_planted_defect_is_found(defect: str) -> None:
+def test_planted_defect_is_found(defect: str) -> None:
     scenario = Scenario.drawn(FOUND_BY[defect])
     assert failure(scenario, simulate) is None
     with DEFECTS[defect]():
@@ -74,7 +74,7 @@ def test_a_planted_defect_is_found(defect: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [7, 12])
-def test_a_seed_does_the_same_again(seed: int) -> None:
+def test_seed_is_reproducible(seed: int) -> None:
     runs = []
     for _ in range(2):
         scenario = Scenario.from_json(Scenario.drawn(seed).to_json())
@@ -85,7 +85,7 @@ def test_a_seed_does_the_same_again(seed: int) -> None:
     assert runs[0] == runs[1]
 
 
-def test_a_failing_scenario_shrinks_and_fails_in_the_same_place() -> None:
+def test_shrunk_scenario_fails_in_the_same_place() -> None:
     scenario = Scenario.drawn(4)
     with DEFECTS["a block is named too early"]():
         found = failure(scenario, simulate)
@@ -99,7 +99,7 @@ def test_a_failing_scenario_shrinks_and_fails_in_the_same_place() -> None:
     assert smaller.threads == 0
 
 
-def test_a_failure_that_does_not_repeat_is_told_and_leaves_its_scenario(
+def test_flaky_failure_is_reported_and_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -118,9 +118,7 @@ def test_a_failure_that_does_not_repeat_is_told_and_leaves_its_scenario(
         (["--replay", "nope.json"], "nope.json is no scenario: [Errno 2]"),
     ],
 )
-def test_what_cannot_be_run_is_no_success(
-    asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_fail(asked: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(asked)
     assert exit.value.code == 2
@@ -128,7 +126,7 @@ def test_what_cannot_be_run_is_no_success(
 
 
 @pytest.mark.parametrize("way", ["engine", "triton"])
-def test_a_scenario_is_replayed_by_a_process_of_its_own(way: str, tmp_path: Path) -> None:
+def test_replay_in_subprocess(way: str, tmp_path: Path) -> None:
     path, environment = tmp_path / "small.json", {**os.environ, "PYTHONPATH": "."}
     environment.pop("TRITON_INTERPRET", None)
     path.write_text(scenario_of(1, "triton").to_json())
@@ -137,7 +135,7 @@ def test_a_scenario_is_replayed_by_a_process_of_its_own(way: str, tmp_path: Path
     assert (done.returncode, done.stdout) == (0, "It passes.\n"), done.stderr
 
 
-def test_what_never_ends_is_a_failure() -> None:
+def test_endless_scenario_fails() -> None:
     def step(engine: Engine) -> None:
         while True:
             pass
@@ -148,17 +146,17 @@ def test_what_never_ends_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_the_kernels_pass(seed: int) -> None:
+def test_triton_kernels_pass(seed: int) -> None:
     with launch.forced("triton"):
         assert simulate(scenario_of(seed, "triton"))["tokens"]
 
 
 @pytest.mark.parametrize("seed", [21, 36])
-def test_a_server_gives_the_same(seed: int) -> None:
+def test_server_passes(seed: int) -> None:
     assert simulate_served(scenario_of(seed, "http"))["tokens"]
 
 
-def test_it_is_found_that_a_server_loses_a_log_probability() -> None:
+def test_lost_server_logprob_is_found() -> None:
     def shorter(*args: Any) -> dict[str, Any] | None:
         found = logprobs(*args)
         return found and {name: values[:-1] for name, values in found.items()}

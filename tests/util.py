@@ -1,4 +1,4 @@
-"""What many tests share: one way to compare tensors."""
+"""Comparison of tensors for all tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def error_ratio(actual: Tensor, expected: Tensor) -> float:
-    """Root mean square of the difference over that of `expected`, in float64."""
+    """Return the RMS of the difference divided by that of `expected`, in float64."""
     actual, expected = actual.double(), expected.double()
     difference = (actual - expected).square().mean().sqrt().item()
     scale = expected.square().mean().sqrt().item()
@@ -17,7 +17,7 @@ def error_ratio(actual: Tensor, expected: Tensor) -> float:
 def assert_close(actual: Tensor, expected: Tensor, tol: float, what: str = "tensors") -> float:
     """Fail unless shapes agree, both are finite and `error_ratio` is at most `tol`.
 
-    Returns the largest absolute difference, for tests that bound it too.
+    Return the largest absolute difference, for tests that also bound it.
     """
     assert actual.shape == expected.shape, f"{what}: {actual.shape} instead of {expected.shape}"
     if actual.numel() == 0:

@@ -1,16 +1,15 @@
-"""Refuses what would make the host wait for a GPU, also where there is none.
+"""Detects operations that would make the host wait for a GPU, even without one.
 
     with NoWaiting():
         engine.step()
 
-Refused are operations whose result the host reads or whose sizes the device decides (`item`, `nonzero`,
-boolean masks, ...), new tensors made of Python numbers, which are copied from memory that is not pinned, and
-on a GPU every other copy from such memory. Allowed is what the engine has for the purpose: `upload`, which
-uses pinned memory, `to_host`, whose result waits for no more than the step that is due, and replaying a
-captured step, which cannot wait.
+Rejected are operations whose result is read by the host or whose size depends on device data (`item`,
+`nonzero`, boolean masks, ...), tensors created from Python numbers, which are copied from pageable memory,
+and on a GPU all other copies from pageable memory. Allowed are `upload`, which uses pinned memory, `to_host`,
+whose result waits only for the step that is due, and replaying a captured step.
 
-`torch.cuda.set_sync_debug_mode("error")` refuses what waits inside of torch's operations on a real GPU, but
-neither copies of memory that is not pinned with `non_blocking` nor waiting for events and devices.
+`torch.cuda.set_sync_debug_mode("error")` detects waits inside torch's operations on a real GPU, but not
+`non_blocking` copies from pageable memory, nor waiting for events and devices.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ MASKED = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_
 
 
 class Waits(AssertionError):
-    """Something would have waited."""
+    """An operation would have waited."""
 
 
 class NoWaiting(TorchDispatchMode):
-    """See above. Made before the engine runs; `replays` are further functions that are allowed."""
+    """Rejects waiting operations (see above). Enter it before the engine runs; `replays` are also allowed."""
 
     def __init__(self, *replays: tuple[type, str]) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class NoWaiting(TorchDispatchMode):
                     change(module, function.__name__, free)
         for owner, name in ((GridExecutor, "__call__"), *self._replays):
             change(owner, name, allowed(getattr(owner, name)))
-        for name in ("tolist", "numpy", "cpu"):  # which the mode does not see on a CPU
+        for name in ("tolist", "numpy", "cpu"):  # the mode does not see these on a CPU
             change(Tensor, name, refused(name, getattr(Tensor, name)))
         return super().__enter__()
 
@@ -82,7 +81,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def allowed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, during which nothing is refused."""
+    """Return the function with checks disabled during its calls."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +92,7 @@ def allowed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that reads a tensor, refused while the mode is on."""
+    """Return a reading method of tensors that raises while the mode is active."""
 
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_dispatch_stack() and (tensor.is_cuda or not torch.cuda.is_available()):

@@ -1,6 +1,6 @@
-"""Kernels whose machine code is known, compiled for sm_90; prints what `bench/machine_code.py` reads in them.
+"""Compile kernels with known machine code for sm_90 and print what `bench/machine_code.py` reads in it.
 
-A process of its own runs this: in the tests' process triton is the interpreter.
+Tests run this in a subprocess, since triton is the interpreter in their own process.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,7 +25,7 @@ from nanospec.kernels.launch import prefetch, release_next, wait_for_previous
 
 @triton.jit
 def product(x, w, out, K, PDL: tl.constexpr, LATE: tl.constexpr):
-    """out [64, 64] = w [64, K] @ x [64, K].T; LATE prefetches when it is of no use any more."""
+    """Compute out [64, 64] = w [64, K] @ x [64, K].T; LATE prefetches too late."""
     row, k = tl.arange(0, 64), tl.arange(0, 64)
     release_next(PDL)
     lines = w + row * K
@@ -44,7 +44,7 @@ def product(x, w, out, K, PDL: tl.constexpr, LATE: tl.constexpr):
 
 @triton.jit
 def gathered(x, w, out, pages, K, PDL: tl.constexpr, LATE: tl.constexpr):
-    """The same for a w whose blocks of 64 columns lie where `pages` says."""
+    """Compute the same for a w whose blocks of 64 columns are scattered according to `pages`."""
     row, k = tl.arange(0, 64), tl.arange(0, 64)
     acc = tl.zeros([64, 64], tl.float32)
     for step in range(K // 64):
@@ -57,7 +57,7 @@ def gathered(x, w, out, pages, K, PDL: tl.constexpr, LATE: tl.constexpr):
 
 @triton.jit
 def narrow(x, out, N):
-    """Loads of 2 bytes, as nothing is known of the rows' alignment; no tensor cores."""
+    """Load 2 bytes at a time, since the rows' alignment is unknown; no tensor cores."""
     i = tl.arange(0, 128)
     value = tl.load(x + tl.program_id(0) * N + i)
     tl.store(out + tl.program_id(0) * 128 + i, value)

@@ -1,4 +1,4 @@
-"""`bench/before_after.py` runs two checkouts in turn and sees a single token that differs."""
+"""`bench/before_after.py` runs two checkouts alternately and detects a single differing token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def checkout(folder: Path, last: str) -> Path:
     ],
     ids=["equal", "seeded-differ", "n-gram-differs"],
 )
-def test_outputs_are_compared_to_the_bit(
+def test_differing_outputs_are_detected(
     last: str,
     differing: list[str],
     tmp_path: Path,
@@ -70,7 +70,7 @@ def test_outputs_are_compared_to_the_bit(
     assert capsys.readouterr().out.count("OUTPUTS DIFFER") == 3 * len(differing)
 
 
-def test_ratios_are_taken_within_a_round() -> None:
+def test_ratios_are_computed_within_a_round() -> None:
     def side(seconds: float) -> dict[str, Any]:
         name = before_after.name_of(before_after.CASES[0])
         return {

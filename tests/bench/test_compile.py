@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def test_a_name_that_no_case_has_is_refused() -> None:
+def test_unknown_case_is_rejected() -> None:
     command = [sys.executable, str(ROOT / "bench" / "compile.py"), "--only", "attention", "nosuchkernel"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 2

@@ -1,5 +1,5 @@
-"""The comparisons on a CPU (`bench/cpu.py`, `bench/serve.py`): turns, ratios within a round, answers as
-read."""
+"""CPU comparisons (`bench/cpu.py`, `bench/serve.py`): alternation, ratios within a round, parsing of
+answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [{"name": f"B={batch}, 200", "batch": batch, "prompts": [[1]] * 4} for b
 
 
 class Lane(cpu.Race):
-    """A race without processes: `speeds` are tokens per second by system and guess."""
+    """A race without processes: `speeds` are tokens per second by system and speculation settings."""
 
     def __init__(self, speeds: dict[tuple[str, Any], float]) -> None:
         super().__init__("short", CASES, list(dict.fromkeys(system for system, _ in speeds)), {})
@@ -30,20 +30,20 @@ class Lane(cpu.Race):
         return {"outputs": [[1] * 10, [2] * 10], "seconds": 20 / self.speeds[lane]}
 
     def close(self) -> None:
-        """There is no process to end."""
+        """Do nothing, as there is no process."""
 
 
-def test_a_peer_guesses_what_is_fastest_and_systems_take_turns() -> None:
+def test_peers_use_fastest_settings_and_systems_alternate() -> None:
     vllm = {("vllm", guess): 30.0 for guess in worker.GUESSES["vllm"]} | {("vllm", (4, 1, 8)): 50.0}
     hf = {("transformers", guess): 10.0 for guess in worker.GUESSES["transformers"]}
     race = Lane({("nanospec", None): 60.0, ("nanospec", "auto"): 100.0, **vllm, **hf})
     race.choose()
     assert race.best["vllm", "B=4, 200"] == (4, 1, 8)
-    assert ("transformers", "B=4, 200") not in race.best  # answers one request at a time
+    assert ("transformers", "B=4, 200") not in race.best  # runs one request at a time
     race.turns.clear()
     rounds = [race.round(i) for i in range(2)]
     assert race.turns[:6] == ["nanospec", "vllm", "transformers"] * 2
-    assert race.turns[10:13] == ["vllm", "transformers", "nanospec"]  # of B=1 in the second round
+    assert race.turns[10:13] == ["vllm", "transformers", "nanospec"]  # B=1 in the second round
     rows = {(row["case"], row["system"], row["way"]): row for row in cpu.table(rounds)}
     row = rows["B=1, 200", "vllm", "n-gram"]
     assert row["guess"] == "K = 4, 1–8"
@@ -52,7 +52,7 @@ def test_a_peer_guesses_what_is_fastest_and_systems_take_turns() -> None:
     assert row["equal_to_plain"] == [2, 2]
 
 
-def test_outputs_and_ratios_are_those_of_a_round() -> None:
+def test_outputs_are_compared_within_a_round() -> None:
     def run(outputs: list[list[int]], seconds: float) -> dict[str, Any]:
         return {"outputs": outputs, "seconds": seconds, "guess": "auto"}
 
@@ -66,14 +66,14 @@ def test_outputs_and_ratios_are_those_of_a_round() -> None:
     assert cpu.table(rounds)[1]["equal_to_plain"] == [1, 2]
 
 
-def test_a_worker_imports_no_system_before_it_starts() -> None:
+def test_worker_imports_only_the_standard_library() -> None:
     tree = ast.parse(Path(worker.__file__).read_text())
     names = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
     names |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     assert {str(name).split(".")[0] for name in names} <= sys.stdlib_module_names
 
 
-def test_times_of_a_load() -> None:
+def test_arrival_times() -> None:
     assert serve.times("burst:2", 10.0, 5, 0) == [0.0, 0.0, pytest.approx(1 / 3), pytest.approx(1 / 3)]
     at = serve.times("poisson:0.5", 10.0, 2000, 0)
     assert at == sorted(serve.times("poisson:0.5", 10.0, 2000, 0))
@@ -84,7 +84,7 @@ def event(**fields: Any) -> bytes:
     return b"data: " + json.dumps(fields).encode() + b"\n"
 
 
-def test_an_answer_is_read_from_its_stream() -> None:
+def test_read_answer_from_stream() -> None:
     def piece(text: str) -> bytes:
         return event(choices=[{"delta": {"content": text}}])
 

@@ -1,4 +1,4 @@
-"""`ReplayWorker`: the output is the reference."""
+"""`ReplayWorker` outputs the reference text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def replay(config: EngineConfig, texts: dict[tuple[int, ...], list[int]], **shap
 
 @pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
 @pytest.mark.parametrize("k", [0, 4])
-def test_replay_gives_the_reference_and_drafts_are_those_of_real_text(k: int, eager: bool) -> None:
+def test_replay_outputs_reference_with_drafts(k: int, eager: bool) -> None:
     texts = {tuple(PROMPT): [5, 6, 7, 8, 9, 5, 6, 7, 1, 2, 3], (1, 2): [3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3]}
     engine = replay(config_of(k, eager), texts)
     params = SamplingParams(temperature=0, max_tokens=11)
@@ -46,8 +46,8 @@ def test_replay_gives_the_reference_and_drafts_are_those_of_real_text(k: int, ea
         assert (request.stats.num_accepted > 0) == (k > 0)
 
 
-def test_replay_works_in_a_step_recorded_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the kernels, with a recording that freezes what a CUDA graph would."""
+def test_replay_in_step_captured_before_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Triton kernels, with a capture that freezes host values as a CUDA graph does."""
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     text = [5, 6, 7, 8, 9, 5, 6, 1]
     config = config_of(2, False, max_num_seqs=1, max_model_len=48)

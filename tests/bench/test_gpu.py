@@ -1,5 +1,5 @@
-"""`bench/gpu.py`: a group that breaks is lost alone, time is kept, rows outlive a killed run; its benchmarks
-on tiny shapes with a stand-in for `torch.cuda`."""
+"""`bench/gpu.py`: failing groups do not affect others, time limits hold, rows survive a killed run; and its
+benchmarks on tiny shapes with a stand-in for `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "LEAST", 1.0)
 
 
-def test_what_breaks_a_group_does_not_reach_the_next(tmp_path: Path) -> None:
+def test_failing_group_does_not_affect_others(tmp_path: Path) -> None:
     listed = [
         code("os.abort()", name="aborts"),
         code("raise SystemExit('a sentence')", name="says"),
@@ -63,7 +63,7 @@ def test_what_breaks_a_group_does_not_reach_the_next(tmp_path: Path) -> None:
         outcomes, ("SIGABRT", "a sentence", "ZeroDivisionError", "nowhere.py", "", "one:")
     ):
         assert said in outcome.why
-    assert [row["text"] for row in outcomes[-1].rows].count("x") == 3  # goes on behind what ended it
+    assert [row["text"] for row in outcomes[-1].rows].count("x") == 3  # continues after the row that ended it
     lines = gpu.summary({"part": outcomes}).splitlines()
     assert lines[0].startswith("== part: 1 of 6 groups well")
     assert lines[1].startswith("  aborts: CRASHED")
@@ -71,7 +71,7 @@ def test_what_breaks_a_group_does_not_reach_the_next(tmp_path: Path) -> None:
     assert "==== raises" in (tmp_path / "part.log").read_text()
 
 
-def test_a_group_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+def test_hanging_group_is_killed_with_its_children(tmp_path: Path) -> None:
     text = "import subprocess; child = subprocess.Popen(['sleep', '60']); row(str(child.pid)); time.sleep(60)"
     start = time.time()
     [outcome] = run([code(text, 10.0)], tmp_path)
@@ -79,20 +79,20 @@ def test_a_group_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     assert outcome.status == "stopped"
     stat = Path(f"/proc/{outcome.rows[1]['text']}/stat")
     for _ in range(50):
-        if not stat.is_file() or " Z " in stat.read_text():  # ended; whether it was reaped is not ours
+        if not stat.is_file() or " Z " in stat.read_text():  # ended, possibly not reaped
             return
         time.sleep(0.1)
     raise AssertionError("the child lives on")
 
 
-def test_a_part_ends_in_time(tmp_path: Path) -> None:
+def test_part_ends_in_time(tmp_path: Path) -> None:
     wait = "time.sleep(max(until - time.time(), 0)); row('stopped by itself')"
     outcomes = run([code(wait, 30.0), code(wait, 30.0, "late")], tmp_path, limit=8.0)
     assert [o.status for o in outcomes] == ["ok", "left out"]
     assert outcomes[0].rows[-1]["text"] == "stopped by itself"
 
 
-def test_a_run_that_is_ended_keeps_its_rows_and_says_what_it_had(tmp_path: Path) -> None:
+def test_terminated_run_keeps_rows_and_reports(tmp_path: Path) -> None:
     driver = f"""
 from bench import gpu
 gpu.groups = lambda part, cpu: [gpu.Group("a", ("-c", {WRITER + "time.sleep(60)"!r}))]
@@ -115,7 +115,7 @@ gpu.main(["steps", "--cpu", "--out", {str(tmp_path)!r}])
     assert len(rows.read(tmp_path / "part.jsonl")) == 1
 
 
-def test_a_file_of_tests_goes_on_behind_a_test_that_ends_the_process(tmp_path: Path) -> None:
+def test_tests_continue_after_a_crashing_test(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]")
     path, plugin = tmp_path / "test_bad.py", tmp_path / "tests.jsonl"
     path.write_text(
@@ -147,7 +147,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measured(main: Any, part: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The rows that a script writes in a dry run, but for those that mark a begin or the end."""
+    """Run a script in a dry run and return its rows, except begin and end markers."""
     main([*arguments, "--cpu", "--out", str(out)])
     return [row for row in rows.read(out / f"{part}.jsonl") if "text" in row]
 
@@ -159,7 +159,7 @@ def test_steps(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [(b, k, mode) for b in (1, 2) for k in (0, 2) for mode in steps.MODES]
     assert [(row["batch"], row["k"], row["mode"]) for row in found] == expected
     assert all(row["ms"] > 0 and row["share"] > 0 for row in found)
-    assert len(measured(steps.main, "steps", out, *grid)) == len(found) + 2  # all have begun before
+    assert len(measured(steps.main, "steps", out, *grid)) == len(found) + 2  # all groups have begun before
 
     def full(*arguments: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
@@ -177,7 +177,7 @@ def test_e2e(out: Path) -> None:
     assert all(row["rate"]["median"] > 0 for row in systems)
 
 
-def test_without_time_everything_is_left_out(out: Path) -> None:
+def test_everything_is_left_out_without_time(out: Path) -> None:
     for main, part, arguments in (
         (steps.main, "steps", GRID),
         (kernels.main, "kernels", ["--only", "rms_norm-H576"]),
@@ -204,8 +204,8 @@ def test_kernels_are_checked_and_timed_once(out: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("wrong", ["off", "unwritten", "changed"])
-def test_the_check_finds_what_is_wrong(wrong: str) -> None:
-    """A result that is off, one that was not written, and an argument that only the kernel changes."""
+def test_check_detects_defects(wrong: str) -> None:
+    """A wrong result, an unwritten one, and an argument that only the kernel changes."""
     builds: list[str] = []
 
     def build(device: str) -> Built:
@@ -230,8 +230,8 @@ def test_the_check_finds_what_is_wrong(wrong: str) -> None:
 @pytest.mark.parametrize(
     "name", ["layout-B1-K4", "verify-B1-K4-tree", "rms_norm-H576-T1", "kv_move-llama-3.2-1b-B1"]
 )
-def test_kernels_in_the_interpreter_pass_the_check(name: str) -> None:
-    """Their memory is poisoned, too."""
+def test_interpreted_kernels_pass_the_check(name: str) -> None:
+    """Also with poisoned memory."""
     [case] = cases(name).values()
     found = check.compare(case.build, "cpu", case.kernel, "naive" if "kv_move" in name else "triton")
     assert not check.is_wrong(found, case.kernel), found

@@ -1,4 +1,4 @@
-"""What CI installs is pinned and hashed, and is what pyproject.toml asks for."""
+"""CI dependencies are pinned and hashed, and match pyproject.toml."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LINE = re.compile(r"^([a-z0-9-]+)==(\S+?)(?:\+cpu)? (?:\\\n +)?--hash=sha256:[0-
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
-def test_locks_have_what_is_asked_for(python: str) -> None:
-    """If this fails, pyproject.toml has changed: `make lock`."""
+def test_locks_match_pyproject(python: str) -> None:
+    """If this fails, pyproject.toml has changed: run `make lock`."""
     text = "".join((ROOT / "locks" / name).read_text() for name in (f"python{python}.txt", "torch.txt"))
     locked = dict(LINE.findall(text))
     assert len(locked) == text.count("==")
@@ -35,7 +35,7 @@ def test_locks_have_what_is_asked_for(python: str) -> None:
             assert wanted.specifier.contains(locked[wanted.name.replace("_", "-")]), line
 
 
-def test_actions_are_pinned_and_may_do_little() -> None:
+def test_actions_are_pinned_with_minimal_permissions() -> None:
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         text = path.read_text(encoding="utf-8")
         uses = re.findall(r"uses: *(.*)", text)
@@ -44,8 +44,8 @@ def test_actions_are_pinned_and_may_do_little() -> None:
         assert re.search(r"^permissions:(?: \{\}|\n  contents: read)$", text, re.MULTILINE), path
 
 
-def test_make_takes_its_own_defaults() -> None:
-    """`AS` is a variable of make itself, so `AS ?=` would be the assembler."""
+def test_make_defaults() -> None:
+    """`AS` is a built-in variable of make, so with `AS ?=` it would be the assembler."""
     asked = ["make", "--dry-run", "simulate", "LOCKED="]
     found = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "--seeds 1000 --as engine" in found

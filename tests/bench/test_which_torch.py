@@ -1,4 +1,4 @@
-"""Which build of torch `make` installs."""
+"""The build of torch that `make` installs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Offer = Callable[[dict[bool, str]], list[list[str]]]
 
 @pytest.fixture
 def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
-    """No torch, no GPU; versions that pip lists, by whether it is told of PyTorch's own index. Gives the
-    commands that were run."""
+    """Fake an environment without torch and GPU, in which pip lists the given versions without or with
+    PyTorch's index. Returns the commands run."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(which_torch, "has_gpu", lambda: False)
@@ -37,26 +37,24 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
     return give
 
 
-def test_pips_own_settings_come_first(offer: Offer) -> None:
+def test_pip_settings_have_priority(offer: Offer) -> None:
     offer({False: "99.1.0+cpu, 2.14.0, 2.13.0+cpu, 2.13.0, 2.12.0+cpu", True: "2.14.0+cpu"})
     assert which_torch.main("auto") == "torch==2.13.0+cpu"
 
 
-def test_then_pytorchs_index(offer: Offer) -> None:
+def test_pytorch_index_is_second(offer: Offer) -> None:
     offer({False: "2.14.0, 2.13.0", True: "2.14.0+cpu, 2.14.0, 1.0+cpu"})
     assert which_torch.main("auto") == f"--extra-index-url {which_torch.INDEX} torch==2.14.0+cpu"
 
 
 @pytest.mark.parametrize("versions", [{False: "2.14.0"}, {False: "", True: "1.13.0+cpu"}])
-def test_else_what_pypi_has(
-    versions: dict[bool, str], offer: Offer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pypi_is_last(versions: dict[bool, str], offer: Offer, capsys: pytest.CaptureFixture[str]) -> None:
     offer(versions)
     assert which_torch.main("cpu") == ""
     assert "neither pip's settings nor" in capsys.readouterr().err
 
 
-def test_a_gpu_an_order_or_a_torch_that_is_there_ask_nobody(
+def test_no_lookup_with_gpu_explicit_choice_or_installed_torch(
     offer: Offer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = offer({False: "2.13.0+cpu"})

@@ -1,4 +1,4 @@
-"""On a GPU: the host waits for nothing but the results that are due, and what it writes arrives."""
+"""On a GPU, the host waits only for results that are due, and its writes arrive."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def make(way: str, **options: Any) -> Engine:
 
 @pytest.fixture
 def errors_on_waiting() -> Iterator[Any]:
-    """Switches torch's own check on and off."""
+    """Torch's own check for synchronization, switched off after the test."""
     yield torch.cuda.set_sync_debug_mode
     torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("way", ["ngram", "draft", "ngram+draft", "medusa"])
-def test_the_lagged_loop_never_waits(way: str, errors_on_waiting: Any) -> None:
-    """Admission, prompts in chunks, growth, preemption, the steady state, an abort, the end. The first time,
-    whatever is compiled and allocated once is; what comes out is the same."""
+def test_lagged_loop_never_waits(way: str, errors_on_waiting: Any) -> None:
+    """Admission, chunked prompts, growth, preemption, steady state, an abort, the end. The first run compiles
+    and allocates everything that persists; the second must give the same output."""
     engine = make(
         way,
         num_blocks=12,
@@ -77,18 +77,18 @@ def test_the_lagged_loop_never_waits(way: str, errors_on_waiting: Any) -> None:
     assert engine.worker.graphs is not None
 
 
-def test_the_check_notices(errors_on_waiting: Any) -> None:
+def test_torch_check_detects_waits(errors_on_waiting: Any) -> None:
     errors_on_waiting("error")
     with pytest.raises(RuntimeError, match="synchronizing"):
         torch.tensor([1, 2], device="cuda")
 
 
-def test_admission_and_prefill_go_on_while_the_device_is_busy() -> None:
-    """Also what no check of torch notices: everything is queued while the device works on something else."""
+def test_admission_and_prefill_do_not_wait_for_busy_device() -> None:
+    """Includes waits that torch does not detect: everything is queued while the device is busy."""
     engine = make("ngram", max_num_seqs=4, max_model_len=128)
     worker = engine.worker
     request = Admission(0, list(range(40)), 40, 100, [1, 2, 3], 0, 3, (1,), PENALIZED, 4)
-    for busy in (False, True):  # first, whatever is compiled and allocated once
+    for busy in (False, True):  # the first time compiles and allocates
         torch.cuda.synchronize()
         if busy:
             torch.cuda._sleep(2_000_000_000)  # about a second
@@ -102,8 +102,8 @@ def test_admission_and_prefill_go_on_while_the_device_is_busy() -> None:
     assert seconds < 0.2 < time.perf_counter() - before
 
 
-def test_rows_arrive() -> None:
-    """Of requests with and without penalties, released and admitted anew."""
+def test_rows_written_on_gpu_match_cpu() -> None:
+    """For requests with and without penalties, released and readmitted."""
     requests = [
         Admission(row, [*range(3, 3 + n)], n - 2, 100, [*range(1, 2 + n // 16)], 0, -n, (7, 9), params, 4)
         for row, n, params in ((2, 40, PENALIZED), (0, 3, PARAMS[2]), (2, 90, PARAMS[1]))

@@ -34,6 +34,6 @@ def test_out_of_bounds_access_is_detected(how: str, step: int) -> None:
     end = SIZE - step + 1  # after its last element
     _touch[(1,)](tensor, 0, end, how, SIZE)
     _touch[(1,)](tensor, end - 1, end, how, SIZE)  # the other lanes are masked
-    for first, words in ((end, "0 bytes behind the end of"), (-1, "before")):
+    for first, words in ((end, "0 bytes past the end of"), (-1, "before")):
         with pytest.raises(InterpreterError, match=f"4 bytes are read or written {words} a tensor"):
             _touch[(1,)](tensor, first, first + 1, how, SIZE)
