@@ -206,13 +206,13 @@ def measure(heads: Heads, data: Data, device: torch.device) -> dict[str, Any]:
     """Return the top-1 accuracy of each head, and the mean tokens per step with chains of their top-1 drafts,
     including the target's own token."""
     best = [heads.logits(hidden.to(device)).argmax(-1) for hidden in data.hidden.split(512)]
-    guesses = heads.tokens(torch.cat(best)).cpu()
+    drafts = heads.tokens(torch.cat(best)).cpu()
     ahead, last = 2 + torch.arange(heads.num_heads), len(data.tokens) - 1
     labels = data.tokens[(torch.arange(last + 1)[:, None] + ahead).clamp(max=last)]  # [R, num_heads]
     exists = data.num_following[:, None] >= ahead
-    right = (guesses == labels) & exists
-    gained = right[exists[:, -1]].cumprod(1).sum(1).float().mean()
-    accuracy = (right.sum(0) / exists.sum(0).clamp(min=1)).tolist()
+    correct = (drafts == labels) & exists
+    gained = correct[exists[:, -1]].cumprod(1).sum(1).float().mean()
+    accuracy = (correct.sum(0) / exists.sum(0).clamp(min=1)).tolist()
     return {"accuracy": [round(a, 4) for a in accuracy], "tokens_per_step": round(1 + float(gained), 3)}
 
 

@@ -72,7 +72,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _generate(argv: list[str]) -> int:
-    """Run a command line without a command."""
+    """Run the mode that a command line without a command selects."""
     from ..batch.run import open_batch
     from ..options import given
     from .console import announce

@@ -37,18 +37,18 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
         hint = did_you_mean(argv[0], known) or "; use --prompt TEXT to answer a prompt"
         parser.error(f"unknown command {shown(argv[0])}{hint}")
     args = parser.parse_args(argv)
-    for is_wrong, message in _conflicts(args):
-        if is_wrong:
+    for is_conflict, message in _conflicts(args):
+        if is_conflict:
             parser.error(message)
     return args
 
 
 def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
     """Return the conflicts between options: whether each is present, and its error message."""
-    tasks = (args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)
+    modes = (args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)
     traces, on_ray = args.trace is not None, args.replicas is not None
     return (
-        (sum(tasks) != 1, "exactly one of --prompt, --chat, --input, --demo and --explain is required"),
+        (sum(modes) != 1, "exactly one of --prompt, --chat, --input, --demo and --explain is required"),
         (bool(args.input) != bool(args.output), "--input and --output must be used together"),
         (args.output == "-" and args.json, "--output - and --json both write to standard output; use one"),
         (args.raw and args.chat, "--raw cannot be used with --chat"),

@@ -57,8 +57,8 @@ def build_parser(full: bool = False) -> Parser:
 
 def replicas(text: str) -> tuple[int, int]:
     """Parse "2" or "1:4" to (minimum, maximum)."""
-    least, colon, most = text.partition(":")
-    numbers = [int(part) if part.isdecimal() else 0 for part in (least, most if colon else least)]
+    minimum, colon, maximum = text.partition(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in (minimum, maximum if colon else minimum)]
     if not 1 <= numbers[0] <= numbers[1]:
         raise argparse.ArgumentTypeError(f"{shown(text)} must be at least 1, or MIN:MAX such as 1:4")
     return numbers[0], numbers[1]

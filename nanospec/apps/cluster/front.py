@@ -94,9 +94,9 @@ class Front:
                     more = message.get("more_body", message["type"] == "http.response.start")
                     await send(message)
         except (Exception, asyncio.CancelledError) as error:
-            client_gone = isinstance(error, asyncio.CancelledError) and not self._is_over
-            state["facts"]["ended_by"] = "client disconnected" if client_gone else type(error).__name__
-            if client_gone:
+            disconnected = isinstance(error, asyncio.CancelledError) and not self._is_over
+            state["facts"]["ended_by"] = "client disconnected" if disconnected else type(error).__name__
+            if disconnected:
                 raise
             failure = HTTPError(503, LOST, headers={"retry-after": "5"})
             if more is None:

@@ -40,7 +40,7 @@ from .routing import Balancer
 from .start import Bundle, connect_ray, last_error, load
 
 APP = "nanospec"
-ROOM = 32  # other requests in addition to running and waiting ones: models, tokenization, the page
+OTHER_REQUESTS = 32  # in addition to running and waiting completions: models, tokenization, the page
 TRIES = 2  # to start a replica
 POLL = 2.0  # seconds between checks of the deployment
 TIMEOUT = 4.0  # seconds for replicas to return their metrics
@@ -135,13 +135,13 @@ def application(
 ) -> serve.Application:
     """Return the application: an ingress and engines. Within `scale` (minimum, maximum), Ray starts more
     engines if each has more requests than rows. `args` are the ingress's log level and stamp."""
-    least, most = scale
-    bounds = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": rows}
-    scaling: dict[str, Any] = {"autoscaling_config": bounds} if least < most else {"num_replicas": least}
+    low, high = scale
+    bounds = {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": rows}
+    scaling: dict[str, Any] = {"autoscaling_config": bounds} if low < high else {"num_replicas": low}
     engines = serve.deployment(
         ServingEngine,
         **scaling,
-        max_ongoing_requests=rows + config.max_queue + ROOM,
+        max_ongoing_requests=rows + config.max_queue + OTHER_REQUESTS,
         ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus},
         request_router_config=RequestRouterConfig(
             request_router_class=ToReplica, request_router_kwargs={"slack": max(rows // 4, 1)}

@@ -130,19 +130,19 @@ def bundle_for(replicas: int, config: EngineConfig, machines: Sequence[dict[str,
     on_gpus = config.device == "cuda" or (config.device == "auto" and any(gpus))
     available, needed, kind = (gpus, ranks, "GPU") if on_gpus else (cpus, least, "CPU")
 
-    def room(size: int) -> int:
+    def fitting(size: int) -> int:
         return sum(count // size for count in available)
 
-    if room(needed) < replicas:
+    if fitting(needed) < replicas:
         needs, has = f"{needed} {kind}{'s' * (needed > 1)}", " + ".join(map(str, available)) or "none"
         raise ValueError(
-            f"{replicas} replicas with {needs} each do not fit: Ray has {has}, enough for {room(needed)}; "
+            f"{replicas} replicas with {needs} each do not fit: Ray has {has}, enough for {fitting(needed)}; "
             "lower --replicas or add machines."
         )
     if on_gpus:
         return Bundle(1, ranks, None, 1)
-    most = max(cpus) if config.threads == "auto" else least
-    size = next(n for n in range(most, 0, -1) if n % ranks == 0 and room(n) >= replicas)
+    largest = max(cpus) if config.threads == "auto" else least
+    size = next(n for n in range(largest, 0, -1) if n % ranks == 0 and fitting(n) >= replicas)
     return Bundle(size, 0, size // ranks, min(max(cpus) // size, replicas))
 
 

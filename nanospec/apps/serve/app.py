@@ -69,7 +69,7 @@ class App:
     async def answer(self, request: Request) -> Any:
         """Answer a completion or a chat completion."""
         try:
-            self.engine.check_room()
+            self.engine.check_capacity()
             body = await self._body(request)
             parsed = await self._read(read_request, self.llm, request.url.path, body)
             salt = request.state.salt + parsed.salt

@@ -30,7 +30,7 @@ def log_to_stderr(level: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(Lines())
     handler.addFilter(_is_news)
-    for name, least in (("nanospec.apps.serve", level.upper()), ("uvicorn", "WARNING")):
+    for name, minimum in (("nanospec.apps.serve", level.upper()), ("uvicorn", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(least)
+        logger.setLevel(minimum)

@@ -87,7 +87,7 @@ class EngineLoop:
         count = len(prompts) * params.n
         if count > self.limit:
             raise ValueError(f"The request has {count} outputs (prompts x n), but the limit is {self.limit}.")
-        self.check_room(count)
+        self.check_capacity(count)
         job = Job(count, streams, self.abort)
         self.num_outputs += count
         self._jobs.add(job)
@@ -96,7 +96,7 @@ class EngineLoop:
             self._end_with(self._final_error)
         return job
 
-    def check_room(self, count: int = 1) -> None:
+    def check_capacity(self, count: int = 1) -> None:
         """Raise QueueFull unless `count` more outputs can be accepted."""
         if self.num_outputs + count > self.limit:
             raise QueueFull
