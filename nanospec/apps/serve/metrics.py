@@ -95,26 +95,27 @@ class ServerMetrics:
             ("num_preemptions", "Number of preemptions", metrics.num_preemptions),
             ("num_aborted", "Number of outputs aborted by clients or errors", metrics.num_aborted),
             ("steps", "Number of engine steps", metrics.num_forward_steps),
-            ("spec_decode_num_drafts", "Number of drafts", spec.num_steps_with_drafts),
+            ("spec_decode_num_drafts", "Steps of outputs with draft tokens", spec.num_steps_with_drafts),
             ("spec_decode_num_draft_tokens", "Number of draft tokens", spec.num_drafted),
             ("spec_decode_num_accepted_tokens", "Number of accepted draft tokens", spec.num_accepted),
-            ("host_gap_seconds", "Time between steps while there was work", self._loop.gap_seconds),
+            ("host_gap_seconds", "Idle time between steps in seconds", self._loop.gap_seconds),
         ):
             yield name, text, {(): value}
         used = 1 - len(scheduler.pool.free) / scheduler.pool.num_blocks
         yield "kv_cache_usage_perc", "KV cache usage, from 0 to 1", {(): used}
         for i, counted in enumerate(("drafts", "draft_tokens", "accepted_tokens")):
             values = {(drafter,): n[i] for drafter, n in spec.by_drafter.items()}
-            yield f"spec_decode_num_{counted}_by_drafter", f"{counted} by drafter", values, "drafter"
+            text = f"Number of {counted.replace('_', ' ')} by drafter"
+            yield f"spec_decode_num_{counted}_by_drafter", text, values, "drafter"
         values = {(str(position),): n for position, n in enumerate(spec.accepted_by_position)}
         yield "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position", values, "position"
         at_least = [spec.num_steps, *spec.drafted_by_position, 0]  # steps with at least k drafts
         steps = {(str(k),): at_least[k] - at_least[k + 1] for k in range(len(at_least) - 1)}
-        yield "spec_decode_steps_by_k", "Steps of an output by number of drafts", steps, "k"
+        yield "spec_decode_steps_by_k", "Steps of outputs by number of draft tokens", steps, "k"
         stages = {(name,): stage.seconds for name, stage in engine.worker.stages.items()}
-        yield "stage_seconds", "Time of the engine by stage", stages, "stage"
+        yield "stage_seconds", "Time by engine stage in seconds", stages, "stage"
         responses = {(path, str(status)): n for (path, status), n in self._responses.items()}
-        yield "http_requests", "Requests by path and status", responses, "handler", "status"
+        yield "http_requests", "Number of HTTP requests by path and status", responses, "handler", "status"
         if (graphs := engine.worker.graphs) is not None:
             replays = {(str(batch), str(k)): n for (batch, k), n in graphs.replays.items()}
-            yield "steps_by_bucket", "Steps by captured bucket", replays, "batch", "k"
+            yield "steps_by_bucket", "Number of steps by captured bucket", replays, "batch", "k"
