@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The command line from a checkout: `python run.py ...` is the installed command `nanospec ...`."""
+"""Run the command line from a checkout: `python run.py ...` is equivalent to `nanospec ...`."""
 
 import sys
 
@@ -13,4 +13,4 @@ if __name__ == "__main__":
 
         if error.name not in NEEDED:
             raise
-        sys.exit(f"{error}; `make run` installs what is needed into .venv, then: . .venv/bin/activate")
+        sys.exit(f"{error}. Install the dependencies with `make run`, then activate: . .venv/bin/activate")

@@ -1,7 +1,7 @@
 """nanospec: a compact LLM inference engine for speculative decoding.
 
-Names are imported when they are first used: what needs no torch, the command line's help say, starts
-without it.
+Public names are imported on first use, so that commands that do not need torch, such as `--help`, start
+without importing it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "SpecConfig",
 ]
 __version__ = "0.1.0"
-_MODULES = {  # others: config
+_MODULES = {  # name -> module; the other names are in `config`
     "LLM": "llm",
     "Completion": "outputs",
     "RequestOutput": "outputs",

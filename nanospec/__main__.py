@@ -1,8 +1,8 @@
-"""The command `nanospec`, `python -m nanospec` and `python run.py`: the process, and how signals end it.
+"""The entry point of `nanospec`, `python -m nanospec` and `python run.py`, with its signal handling.
 
-Ctrl-C becomes a sentence (`apps/cli/main.py`). SIGTERM, and SIGHUP of a terminal that is closed, leave
-through every `with` block, so that no temporary file, compiler or rank stays behind. A second one ends the
-process at once, and so does each of them while Python ends.
+Ctrl-C prints a short message (`apps/cli/main.py`). SIGTERM and SIGHUP (the terminal was closed) exit through
+all `with` blocks, so that no temporary file, compiler or rank process is left over. A second signal of the
+same kind, or any of these signals while Python shuts down, terminates the process immediately.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def command() -> NoReturn:
-    """Run the command line of this process, and end it."""
+    """Run the command line and exit with its status."""
     status: int | None = INTERRUPTED
     try:
         _handle((signal.SIGTERM, signal.SIGHUP), _leave)
-        from .apps.cli.main import main  # here, where Ctrl-C may come
+        from .apps.cli.main import main  # imported here so that Ctrl-C during the import is handled
 
         status = main(sys.argv[1:])
-    except KeyboardInterrupt:  # while `main` is imported, or again while it ends
+    except KeyboardInterrupt:  # during the import of `main`, or a second one while it exits
         pass
     finally:
         _handle((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
@@ -35,7 +35,7 @@ def _leave(number: int, frame: object) -> NoReturn:
 
 
 def _handle(numbers: tuple[int, ...], action: object) -> None:
-    """Set what these signals do, but leave those that the parent process has ignored, as nohup does."""
+    """Set the handler of each signal, except for signals that the parent process ignores (nohup)."""
     for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, action)  # type: ignore[arg-type]

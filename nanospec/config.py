@@ -1,8 +1,8 @@
-"""Settings of the engine, of speculation and of a request. Bad values are refused with a sentence.
+"""Settings of the engine, of speculative decoding and of a request. Invalid values raise ValueError.
 
-The limit of a field stands beside it, or in `kernels/__init__.py`. What a checkpoint says about itself is in
-`models/config.py`. This file needs neither torch nor triton; whether a drafter exists and takes its options
-is checked when it is loaded (`drafters/methods.py`).
+The limits of a field are declared with it or in `kernels/__init__.py`. A checkpoint's own configuration is
+read by `models/config.py`. This module imports neither torch nor triton. `drafters/methods.py` checks that a
+drafter exists and supports the given options.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ from typing import Any, Literal
 from .kernels import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
 from .text import as_bytes, as_int, check_fields, check_number, limited, shown
 
-MAX_OWN_IDS = MAX_STOP_IDS - 8  # leaves room for the model's end-of-sequence tokens
+MAX_REQUEST_STOP_IDS = MAX_STOP_IDS - 8  # the others are reserved for the model's end-of-sequence tokens
 MAX_BIAS = 1_000_000
 _MAX_INT = 2**31 - 1
-GREEDY_BELOW = 1e-5  # the temperature: from here down rounding in float32, not chance, would choose
+GREEDY_BELOW = 1e-5  # temperature; below it, float32 rounding would decide between tokens, not chance
 _SEEDS = (-(2**63), 2**63 - 1)
 
-ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}  # vLLM's names of options of `EngineConfig`
+ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}  # vLLM's names for `EngineConfig` options
 
 
 def check_acceptance(rule: str | None) -> None:
-    """Raise ValueError unless this is the name of a rule of acceptance, or None."""
+    """Raise ValueError unless `rule` is the name of an acceptance rule or None."""
     if rule is not None and rule not in RULES:
-        raise ValueError(f"acceptance={shown(rule)} is unknown; use one of {', '.join(RULES)}.")
+        raise ValueError(f"acceptance={shown(rule)} is not supported; use one of {', '.join(RULES)}.")
 
 
 def check_names(options: Mapping[str, Any], settings: type) -> None:
-    """Raise TypeError, with the closest name, if an option is no field of the settings."""
+    """Raise TypeError, suggesting the closest name, if an option is not a field of `settings`."""
     names = [each.name for each in fields(settings)]
     for name in options:
         if name not in names:
             close = get_close_matches(shown(name).strip("'"), names, 1)
-            meant = f"the closest is {close[0]}" if close else f"known are {', '.join(sorted(names))}"
-            raise TypeError(f"{shown(name)} is no option of {settings.__name__}; {meant}.")
+            hint = f"did you mean {close[0]}?" if close else f"available are {', '.join(sorted(names))}."
+            raise TypeError(f"{settings.__name__} has no option {shown(name)}; {hint}")
 
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """How to guess tokens.
+    """Speculative decoding settings.
 
     Attributes:
-        method: "ngram" looks the last tokens up in the request's own text; "draft" lets a small model of
-            the same vocabulary write ahead; "medusa" has heads guess from the target's last hidden state.
-            "ngram+draft", "ngram+medusa": a model where lookup finds nothing; "none" does not speculate.
-        draft_model: for "draft": a folder, a name under `weights/`, or a hub id.
-        heads: for "medusa": a file; None takes the one under `weights/heads/` that is named
-            like the target.
-        tree_width: most continuations guessed for a request in one step; 1 guesses chains. K stays the
-            number of all drafts, however they branch.
-        acceptance: which drafts are accepted: "exact", those that equal the target's own draw;
-            "rejection", by probability ratio (lossless in distribution; with a draft model that samples,
-            more are accepted); "typical", those that the target finds likely enough, which changes the
-            output. An engine started with another rule than "exact" lets every request choose its own.
-        num_speculative_tokens: K, the most drafts verified per request and step; "auto" chooses by
-            measured cost and observed acceptance.
-        max_speculative_tokens: the bound of "auto".
-        prompt_lookup_min: shortest suffix that is looked up.
-        prompt_lookup_max: longest suffix that is looked up. Longer ones match less often and more reliably.
+        method: the drafter. "ngram" looks up the last tokens in the request's own text and proposes what
+            followed them; "draft" runs a small model with the same vocabulary; "medusa" runs extra heads on
+            the target's last hidden state. "ngram+draft" and "ngram+medusa" run the model only where the
+            lookup finds no match. "none" disables speculation.
+        draft_model: model for "draft": a local folder, a name under `weights/`, or a Hugging Face Hub id.
+        heads: weights file for "medusa". Defaults to the file in `weights/heads/` named after the target.
+        tree_width: maximum number of branches drafted per request; 1 drafts a single chain. K limits the
+            drafts of all branches together.
+        acceptance: rule for accepting drafts. "exact" accepts drafts equal to the token sampled by the
+            target; "rejection" accepts by probability ratio (lossless in distribution, accepts more drafts
+            if the draft model samples); "typical" accepts drafts that are likely enough under the target,
+            which changes the output. Requests may choose their own rule unless the engine runs with "exact".
+        num_speculative_tokens: K, the maximum number of drafts verified per request and step. "auto" chooses
+            K from the measured cost of steps and the observed acceptance.
+        max_speculative_tokens: maximum K for "auto".
+        prompt_lookup_min: minimum n-gram length for lookup.
+        prompt_lookup_max: maximum n-gram length for lookup. Longer matches are rarer but more reliable.
     """
 
     method: str = "ngram"
@@ -82,68 +82,68 @@ class SpecConfig:
             raise ValueError(f"prompt_lookup_min={shortest} must not exceed prompt_lookup_max={longest}.")
 
     @classmethod
-    def from_vllm(cls, asked: Mapping[str, Any]) -> SpecConfig:
-        """Read vLLM's `speculative_config`, such as {"method": "ngram", "num_speculative_tokens": 4}; any
-        field of this class may stand in it. Raises TypeError or ValueError."""
-        if not isinstance(asked, Mapping):
-            raise TypeError(f"speculative_config={shown(asked)} must be a dict, as in {{'method': 'ngram'}}.")
-        ours = {name: value for name, value in asked.items() if value is not None}
+    def from_vllm(cls, config: Mapping[str, Any]) -> SpecConfig:
+        """Convert vLLM's `speculative_config`, such as {"method": "ngram", "num_speculative_tokens": 4}. All
+        fields of this class are supported. Raises TypeError or ValueError."""
+        if not isinstance(config, Mapping):
+            raise TypeError(f"speculative_config={shown(config)} must be a dict, e.g. {{'method': 'ngram'}}.")
+        options = {name: value for name, value in config.items() if value is not None}
         for name in ("method", "model"):
-            if not isinstance(ours.get(name, ""), str):
-                raise TypeError(f"speculative_config: {name}={shown(ours[name])} must be a text.")
-        model, method = ours.pop("model", None), ours.pop("method", None)
-        if model in ("ngram", "[ngram]"):  # as older versions have it
+            if not isinstance(options.get(name, ""), str):
+                raise TypeError(f"speculative_config: {name}={shown(options[name])} must be a string.")
+        model, method = options.pop("model", None), options.pop("method", None)
+        if model in ("ngram", "[ngram]"):  # the form of older versions
             model, method = None, "ngram"
         method = "draft" if method == "draft_model" else method or ("draft" if model else "ngram")
         if model is not None:
-            ours["heads" if method == "medusa" else "draft_model"] = model
-        if "prompt_lookup_min" in ours:  # alone it is the longest, too
-            ours.setdefault("prompt_lookup_max", ours["prompt_lookup_min"])
-        check_names(ours, cls)
-        return cls(method=method, **ours)
+            options["heads" if method == "medusa" else "draft_model"] = model
+        if "prompt_lookup_min" in options:  # in vLLM, the maximum defaults to the minimum
+            options.setdefault("prompt_lookup_max", options["prompt_lookup_min"])
+        check_names(options, cls)
+        return cls(method=method, **options)
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods in the order in which they guess; () if none does."""
+        """The drafters in the order in which they propose; empty without speculation."""
         return () if self.method == "none" else tuple(self.method.split("+"))
 
     @property
     def max_k(self) -> int:
-        """The largest K that can occur in a step."""
+        """The largest K of any step."""
         k = self.num_speculative_tokens
         return 0 if self.method == "none" else self.max_speculative_tokens if k == "auto" else k
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs.
+    """Engine settings.
 
     Attributes:
-        spec: speculation.
-        dtype: "auto", "bfloat16", "float16" or "float32"; auto is the checkpoint's on a GPU, bfloat16
-            on a CPU that computes it fast (with AVX2 and a C++ compiler, or with avx512_bf16 or AMX), else
-            float32.
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        threads: how many compute on a CPU, in all of this process; "auto" takes what the machine has and
-            others leave.
-        max_num_seqs: most requests that run at once (rows of the device state).
-        max_model_len: longest prompt + output in tokens; None takes the model's own limit, lowered to
-            what the KV cache holds.
-        max_num_batched_tokens: most tokens scored in one step; longer prompts are split. Running requests
-            come first, each with K + 1 tokens; beside them prompts get at least one block.
-        block_size: tokens per page of the KV cache, a power of two from 16.
-        kv_cache_memory: bytes for the KV cache, or a text such as "4G"; None takes what the
-            machine can spare.
-        enable_prefix_caching: reuse the pages of earlier requests with the same beginning.
-        async_scheduling: queue the next step before reading the results of the last, if steps are
-            captured; None: on a GPU.
-        enforce_eager: no captured steps (CUDA graphs); None: on a CPU.
-        lazy_capture: record a step when it is first needed, for a fast start.
-        tensor_parallel_size: among how many devices, each with a process of its own, the model is split:
-            those of this machine or, started by torchrun, of several.
-        distributed_timeout: seconds after which processes that do not answer are given up.
-        seed: base of the seeds of requests that set none.
-        trace: keep what `RequestOutput.trace()` shows of each step, rejected guesses and times among it.
+        spec: speculative decoding settings.
+        dtype: data type of weights and activations: "auto", "bfloat16", "float16" or "float32". "auto" uses
+            the checkpoint's data type on a GPU; on a CPU, bfloat16 if the CPU is fast at it (AVX2 with a C++
+            compiler, avx512_bf16, or AMX), otherwise float32.
+        device: device to run on: "auto", "cpu", "cuda" or "cuda:N".
+        threads: number of CPU threads of this process. "auto" uses OMP_NUM_THREADS if it is set, otherwise
+            all cores within the container's CPU quota.
+        max_num_seqs: maximum number of requests that run at once.
+        max_model_len: maximum context length (prompt + output) in tokens. Defaults to the model's limit,
+            reduced to what fits in the KV cache.
+        max_num_batched_tokens: maximum number of tokens scored per step. Running requests have priority, with
+            K + 1 tokens each. Prompts get the rest, at least one block, in chunks if they are longer.
+        block_size: number of tokens per KV cache block, a power of two and at least 16.
+        kv_cache_memory: size of the KV cache in bytes, or a string such as "4G". Defaults to a share of the
+            device's free memory.
+        enable_prefix_caching: reuse the KV cache blocks of earlier requests with the same prefix.
+        async_scheduling: schedule the next step before reading the results of the last one. Requires captured
+            steps. Enabled by default on a GPU.
+        enforce_eager: do not capture steps as CUDA graphs. Enabled by default on a CPU.
+        lazy_capture: capture each step when it is first needed, to start faster. No effect if K is "auto".
+        tensor_parallel_size: number of devices to split the model among, with one process each, on this
+            machine or, if started by torchrun, on several.
+        distributed_timeout: timeout in seconds for communication between the processes of a split model.
+        seed: base seed for requests without a seed.
+        trace: record each step, with rejected drafts and timings, for `RequestOutput.trace()`.
     """
 
     spec: SpecConfig = field(default_factory=SpecConfig)
@@ -151,7 +151,7 @@ class EngineConfig:
     device: str = "auto"
     threads: int | Literal["auto"] = limited("auto", 1, 1024)
     max_num_seqs: int = limited(64, 1, 1 << 16)
-    max_model_len: int | None = limited(None, 2)  # one prompt token, one new one
+    max_model_len: int | None = limited(None, 2)  # one prompt token and one output token
     max_num_batched_tokens: int = limited(2048, 1, 1 << 24)
     block_size: int = limited(16, 16)
     kv_cache_memory: int | None = limited(None, 1, read=as_bytes, metavar="SIZE")
@@ -167,50 +167,50 @@ class EngineConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_cache_memory", as_bytes(self.kv_cache_memory))
         if not isinstance(self.spec, SpecConfig):
-            raise ValueError(f"spec={shown(self.spec)} must be a SpecConfig, say SpecConfig(method='ngram').")
+            raise ValueError(f"spec={shown(self.spec)} must be a SpecConfig, e.g. SpecConfig(method='none').")
         check_fields(self)
         if self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size={self.block_size} must be a power of two, at least 16.")
+            raise ValueError(f"block_size={self.block_size} must be a power of two and at least 16.")
 
     @classmethod
     def from_options(cls, spec: SpecConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-        """Read the options of `LLM`: fields of this class, or `speculative_config` and other names that vLLM
-        has for them. Raises TypeError or ValueError."""
-        ours = {ALIASES.get(name, name): value for name, value in options.items()}
-        if (asked := ours.pop("speculative_config", None)) is not None:
+        """Convert the options of `LLM`: fields of this class, `speculative_config` and the other `ALIASES` of
+        vLLM. Raises TypeError or ValueError."""
+        settings = {ALIASES.get(name, name): value for name, value in options.items()}
+        if (speculative_config := settings.pop("speculative_config", None)) is not None:
             if spec is not None:
-                raise TypeError("spec and speculative_config are the same in two words; give one of them.")
-            spec = SpecConfig.from_vllm(asked)
-        check_names(ours, cls)
-        return cls(spec=spec or SpecConfig(), **ours)
+                raise TypeError("spec and speculative_config cannot be combined; pass one of them.")
+            spec = SpecConfig.from_vllm(speculative_config)
+        check_names(settings, cls)
+        return cls(spec=spec or SpecConfig(), **settings)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one request asks for. The names and defaults are vLLM's.
+    """Sampling parameters of a request. Names and defaults follow vLLM.
 
     Attributes:
-        n: how many outputs to draw for the prompt.
-        temperature: 0, or below 1e-5, is greedy.
-        top_p: keep the smallest set of likeliest tokens that has this mass.
-        top_k: keep so many likeliest tokens; 0 or -1: all.
-        min_p: keep tokens that are at least so many times as likely as the likeliest.
-        seed: the same seed gives the same tokens, whatever else runs and with speculation on or off.
-        max_tokens: most new tokens; None goes on to the end of the window.
-        min_tokens: no stop token or stop string ends the output before.
-        stop: strings that end the output, and are no part of it.
-        stop_token_ids: tokens that end the output.
-        ignore_eos: go on after the model's own end-of-sequence tokens.
-        logprobs: also give the log-probability of each output token and of this many likeliest.
-        presence_penalty: subtracted once from the logits of tokens in the output.
-        frequency_penalty: subtracted as often as a token is in the output.
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens in
-            prompt or output.
-        logit_bias: token id -> number added to its logit.
-        response_format: what the output must be, {"type": "json_object"} say; None: any text. It is checked
-            when the request enters the engine.
-        num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, for this request alone; None
-            is the engine's. 0 drafts do not speculate.
+        n: number of outputs to generate for the prompt.
+        temperature: sampling temperature. 0, or any value below 1e-5, is greedy decoding.
+        top_p: sample from the smallest set of most likely tokens with at least this total probability.
+        top_k: sample from this many most likely tokens; 0 or -1 for all tokens.
+        min_p: minimum probability of a token, relative to that of the most likely one.
+        seed: random seed. The output for a seed depends neither on other requests nor on speculation.
+        max_tokens: maximum number of tokens to generate; None generates up to the context length.
+        min_tokens: minimum number of tokens to generate before stop tokens and stop strings take effect.
+        stop: strings that end the output. They are not included in it.
+        stop_token_ids: token ids that end the output.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        logprobs: return the log-probabilities of each output token and of this many most likely tokens.
+        presence_penalty: value subtracted from the logits of tokens that occur in the output.
+        frequency_penalty: value subtracted from the logit of a token for each time it occurs in the output.
+        repetition_penalty: for tokens in prompt or output, positive logits are divided and negative logits
+            multiplied by this value.
+        logit_bias: map of token ids to values added to their logits.
+        response_format: format that the output must have, such as {"type": "json_object"}. Checked when the
+            request is added to the engine.
+        num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, for this request; None uses the
+            engine's value, which bounds the first two. 0 drafts disable speculation.
     """
 
     n: int = limited(1, 1, 1024)
@@ -239,7 +239,7 @@ class SamplingParams:
         check_fields(self)
         check_acceptance(self.acceptance)
         if self.top_p == 0:
-            raise ValueError("top_p=0 must be above 0; for greedy decoding use temperature=0.")
+            raise ValueError("top_p=0 must be greater than 0; use temperature=0 for greedy decoding.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}.")
         for token in self.stop_token_ids:
@@ -249,23 +249,23 @@ class SamplingParams:
             self.logit_bias[token] = check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS, float)
 
     def _normalise(self) -> None:
-        """Turn what may be given as any sequence, or as None, into tuples and a dict of our own."""
+        """Convert `stop`, `stop_token_ids` and `logit_bias` to tuples and a dict, None to an empty one."""
         stop: Any = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
         bias: Any = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(stop, Sequence) or any(not isinstance(s, str) or not s for s in stop):
-            raise ValueError(f"stop={shown(self.stop)} must be a non-empty string or a list of such.")
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or len(ids) > MAX_OWN_IDS:
-            said = f"stop_token_ids={shown(ids)}"
-            raise ValueError(f"{said} must be a list of at most {MAX_OWN_IDS} token ids.")
+            raise ValueError(f"stop={shown(self.stop)} must be a non-empty string or a list of them.")
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or len(ids) > MAX_REQUEST_STOP_IDS:
+            argument = f"stop_token_ids={shown(ids)}"
+            raise ValueError(f"{argument} must be a list of at most {MAX_REQUEST_STOP_IDS} token ids.")
         if not isinstance(bias, Mapping):
             raise ValueError(f"logit_bias={shown(bias)} must map token ids to numbers.")
         by_id: dict[Any, Any] = {}
         for key, value in bias.items():
-            is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20  # as JSON has it
+            is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20  # JSON keys are strings
             token = int(key) if is_text else as_int(key)
             if token in by_id:
-                raise ValueError(f"logit_bias={shown(bias)} names token {token} twice; give it one number.")
+                raise ValueError(f"logit_bias={shown(bias)} has token {token} twice; list each token once.")
             by_id[token] = value
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(as_int, ids)))
@@ -273,6 +273,6 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but temperature, top-k, top-p and min-p changes the logits."""
+        """Whether penalties, `logit_bias` or `min_tokens` change the logits."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(self.logit_bias or self.min_tokens or penalties)

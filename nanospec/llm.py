@@ -3,7 +3,7 @@
     llm = LLM("smollm2-135m-instruct", spec=SpecConfig(num_speculative_tokens="auto"))
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=128))[0].text
 
-Calls may come from several threads at once: all requests run as one batch (`engine/locking.py`).
+Several threads may call an `LLM` at once; their requests run as one batch (`engine/locking.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .text.tokenizer import Tokenizer
 
 
 class LLM:
-    """A model ready to generate.
+    """An LLM for generating text from prompts.
 
     Args:
-        model: a folder, a name under `weights/`, or a Hugging Face hub id.
-        spec: speculation; the default is n-gram lookup with an automatic number of drafts.
-        drafter: who guesses in place of `spec.method`: a `Drafter`, or a list such as ["ngram", drafter], of
-            which each guesses where those before it found nothing. It serves one `LLM` at a time.
-        options: the fields of `EngineConfig`, and vLLM's `speculative_config`. An unknown one is a TypeError.
+        model: a local folder, a name under `weights/`, or a Hugging Face Hub id.
+        spec: speculative decoding settings. Defaults to n-gram lookup with an automatic number of drafts.
+        drafter: a `Drafter` to use instead of `spec.method`, or a list such as ["ngram", drafter], in which
+            each drafter proposes for the rows left without drafts. A drafter serves one `LLM` at a time.
+        options: fields of `EngineConfig`, or vLLM's `speculative_config`. Unknown ones raise TypeError.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = EngineConfig.from_options(spec, options)
-        resolve_drafters(self.config.spec, drafter)  # bad ones are refused before the model is loaded
+        resolve_drafters(self.config.spec, drafter)  # report errors before the model is loaded
         folder = resolve_model(model)
         self.tokenizer = Tokenizer(folder)
         worker = load_worker(self.config, folder, drafter, self.tokenizer)
@@ -66,25 +66,26 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete prompts, all at once, with those of other threads.
+        """Generate a completion for each prompt, in the same order. All prompts run as one batch, along with
+        the requests of other threads.
 
         Args:
-            prompts: one or several, each a text, a list, array or tensor of token ids, {"prompt": text}
-                or {"prompt_token_ids": ids}.
-            sampling_params: for all prompts, or one for each.
-            on_finish: called with (index, output) as soon as a prompt's outputs are complete; it may
-                call the model.
-            use_tqdm: show a bar of finished prompts on standard error.
+            prompts: one prompt or a sequence of them. A prompt is a string, a list, array or tensor of
+                token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: parameters for all prompts, or a sequence with one for each prompt.
+            on_finish: called with (index, output) when all outputs of a prompt are complete. It may call
+                this `LLM`.
+            use_tqdm: show a progress bar on standard error.
 
         Raises:
-            ValueError: a prompt or its parameters cannot run. Nothing is run then.
+            ValueError: a prompt or its parameters are invalid; none of the prompts has been run.
         """
         outputs: dict[int, RequestOutput] = {}
         with self._running(as_list(prompts), sampling_params) as groups:
             pending = {request: i for i, (_, group) in enumerate(groups) for request in group}
             with tqdm(total=len(groups), unit="prompt", disable=not use_tqdm) as bar:
                 while pending:
-                    for request in self.shared.wait(pending):  # runs a step if none has ended
+                    for request in self.shared.wait(pending):  # runs a step if none has finished
                         i = pending.pop(request)
                         if pending.keys().isdisjoint(groups[i][1]):
                             outputs[i] = output_of(*groups[i])
@@ -101,14 +102,14 @@ class LLM:
         use_tqdm: bool = False,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, a list of {"role", "content"}, or several. Further options are the
-        template's (`text/chat.py`): `chat_template`, `add_generation_prompt`, `tools` and its own."""
+        """Answer one conversation, a list of {"role", "content"} messages, or several. `template_options` are
+        for the chat template: `chat_template`, `add_generation_prompt`, `tools` and its own variables."""
         several = conversations(messages)
         prompts = [self.chat_prompt(conversation, **template_options) for conversation in several]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
-        """Return the token ids of a conversation, up to where the answer begins."""
+        """Return the prompt of a conversation as token ids, rendered by the chat template."""
         check_conversation(messages)
         text = self.tokenizer.apply_chat_template(messages, **template_options)
         return self.tokenizer.encode_prompt(text, self.engine.max_model_len, add_special_tokens=False)
@@ -119,10 +120,9 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[str]:
-        """Complete one prompt, yielding its text as it appears. Ending the iteration early aborts it.
-
-        Several streams may be read, in turn or by several threads; their requests run as one batch.
-        """
+        """Generate a completion for one prompt and yield its text as it is produced. Closing the iterator
+        aborts the request. Several streams may be open at once, in one thread or in several; their requests
+        run as one batch."""
         for pieces in self.stream_pieces(prompt, sampling_params, on_finish):
             if text := "".join(piece.text for piece in pieces):
                 yield text
@@ -133,15 +133,15 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[list[Piece]]:
-        """As `stream`, but yields the tokens of each step with where they were copied from."""
+        """Like `stream`, but yield the `Piece`s of each step: the text and the source of each token."""
         if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
-            raise ValueError(f"n={sampling_params.n} outputs cannot be one stream; use n=1 or generate().")
+            raise ValueError(f"n={sampling_params.n} is not supported by stream(); use n=1 or generate().")
         with self._running([prompt], sampling_params) as groups:
             [(text, [request])] = groups
             ended = False
             while not ended:
                 with self.shared.turn():
-                    pieces = request.new_pieces()  # of steps that others ran
+                    pieces = request.new_pieces()  # from steps that other threads ran
                     if not pieces and not request.is_finished:
                         self.shared.step()
                         pieces = request.new_pieces()
@@ -151,7 +151,7 @@ class LLM:
             on_finish(output_of(text, [request]))
 
     def close(self) -> None:
-        """End the processes of a model that is split among several. One that is not has nothing to end."""
+        """Shut down the processes of a tensor-parallel model; without effect on other models."""
         with self.shared.turn():
             self.engine.worker.close()
 
@@ -162,21 +162,21 @@ class LLM:
         self.close()
 
     def metrics(self) -> dict[str, object]:
-        """Return engine-wide counters, seconds per stage, and the measured times of steps by their size."""
+        """Return engine-wide counters, seconds per stage, and the measured step times."""
         return self.shared.report()
 
     @contextmanager
     def _running(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[list[tuple[str | None, list[Request]]]]:
-        """Check everything, then queue it; yield the text of each prompt and its n requests. Requests that
-        still run when the block ends are aborted."""
+        """Check all prompts, then queue their requests; yield the text and the n requests of each prompt.
+        Abort unfinished requests at the end of the `with` block."""
         checked = []
         for prompt, sampling in zip(prompts, params_of_each(params, len(prompts)), strict=True):
             text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
             self.engine.check(ids, sampling)
             checked.append((text, ids, sampling))
-        requests: list[Request] = []  # filled within `owning`, as Ctrl-C may come at any time
+        requests: list[Request] = []  # filled inside `owning`, since Ctrl-C may arrive at any time
         with self.shared.owning(requests):
             with self.shared.turn() as engine:
                 groups = [

@@ -1,17 +1,17 @@
-"""What comes out: a completion per output, a `RequestOutput` per prompt."""
+"""Results: a `Completion` for each output, a `RequestOutput` for each prompt, and the engine's counters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-LOSSY = ("typical",)  # rules of acceptance that change what comes out
-NOT_TRACED = "There is no trace of this: start the engine with LLM(..., trace=True)."
+LOSSY = ("typical",)  # acceptance rules that change the output
+NOT_TRACED = "No trace was recorded; enable tracing with LLM(..., trace=True)."
 
 
 class Logprob(NamedTuple):
-    """Log-probability of a token, its rank among all (1 is the likeliest), and its text
-    (`Tokenizer.text_of`), if there is a tokenizer."""
+    """Log-probability of a token, its rank in the vocabulary (1 is the most likely token), and its text
+    (`Tokenizer.text_of`; None without a tokenizer)."""
 
     logprob: float
     rank: int
@@ -19,8 +19,8 @@ class Logprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Text of one output token, and its source: if it was drafted, the index (in prompt + output) of the
-    token it was copied from, or -2 for the guess of a model; -1 if it was not drafted."""
+    """The text of an output token and the source of the token: for an accepted draft, the index in prompt +
+    output of the token it was copied from, or -2 if a model proposed it; -1 if it was not a draft."""
 
     text: str
     source: int
@@ -28,12 +28,12 @@ class Piece(NamedTuple):
 
 @dataclass
 class SpecStats:
-    """Counters of speculation, for one request or for the whole engine.
+    """Statistics of speculative decoding, for one request or for the whole engine.
 
-    A *step* is one row in one forward pass; tokens per step are over all of them, also those without
-    drafts. Drafts behind a stop or the length limit count as drafted, not as accepted. In trees a
-    draft's position is its place in the order they were made in, and the accepted ones are counted as if
-    they were the first; `by_drafter` has steps, drafted and accepted of each. `acceptance` is the rule.
+    A *step* is one row in one forward pass. `tokens_per_step` is the average over all steps, including those
+    without drafts. Drafts after a stop or the length limit count as drafted but not as accepted. In a tree,
+    drafts are numbered in the order of creation, and n accepted drafts count as positions 0 to n - 1.
+    `by_drafter` maps each drafter to its [steps, drafted, accepted]. `acceptance` is the acceptance rule.
     """
 
     acceptance: str = "exact"
@@ -47,7 +47,7 @@ class SpecStats:
     by_drafter: dict[str, list[int]] = field(default_factory=dict)
 
     def record(self, drafted: int, accepted: int, emitted: int, drafter: str) -> None:
-        """Add one step of one row; `drafter` is the method that guessed."""
+        """Count one step of one row; `drafter` is the method that proposed the drafts."""
         self.num_steps += 1
         self.num_tokens += emitted
         if not drafted:
@@ -64,7 +64,7 @@ class SpecStats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Emitted tokens over all steps; 1 without speculation."""
+        """Emitted tokens / steps; 1 without speculation."""
         return self.num_tokens / max(self.num_steps, 1)
 
     @property
@@ -74,18 +74,18 @@ class SpecStats:
 
     @property
     def efficiency(self) -> float:
-        """Emitted / possible tokens, where a step with d drafts could have emitted d + 1."""
+        """Emitted tokens / maximum possible tokens, which are d + 1 for a step with d drafts."""
         return self.num_tokens / max(self.num_drafted + self.num_steps, 1)
 
     @property
     def coverage(self) -> float:
-        """Share of the steps that had drafts."""
+        """Steps with drafts / steps."""
         return self.num_steps_with_drafts / max(self.num_steps, 1)
 
     def to_dict(self) -> dict[str, object]:
         counts = ("num_steps", "num_tokens", "num_drafted", "num_accepted")
         ratios = ("tokens_per_step", "acceptance_rate", "efficiency", "coverage")
-        of_drafter = ("num_steps", "num_drafted", "num_accepted")
+        drafter_counts = ("num_steps", "num_drafted", "num_accepted")
         return {
             **({"acceptance": self.acceptance} if self.acceptance != "exact" else {}),
             **({"lossy": True} if self.acceptance in LOSSY else {}),
@@ -93,14 +93,14 @@ class SpecStats:
             **{name: round(getattr(self, name), 4) for name in ratios},
             "drafted_by_position": self.drafted_by_position,
             "accepted_by_position": self.accepted_by_position,
-            "by_drafter": {name: dict(zip(of_drafter, own)) for name, own in self.by_drafter.items()},
+            "by_drafter": {name: dict(zip(drafter_counts, n)) for name, n in self.by_drafter.items()},
         }
 
 
 @dataclass
 class Metrics:
-    """Counters of an engine. Of the tokens of prompts `num_cached_tokens` were found in the prefix cache;
-    `num_prefill_tokens` were computed, those of preempted requests again."""
+    """Counters of an engine. `num_cached_tokens` prompt tokens were found in the prefix cache.
+    `num_prefill_tokens` were computed, including those recomputed after a preemption."""
 
     spec: SpecStats
     num_forward_steps: int = 0
@@ -121,22 +121,22 @@ class Completion:
     """One output of a prompt.
 
     Attributes:
-        index: its number among the `n` of its prompt.
-        text, token_ids: the output. A stop string is not part of the text; the token that completed
-            it, or a stop token, is part of token_ids.
+        index: index of the output among the `n` outputs of its prompt.
+        text, token_ids: the output. The text does not include the stop string; token_ids include the stop
+            token or the tokens that completed the stop string.
         finish_reason: "stop", "length" or "abort".
-        stop_reason: the stop string or the token of `stop_token_ids` that ended it; None for the model's own
-            end of text.
-        error: why it was aborted, if the engine did it.
-        logprobs: per output token, {id: Logprob(logprob, rank, decoded_token)} of it and the likeliest, if
-            asked for; cumulative_logprob is the sum of the output's own.
-        num_text_tokens: how many of token_ids are of the text; behind them are a stop token, or those that a
-            stop string cut off (of a run of byte tokens, as Llama 2 has them, all or none).
-        pieces: the output token by token, showing which were drafted and from where they were copied.
-        stats: what speculation did for it.
-        seconds, first_token_seconds: from its arrival to its end, and to its first token.
-        num_cached_tokens, num_preemptions: what the cache and the scheduler did with it.
-        extension_data: what an extension attached to it.
+        stop_reason: the stop string or the token of `stop_token_ids` that ended the output; None if it ended
+            with the model's end-of-sequence token or for another reason.
+        error: reason why the engine aborted the request; None if it did not.
+        logprobs: for each output token, a dict of id -> `Logprob` of this token and of the most likely ones;
+            None if not requested. cumulative_logprob is the sum over the output tokens.
+        num_text_tokens: number of leading token_ids that produced the text. They are followed by a stop token
+            or by those removed with a stop string (of a run of byte tokens, as in Llama 2, all or none).
+        pieces: text and source of each output token.
+        stats: statistics of speculative decoding.
+        seconds, first_token_seconds: time from the request's arrival to its end and to its first token.
+        num_cached_tokens, num_preemptions: prompt tokens found in the prefix cache; number of preemptions.
+        extension_data: data attached by an extension.
     """
 
     text: str
@@ -159,24 +159,24 @@ class Completion:
     def cumulative_logprob(self) -> float | None:
         if self.logprobs is None:
             return None
-        # Ctrl-C may have come between a token and its log-probability.
+        # Ctrl-C may have interrupted the engine between adding a token and adding its log-probability.
         return sum(at[token].logprob for token, at in zip(self.token_ids, self.logprobs))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the pieces, ready for JSON."""
+        """Return the output as JSON-serializable types, without the pieces and `extension_data`."""
         names = ("text", "token_ids", "finish_reason", "stop_reason", "error")
-        shown = {name: value for name in names if (value := getattr(self, name)) is not None}
+        result = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logprobs is not None:
-            shown["logprobs"] = [{str(t): value[:2] for t, value in at.items()} for at in self.logprobs]
+            result["logprobs"] = [{str(t): value[:2] for t, value in at.items()} for at in self.logprobs]
         times = {name: round(getattr(self, name), 6) for name in ("seconds", "first_token_seconds")}
         counts = {name: getattr(self, name) for name in ("num_cached_tokens", "num_preemptions")}
-        return {**shown, "stats": {**self.stats.to_dict(), **times, **counts}}
+        return {**result, "stats": {**self.stats.to_dict(), **times, **counts}}
 
 
 @dataclass
 class RequestOutput:
-    """The `n` outputs of one prompt; `text`, `token_ids` and so on are the first one's. It is made when all
-    of them have ended."""
+    """The `n` outputs of one prompt, created when all of them are complete. Attributes of `Completion`, such
+    as `text` and `token_ids`, are also available here and refer to the first output."""
 
     request_id: str
     prompt: str | None
@@ -184,7 +184,7 @@ class RequestOutput:
     outputs: list[Completion]
 
     def trace(self) -> Any:
-        """Return how all outputs came about, step by step. Raises ValueError without `LLM(trace=True)`."""
+        """Return the step-by-step trace of all outputs. Raises ValueError without `LLM(trace=True)`."""
         if (data := self.outputs[0].extension_data) is None:
             raise ValueError(NOT_TRACED)
         return data.trace(self.outputs)

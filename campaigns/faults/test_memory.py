@@ -61,7 +61,7 @@ def test_a_prompt_without_memory_ends_alone(mode: str) -> None:
         for request, wanted in zip(requests, expected, strict=True):
             if request in lost:
                 assert request.error is not None
-                assert "Memory ran out for the prompt; lower max_num_batched_tokens=24" in request.error
+                assert "Ran out of memory for the prompt; lower max_num_batched_tokens=24" in request.error
             else:
                 assert request.output_ids == wanted, at
         engine.worker.prefill = prefill  # type: ignore[method-assign]
@@ -91,7 +91,7 @@ def test_loading_without_memory_says_what_to_do(
 
     monkeypatch.setattr(nanospec.extras.loading, where, short)
     wanted = "the weights on cpu .*a smaller model" if where == "load_parts" else "beside.*lower max_num"
-    with pytest.raises(OutOfMemory, match=f"^Memory ran out for .*{wanted}"):
+    with pytest.raises(OutOfMemory, match=f"^Ran out of memory for .*{wanted}"):
         make(folder, 3)
 
 
@@ -200,7 +200,7 @@ def test_nan_of_a_moment_poisons_no_other(mode: str, behind: int) -> None:
         for request, wanted in zip(requests, expected, strict=True):
             if request.finish_reason == "abort":
                 assert request.error is not None
-                assert "gave NaN or infinite logits" in request.error
+                assert "logits are NaN or infinite" in request.error
                 assert request.output_ids == wanted[: len(request.output_ids)]
             else:
                 assert request.output_ids == wanted

@@ -1,7 +1,7 @@
 """The interface of extensions: the engine and the worker call each `Extension` at fixed points of a step.
 
-The devices of a split model have equal lists of extensions. The host's decisions for a step travel in its
-order, as one plain value per extension (`plan`, `send`), so that all devices do the same.
+All devices of a split model have the same extensions. The decisions of the host for a step are sent with its
+order, as one plain value per extension (`plan`, `send`), so that all devices behave identically.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from ..kernels.table import Table
 
 
 class Constraint(Protocol):
-    """The constraint on one request's output (`Request.constraint`). Drafters make no drafts for such a
-    request, and it joins a step only after its previous step has been collected.
+    """A constraint on the output of a request (`Request.constraint`). Drafters do not propose for such a
+    request, and it takes part in a step only after its previous step has been collected.
 
     Attributes:
-        ended: nothing may follow.
-        error: why the output cannot go on, a sentence.
+        ended: whether the output is complete.
+        error: the reason if the output cannot be continued, else None.
     """
 
     ended: bool
     error: str | None
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Consume a step's tokens; return how many belong to the output."""
+        """Consume the tokens of a step and return how many of them belong to the output."""
 
 
 class Extension:
-    """An extension that does nothing; subclasses override the methods that they need.
+    """Base class of extensions. Its methods do nothing; subclasses override those that they need.
 
     Attributes:
-        method: the name of the extension's own drafts in statistics.
-        always: whether it takes part in every step, not only in those for which `plan` gave a value.
+        method: name of the extension's drafts in statistics, None if it proposes no drafts.
+        always: whether it takes part in all steps, or only in those for which `plan` returns a value.
     """
 
     method: str | None = None
@@ -53,7 +53,7 @@ class Extension:
         """Handle the admission of a request to a row."""
 
     def send(self, value: Any, k: int) -> None:
-        """Write the value of `plan` to the device, for a step of at most k drafts per row."""
+        """Write the value returned by `plan` to the device, for a step with at most k drafts per row."""
 
     def propose(self, table: Table, rows: Tensor, proposal: Proposal) -> Proposal:
         """Return the proposal for rows [B], unchanged or replaced."""
@@ -72,17 +72,17 @@ class Extension:
         """Prepare for an engine, before its first step."""
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ValueError with a sentence if a request cannot run."""
+        """Raise ValueError if the extension does not support the parameters."""
 
     def new(self, request: Any) -> None:
         """Handle a new request, before it is queued."""
 
     def plan(self, requests: Sequence[Any], limits: Sequence[int]) -> Any:
-        """Return a plain value for `send`, for a step of these requests with at most `limits` drafts each, or
-        None if the extension takes no part."""
+        """Return a plain value for `send`, or None if the extension takes no part in the step. `requests`
+        decode in the step, with at most `limits` drafts each."""
 
     def queued(self, rows: Sequence[int]) -> Any:
-        """Return a state for `collected`, after a step of request rows was queued."""
+        """Return a state to be passed to `collected`, after a step of these rows has been queued."""
 
     def collected(self, step: Any, results: Sequence[Any], state: Any) -> None:
-        """Handle the results of a step (`engine.engine.Queued`), after its requests have taken them."""
+        """Handle the results of a step (`engine.engine.Queued`), after its requests have been updated."""

@@ -1,14 +1,14 @@
-"""The step, captured once per bucket and replayed: on a GPU one CUDA graph per (batch size, K).
+"""Capture the step once per bucket and replay it: on a GPU, as one CUDA graph per (batch size, K).
 
-A bucket's inputs and outputs are tensors at fixed addresses. The only input is which request rows take
-part, padded with -1 to the bucket's size: the first entries of one tensor that all buckets share, sent when
-they change. All else the step reads from the request rows (`kernels/table.py`), so nothing computed on the
-host is frozen into a capture. Padding rows are inert. Captures never run at the same time, so they share
-their memory: one pool for all of an engine, which holds what the largest of them needs, and one buffer for
-the logits (`Step.share_logits`). What is read of a result must be queued before the next replay.
+The inputs and outputs of a bucket are tensors at fixed addresses. The only input is the list of request rows,
+padded with -1 to the bucket's batch size. All buckets share one tensor for it, which is sent to the device
+when it changes. The step reads everything else from the request rows (`kernels/table.py`), so no value
+computed on the host is baked into a capture. Padding rows have no effect. Captures never run concurrently, so
+they share memory: one pool per engine, as large as the largest capture needs, and one buffer for the logits
+(`Step.share_logits`). Reads of a result must be queued before the next replay.
 
-On a CPU a capture is the step itself, run again at every replay, with results copied to the same
-addresses: so that buckets, padding and the reuse of outputs are tested without a GPU.
+On a CPU, a replay runs the step again and copies the results to the same addresses, so that buckets, padding
+and the reuse of outputs can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..kernels.transfer import upload
 from .extension import Extension
 from .step import StepResult
 
-MAX_STEP_TOKENS = 1024  # per bucket; in larger steps the time of launches does not matter
-KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # captured, as far as the largest K of the engine allows
+MAX_STEP_TOKENS = 1024  # per bucket; launch overhead is negligible in larger steps
+KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # captured, up to the maximum K of the engine
 PADDING = -1
 
 
 class Bucket(NamedTuple):
-    """A batch size and a speculation length; the extensions that some of its rows ask for."""
+    """A batch size, a speculation length, and the extensions requested by some of the rows."""
 
     batch: int
     k: int
@@ -40,7 +40,7 @@ class Bucket(NamedTuple):
 
 
 class EagerCapture:
-    """Runs the step again at every replay."""
+    """Runs the step again for each replay."""
 
     def __init__(self, step: Callable[[], StepResult]) -> None:
         self._step, self.result = step, step()
@@ -52,27 +52,27 @@ class EagerCapture:
 
 
 class CudaCapture:
-    """Captures the step as a CUDA graph, in memory of a `pool` that must outlive it."""
+    """Captures the step as a CUDA graph, in memory from `pool`, which must outlive the capture."""
 
     def __init__(self, step: Callable[[], StepResult], pool: Any) -> None:
-        # Compile and allocate before capture: on this stream, since engines share `launch.tickets`.
+        # Warm up to compile and allocate, on the current stream because engines share `launch.tickets`.
         for _ in range(2):
             step()
         self.graph = torch.cuda.CUDAGraph()
-        # Other threads must be able to run, NCCL's watchdog among them.
+        # "thread_local": other threads, such as NCCL's watchdog, may call CUDA during the capture.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.result = step()
         self.replay = self.graph.replay
 
 
 class StepGraphs:
-    """All captured buckets of a step.
+    """The captures of all buckets of a step.
 
     Attributes:
-        batches, ks: sizes for which buckets exist, ascending. Not every pair does, see `ks_for`.
-        captures: by bucket.
-        replays: steps by batch size and K.
-        max_tokens: the most tokens that a step scores.
+        batches, ks: batch sizes and speculation lengths, ascending. Not all pairs are buckets, see `ks_for`.
+        captures: captures by bucket.
+        replays: number of replays by (batch size, K).
+        max_tokens: maximum number of tokens scored by a bucket.
     """
 
     def __init__(
@@ -87,23 +87,23 @@ class StepGraphs:
         self.ks, self.batches = sorted({0, *ks}), batch_sizes(max_batch)
         self.captures: dict[Bucket, EagerCapture | CudaCapture] = {}
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
-        self._sent: list[int] = []  # the rows sent last, [] if unknown
+        self._sent: list[int] = []  # rows on the device, [] if unknown
         self.replays: Counter[tuple[int, int]] = Counter()
         self.max_tokens = max(bucket.batch * (bucket.k + 1) for bucket in self.buckets())
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def buckets(self) -> list[Bucket]:
-        """Return all buckets, the largest first, so that the pool fits those that follow."""
+        """Return all buckets, largest first, so that the later ones fit in the pool."""
         buckets = [Bucket(b, k) for b in self.batches for k in self.ks_for(b)]
         return sorted(buckets, key=lambda bucket: (-bucket.batch * (bucket.k + 1), bucket))
 
     def ks_for(self, batch: int) -> list[int]:
-        """Return the speculation lengths captured for a batch: 0, and those of at most MAX_STEP_TOKENS."""
+        """Return the speculation lengths captured for a batch: 0 and those within MAX_STEP_TOKENS."""
         size = self.batches[bisect_left(self.batches, batch)]
         return [k for k in self.ks if k == 0 or size * (k + 1) <= MAX_STEP_TOKENS]
 
     def bucket_for(self, num_rows: int, k: int, extensions: tuple[Extension, ...] = ()) -> Bucket:
-        """Return the smallest bucket of at least `num_rows` rows, with the largest captured K up to `k`."""
+        """Return the smallest bucket for `num_rows` rows, with the largest captured K of at most `k`."""
         batch = self.batches[bisect_left(self.batches, num_rows)]
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k), extensions)
 
@@ -113,7 +113,7 @@ class StepGraphs:
             self.capture(bucket)
 
     def capture(self, bucket: Bucket) -> EagerCapture | CudaCapture:
-        """Capture a bucket, of padding rows only, as capturing runs the step."""
+        """Capture a bucket, with padding rows only, because capturing runs the step."""
         self._sent, rows = [], self.rows[: bucket.batch].fill_(PADDING)
         step = partial(self.step, rows, bucket.k, bucket.extensions)
         capture = EagerCapture(step) if self._pool is None else CudaCapture(step, self._pool)
@@ -121,9 +121,8 @@ class StepGraphs:
         return capture
 
     def run(self, rows: list[int], bucket: Bucket) -> StepResult:
-        """Replay the step of a bucket for at most as many `rows`. The result's tensors are overwritten by its
-        next replay."""
-        capture = self.captures.get(bucket) or self.capture(bucket)  # first use: lazy, or with extensions
+        """Replay a bucket for `rows`, at most its batch size. The next replay overwrites the result."""
+        capture = self.captures.get(bucket) or self.capture(bucket)  # new if lazy or with extensions
         self.replays[bucket.batch, bucket.k] += 1
         self.send(rows + [PADDING] * (bucket.batch - len(rows)))
         capture.replay()
@@ -131,9 +130,9 @@ class StepGraphs:
         return StepResult(report[:B], path[:B], q_start[:B], logits)
 
     def send(self, rows: list[int]) -> None:
-        """Make `self.rows` begin with these, if it does not."""
+        """Copy `rows` to the beginning of `self.rows`, unless they are there already."""
         if rows != self._sent[: len(rows)]:
-            self._sent = []  # in case the copy is interrupted
+            self._sent = []  # unknown if the copy is interrupted
             upload(rows, torch.int32, self.device, out=self.rows[: len(rows)])
             self._sent = rows
 

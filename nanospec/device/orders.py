@@ -1,7 +1,7 @@
-"""What the engine and the worker (`worker.py`) exchange: requests, orders of steps, results, times; and how
-requests are written into their rows on the device (`kernels/table.py`).
+"""The data exchanged by the engine and the worker (`worker.py`): admissions, step orders, results and times.
+Also writes requests to their rows on the device (`kernels/table.py`).
 
-Requests and orders are plain data, so that they may go to several processes.
+Admissions and orders are plain data, so that they can be sent to several processes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..kernels.transfer import upload, write
 from ..outputs import Logprob
 
 STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
-"""What the time of steps is split by. A captured step is one piece: "wait" lasts until its results arrive."""
+"""The stages that are timed. A captured step runs as a whole; "wait" is the time until its results arrive."""
 
 
 class Admission(NamedTuple):
-    """A request that gets a row.
+    """A request to be written to a row.
 
     Attributes:
-        tokens: prompt and, after a preemption, output; `num_prompt` of them are the prompt.
-        max_len: the length at which it ends.
-        blocks: its pages, of which the first `num_cached` hold the K/V of its text already.
-        stop_ids: tokens that end it.
-        constrained: whether an extension constrains its output, and makes all its drafts.
+        tokens: prompt and, after a preemption, output; the first `num_prompt` are the prompt.
+        max_len: length of prompt + output at which the request finishes.
+        blocks: KV cache blocks; the first `num_cached` already hold the K/V of their tokens.
+        stop_ids: token ids that end the output.
+        constrained: whether an extension constrains the output; only extensions propose drafts then.
     """
 
     row: int
@@ -43,13 +43,13 @@ class Admission(NamedTuple):
     seed: int
     stop_ids: tuple[int, ...]
     params: SamplingParams
-    max_k: int  # the most drafts that it gets in a step
+    max_k: int  # maximum number of drafts per step
     constrained: bool = False
 
 
-class Pages(NamedTuple):
-    """The pages of a request row, of which those from `num_kept` on are new to it; its text has at least
-    `num_tokens` tokens."""
+class RowBlocks(NamedTuple):
+    """All KV cache blocks of a request row, which has at least `num_tokens` tokens. The first `num_kept`
+    blocks are unchanged, the others are new."""
 
     row: int
     num_tokens: int
@@ -58,15 +58,15 @@ class Pages(NamedTuple):
 
 
 class StepOrder(NamedTuple):
-    """A step of B request rows.
+    """An order to run a step over B request rows.
 
     Attributes:
-        rows: [B].
-        logprobs: [B] how many of the likeliest tokens to report, -1 for no log-probabilities.
-        drafting: rows for which drafters make drafts.
-        k, last_k: the most drafts of a row, and from the last drafter, which may run a model.
-        grown: rows that got further pages.
-        extra: the value of `plan` of each extension.
+        rows: [B] row indices.
+        logprobs: [B] number of most likely tokens to report, -1 for no log-probabilities.
+        drafting: rows for which drafters propose drafts.
+        k, last_k: maximum number of drafts per row, and of the last drafter, which may run a model.
+        grown: rows that got more blocks.
+        extra: the value returned by `plan` of each extension.
     """
 
     rows: list[int]
@@ -74,26 +74,26 @@ class StepOrder(NamedTuple):
     drafting: list[int]
     k: int
     last_k: int
-    grown: list[Pages]
+    grown: list[RowBlocks]
     extra: Sequence[Any] = ()
 
 
 class RowResult(NamedTuple):
-    """The result of a step for a row; log-probabilities of its tokens, if they were asked for."""
+    """The result of a step for a row, and the log-probabilities of each emitted token if requested."""
 
     report: RowReport
     logprobs: list[dict[int, Logprob]] | None
 
 
 class Flight(NamedTuple):
-    """A step that has been queued. `lines` waits for its report, see `report.decode`."""
+    """The results in flight of a step that has been queued. `lines` waits for its report, see `decode`."""
 
     lines: Callable[[], list[list[int]]]
     logprobs: Logprobs | None
     num_top: list[int]  # `StepOrder.logprobs`
 
     def results(self) -> list[RowResult]:
-        """Wait for the step; return a result for each of its rows."""
+        """Wait for the step and return a result for each of its rows."""
         reports = decode(self.lines())
         columns = () if self.logprobs is None else (column.tolist() for column in self.logprobs)
         entries: Iterator[Any] = zip(*columns, strict=True)
@@ -104,19 +104,19 @@ class Flight(NamedTuple):
 
 
 def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_top: int) -> dict[int, Logprob]:
-    """Return the log-probability of a token, then the `num_top` likeliest. `entry`: the token's
-    log-probability and rank, and the values and ids of the likeliest."""
+    """Return the log-probabilities of a token and of the `num_top` most likely ones. `entry`: log-probability
+    and rank of the token, then log-probabilities and ids of the most likely tokens."""
     logprob, rank, top, ids = entry
     logprobs = {token: Logprob(logprob, rank)}
-    for i in range(min(num_top, len(top))):  # of a tiny vocabulary there may be fewer
-        if top[i] == float("-inf"):  # left out by a sampling parameter, as are all that follow
+    for i in range(min(num_top, len(top))):  # a tiny vocabulary may have fewer
+        if top[i] == float("-inf"):  # excluded by a sampling parameter, as are all that follow
             break
         logprobs.setdefault(ids[i], Logprob(top[i], i + 1))
     return logprobs
 
 
 class Stopwatch:
-    """Adds up the `seconds` of `with` blocks; `contextmanager` would take some 10 us of a step."""
+    """Accumulates the `seconds` spent in `with` blocks. Faster than `contextmanager` (10 us per step)."""
 
     seconds = 0.0
 
@@ -128,7 +128,7 @@ class Stopwatch:
 
 
 def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
-    """Write everything about a request into its row, but its pages."""
+    """Write a request to its row, except for its blocks."""
     r, params = request.row, request.params
     write(table.tokens, r, request.tokens)
     write(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
@@ -158,18 +158,18 @@ def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
 
 
 def method_of(report: RowReport, methods: Sequence[str]) -> str:
-    """Return the name of the drafter of a row's drafts, "" without any. Raises ValueError if it is out of
-    range, as is a `match_len` below 0; on a GPU, `propose` cannot check them without waiting."""
+    """Return the name of the drafter of a row's drafts, "" without drafts. Raises ValueError if the drafter
+    or the match length is out of range, which `propose` cannot check on a GPU without waiting."""
     drafter, match_len = report.drafter, report.match_len
     if drafter > max(len(methods) - 1, 0) or match_len < 0:
-        name = methods[drafter if drafter < len(methods) else 0]  # `methods.propose` sets all codes above 0
-        given = f"{name}.propose gave drafter {drafter} and match_len {match_len}"
-        raise ValueError(f"{given}; the first must be 0 or NO_DRAFTER, the second at least 0.")
+        name = methods[drafter if drafter < len(methods) else 0]  # codes above 0 come from `methods.propose`
+        error = f"{name}.propose returned drafter {drafter} and match_len {match_len}"
+        raise ValueError(f"{error}; drafter must be 0 or NO_DRAFTER, match_len at least 0.")
     return methods[drafter] if report.num_drafted else ""
 
 
 def _write_history(table: Table, request: Admission) -> None:
-    """Write the vocabulary-wide rows that only penalties and bias read, from the tokens on the device."""
+    """Write the columns of vocabulary size, which only penalties and bias read, from tokens on the device."""
     r, n, bias = request.row, request.num_prompt, request.params.logit_bias
     for column in (table.bias, table.in_prompt, table.output_counts):
         column[r].zero_()
@@ -178,5 +178,5 @@ def _write_history(table: Table, request: Admission) -> None:
         table.bias[r].index_copy_(0, ids, upload(list(bias.values()), torch.float32, table.device))
     tokens = table.tokens[r, : len(request.tokens)]
     table.in_prompt[r].index_fill_(0, tokens[:n].long(), True)
-    if len(tokens) > n:  # preempted before
+    if len(tokens) > n:  # was preempted
         table.output_counts[r].index_add_(0, tokens[n:], torch.ones_like(tokens[n:]))

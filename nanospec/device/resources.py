@@ -1,7 +1,7 @@
-"""The resources of an engine: its device, CPU threads and memory (for the KV cache; errors when it runs out).
+"""The resources of an engine: device, CPU threads, and memory (size of the KV cache, out-of-memory errors).
 
-The number of CPU threads is set before a model is loaded and does not change afterwards, because in bf16 it
-shows in the last bit of PyTorch's sums.
+The number of CPU threads is set before a model is loaded and does not change afterwards, because it affects
+the last bit of PyTorch's bf16 sums.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ..text import shown
 from .graphs import MAX_STEP_TOKENS
 
 DEFAULT_THREADS = torch.get_num_threads()
-GPU_SHARE = 0.9  # of the device's memory, weights included
-CPU_SHARE = 0.4  # of what is free
-CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to fill more
-PARTS = (1, 2, 4, 8)  # of the largest sizes, as attention splits the cache among fewer tokens into more parts
-MARGIN = 2.0  # of what is measured, as other sizes, other rules of acceptance and captures take more
+GPU_SHARE = 0.9  # share of the GPU's memory to use, weights included
+CPU_SHARE = 0.4  # share of the free memory to use for the KV cache
+CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to need a larger KV cache
+PARTS = (1, 2, 4, 8)  # divisors of the largest sizes; for fewer tokens, attention splits the KV cache further
+MARGIN = 2.0  # times the measured memory, since other sizes, acceptance rules and captures may need more
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of a name; "auto" is a GPU if there is one. A GPU without a number is the current
-    one, and has its number from then on, since what is current may change. Raises ValueError."""
+    """Return the `torch.device` for a name; "auto" is a GPU if available. "cuda" becomes the current GPU with
+    its index, since the current GPU may change later. Raises ValueError if the device does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"(cpu|cuda)(:\d{1,2})?", str(name)):
@@ -49,25 +49,25 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cpu":
         return device
     if not torch.cuda.is_available():
-        raise ValueError(f"device={shown(name)} needs a GPU that this machine does not have; use 'cpu'.")
+        raise ValueError(f"device={shown(name)} is not available: no GPU was found; use 'cpu'.")
     count = torch.cuda.device_count()
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= count:
+        gpus = f"{count} GPU{'s' * (count > 1)}"
         raise ValueError(
-            f"device='cuda:{index}' is not there: this machine has {count} GPU{'s' * (count > 1)}, counted "
-            f"from 0; use at most 'cuda:{count - 1}'."
+            f"device='cuda:{index}' is invalid: this machine has {gpus}; use at most 'cuda:{count - 1}'."
         )
     return torch.device("cuda", index)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU the current one of this thread: that is where Triton launches, and whose streams, events
-    and graphs `torch.cuda` deals with. Threads take turns, so it is done for every call."""
+    """Make a GPU the current device of this thread in a `with` block, for Triton launches and for streams,
+    events and graphs of `torch.cuda`. Needed for every call, since calls may come from several threads."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def on_own_device(method: Method) -> Method:
-    """Run a method of an object with a `device` while that is the current one."""
+    """Decorate a method to run with `self.device` as the current device."""
 
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,23 +78,23 @@ def on_own_device(method: Method) -> Method:
 
 
 def compute_info(model: Model) -> dict[str, str | int]:
-    """Return how a model is computed, for people."""
+    """Return the device, data type, implementation and number of CPU threads of a model, for display."""
     dtype = str(model.dtype).removeprefix("torch.")
-    found: dict[str, str | int] = {"device": str(model.device), "dtype": dtype, "by": computed_by(model)}
-    return found | ({"threads": torch.get_num_threads()} if model.device.type == "cpu" else {})
+    info: dict[str, str | int] = {"device": str(model.device), "dtype": dtype, "by": computed_by(model)}
+    return info | ({"threads": torch.get_num_threads()} if model.device.type == "cpu" else {})
 
 
-def use_threads(wanted: int | Literal["auto"]) -> None:
-    """Set the number of threads. "auto" keeps OMP_NUM_THREADS or takes PyTorch's default within the
-    container's quota."""
-    if wanted != "auto":
-        torch.set_num_threads(wanted)
+def use_threads(threads: int | Literal["auto"]) -> None:
+    """Set the number of CPU threads. "auto" uses OMP_NUM_THREADS if it is set, otherwise PyTorch's default
+    within the CPU quota of the container."""
+    if threads != "auto":
+        torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(math.ceil(min(cpu_quota(), DEFAULT_THREADS)), 1))
 
 
 def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the number of processors that control groups (version 2) grant this process, or infinity."""
+    """Return the CPU quota of this process from cgroups (version 2), in CPUs; infinity if unlimited."""
     quotas = [math.inf]
     with suppress(OSError, ValueError):
         group = root / own.read_text().partition("::")[2].strip().strip("/")
@@ -106,7 +106,7 @@ def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
 
 
 def used_memory(model: Model, drafters: Sequence[Drafter], table: Table, num_blocks: int) -> dict[str, int]:
-    """Return the bytes that a worker with these parts keeps, with full caches."""
+    """Return the bytes that a worker with these parts occupies, by purpose."""
     tokens = num_blocks * table.block_size
     return {
         "weights": model.weight_bytes,
@@ -118,65 +118,65 @@ def used_memory(model: Model, drafters: Sequence[Drafter], table: Table, num_blo
 
 
 def row_bytes(table: Table) -> int:
-    """Return the bytes of the request rows."""
+    """Return the size of the request rows in bytes."""
     return sum(column.nbytes for column in table if isinstance(column, torch.Tensor))
 
 
 def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] = ()) -> tuple[int, int]:
-    """Return (number of KV blocks, max_model_len) for this model on this machine. A block has room for the
-    same tokens in the caches of drafters.
+    """Return (number of KV cache blocks, max_model_len) for this model on this machine. The size of a block
+    includes the K/V of the same tokens in the caches of the drafters.
 
-    Raises ValueError when the window is longer than a model's, or the memory too small for it.
+    Raises ValueError if max_model_len exceeds the limit of a model, or if the memory is too small for it.
     """
-    own, whose = model.config.max_position_embeddings, "model"
+    limit, limited_by = model.config.max_position_embeddings, "model"
     for drafter in drafters:
-        if drafter.memory.max_context is not None and drafter.memory.max_context < own:
-            own, whose = drafter.memory.max_context, "draft model"
-    window = config.max_model_len or own
-    if window > own:
-        raise ValueError(f"max_model_len={window} is beyond the {whose}'s own window of {own} tokens.")
+        if drafter.memory.max_context is not None and drafter.memory.max_context < limit:
+            limit, limited_by = drafter.memory.max_context, "draft model"
+    max_len = config.max_model_len or limit
+    if max_len > limit:
+        raise ValueError(f"max_model_len={max_len} exceeds the {limited_by}'s limit of {limit} tokens.")
     size = config.block_size
     per_token = model.config.kv_bytes_per_token(model.dtype)
     per_block = size * (per_token + sum(drafter.memory.kv_per_token for drafter in drafters))
     source, budget = "kv_cache_memory", config.kv_cache_memory
     if budget is None:
-        needed = step_bytes(config, model, drafters, window) if model.device.type == "cuda" else 0
-        source, budget = "spare memory", max(spare_memory(model.device, model.num_devices) - needed, 0)
-    num_blocks = min(budget // per_block, config.max_num_seqs * -(-window // size))
-    if config.max_model_len is None and 256 <= num_blocks * size < window:
-        window = num_blocks * size
-    if num_blocks * size < window:
+        needed = step_bytes(config, model, drafters, max_len) if model.device.type == "cuda" else 0
+        source, budget = "free memory", max(spare_memory(model.device, model.num_devices) - needed, 0)
+    num_blocks = min(budget // per_block, config.max_num_seqs * -(-max_len // size))
+    if config.max_model_len is None and 256 <= num_blocks * size < max_len:
+        max_len = num_blocks * size
+    if num_blocks * size < max_len:
         raise ValueError(
-            f"{source} of {budget:,} bytes holds the K/V of {num_blocks * size} tokens, too few for "
-            f"max_model_len={window}, which takes {per_block * -(-window // size):,} bytes; give more, or "
-            "lower max_model_len or max_num_seqs."
+            f"{source} of {budget:,} bytes holds the K/V of {num_blocks * size} tokens, but max_model_len="
+            f"{max_len} needs {per_block * -(-max_len // size):,} bytes; increase kv_cache_memory or lower "
+            "max_model_len or max_num_seqs."
         )
-    if model.device.type == "cpu":  # Linux grants the rows, and kills the process when they are written
-        rows = row_bytes(Table.empty(config.max_num_seqs, window, size, model.config.vocab_size, "meta"))
+    if model.device.type == "cpu":  # Linux overcommits, and would kill the process on writing the rows
+        rows = row_bytes(Table.empty(config.max_num_seqs, max_len, size, model.config.vocab_size, "meta"))
         if rows > (free := _free_cpu_memory()):
             raise ValueError(
-                f"max_num_seqs={config.max_num_seqs} takes {rows:,} bytes for the rows of as many requests, "
-                f"and {free:,} are free; lower max_num_seqs."
+                f"max_num_seqs={config.max_num_seqs} needs {rows:,} bytes for request rows, but only "
+                f"{free:,} bytes are free; lower max_num_seqs."
             )
-    return num_blocks, window
+    return num_blocks, max_len
 
 
 @torch.inference_mode()
-def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], window: int) -> int:
-    """Return the bytes that request rows, steps and prefills take on a GPU beside weights and K/V, measured
-    by running the largest ones at the end of a full window, on a cache of one block.
+def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], max_len: int) -> int:
+    """Return the bytes that request rows, steps and prefills take on a GPU in addition to weights and KV
+    cache, measured by running the largest ones at the end of a full context, on a KV cache of one block.
 
-    Captured steps share one pool, as large as the largest of them. While that one is captured, another step
-    warms up outside of the pool, where later prefills run.
+    Captured steps share one pool, as large as the largest step needs. The warm-up before its capture runs
+    outside the pool, in memory that prefills use later.
     """
-    c, size, most, device = model.config, config.block_size, config.max_num_seqs, model.device
-    table = Table.empty(most, window, size, c.vocab_size, device)
+    c, size, max_rows, device = model.config, config.block_size, config.max_num_seqs, model.device
+    table = Table.empty(max_rows, max_len, size, c.vocab_size, device)
     kv_cache = model.empty_cache(1, size)
 
     def peak(rows: int, width: int, prefill: bool = False) -> int:
         ids = torch.arange(rows, dtype=torch.int32, device=device)
         count = torch.full_like(ids, width)
-        batch = Batch.of_grid(table, ids, window - count, count, width, window)
+        batch = Batch.of_grid(table, ids, max_len - count, count, width, max_len)
 
         def score() -> None:
             hidden = model.forward(replace(batch, prefill=prefill), kv_cache)
@@ -185,34 +185,35 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
 
         return peak_bytes(device, score)
 
-    k = min(config.spec.max_k, most_drafts(drafters), window - 1)
-    drafting = max(min(MAX_STEP_TOKENS // (k + 1), most), 1)  # rows of the largest captured step with drafts
-    step = max(peak(max(rows // part, 1), q) for rows, q in ((most, 1), (drafting, k + 1)) for part in PARTS)
-    tokens = min(config.max_num_batched_tokens, most * window)
-    prompts = -(-tokens // window)
+    k = min(config.spec.max_k, max_drafts(drafters), max_len - 1)
+    drafting = max(min(MAX_STEP_TOKENS // (k + 1), max_rows), 1)  # rows of the largest capture with drafts
+    shapes = (max_rows, 1), (drafting, k + 1)
+    step = max(peak(max(rows // part, 1), q) for rows, q in shapes for part in PARTS)
+    tokens = min(config.max_num_batched_tokens, max_rows * max_len)
+    prompts = -(-tokens // max_len)
     prefill = max(peak(prompts, -(-tokens // prompts // part), prefill=True) for part in PARTS)
-    if any(drafter.runs_model for drafter in drafters):  # its logits, twice while they are put together
-        step += 2 * max(most, drafting * (k + 1)) * c.vocab_size * model.dtype.itemsize
+    if any(drafter.runs_model for drafter in drafters):  # its logits, twice while they are concatenated
+        step += 2 * max(max_rows, drafting * (k + 1)) * c.vocab_size * model.dtype.itemsize
     return row_bytes(table) + int(MARGIN * (step + max(step, prefill)))
 
 
 def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
-    """Return the most bytes that `run` has allocated on a GPU at a time."""
+    """Return the peak memory in bytes that `run` allocates on a GPU."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run()
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def most_drafts(drafters: Sequence[Drafter]) -> int:
-    """Return the most drafts that a row may get."""
+def max_drafts(drafters: Sequence[Drafter]) -> int:
+    """Return the maximum number of drafts per row and step."""
     return max((drafter.max_drafts for drafter in drafters), default=0)
 
 
 def spare_memory(device: torch.device, sharing: int) -> int:
-    """Return the bytes that the KV cache may take, on a CPU that of one of the processes `sharing` it."""
+    """Return the bytes available for the KV cache; on a CPU, for that of each of the `sharing` processes."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what was measured
+        torch.cuda.empty_cache()  # release the memory of earlier measurements
         free, total = torch.cuda.mem_get_info(device)
         return max(int(free - (1 - GPU_SHARE) * total), 0)
     return min(int(_free_cpu_memory() * CPU_SHARE), CPU_LIMIT) // sharing
@@ -225,35 +226,35 @@ def _free_cpu_memory() -> int:
 
 
 class OutOfMemory(MemoryError):
-    """Memory ran out; the message says where, and what to lower."""
+    """Raised when memory runs out. The message gives the purpose and the settings to lower."""
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out (of Python, of the system, of PyTorch in two ways) or
-    hides such an error, as that of a CUDA graph whose capture it has ended."""
+    """Return whether an error is an out-of-memory error of Python, the system or PyTorch, or an error of a
+    CUDA graph whose capture failed due to an out-of-memory error."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    text, hidden = str(error), error.__context__
-    told = "can't allocate memory" in text or ("captur" in text and hidden is not None and ran_out(hidden))
-    return isinstance(error, RuntimeError) and told
+    text, cause = str(error), error.__context__
+    no_memory = "can't allocate memory" in text or ("captur" in text and cause is not None and ran_out(cause))
+    return isinstance(error, RuntimeError) and no_memory
 
 
 def in_a_step(config: EngineConfig) -> str:
-    """Return what to lower when a step runs out of memory."""
-    lower = ("max_num_batched_tokens", "max_num_seqs", "kv_cache_memory", "max_model_len")
-    given = [f"{name}={value}" for name in lower if (value := getattr(config, name)) is not None]
-    return f"lower {', '.join(given[:-1])} or {given[-1]}"
+    """Return the remedy if a step runs out of memory: the settings to lower."""
+    names = ("max_num_batched_tokens", "max_num_seqs", "kv_cache_memory", "max_model_len")
+    settings = [f"{name}={value}" for name in names if (value := getattr(config, name)) is not None]
+    return f"lower {', '.join(settings[:-1])} or {settings[-1]}"
 
 
 @contextmanager
 def explained(what: str, remedy: str) -> Iterator[None]:
-    """Raise OutOfMemory if memory runs out in the `with` block, with what it was for and the remedy."""
+    """Raise OutOfMemory if memory runs out in the `with` block, with the purpose `what` and the remedy."""
     try:
         yield
     except Exception as error:
         if isinstance(error, OutOfMemory) or not ran_out(error):
             raise
         first = str(error).strip().split("\n")[0]
-        raise OutOfMemory(f"Memory ran out for {what} ({shown(first)}); {remedy}.") from error
+        raise OutOfMemory(f"Ran out of memory for {what} ({shown(first)}); {remedy}.") from error

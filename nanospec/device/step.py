@@ -1,15 +1,15 @@
-"""The speculative step, the whole of it:
+"""The complete speculative step:
 
     propose -> lay out -> forward -> sample -> accept -> commit -> learn
 
-It reads and writes the request rows (`kernels/table.py`), the KV cache and what a drafter remembers. A row
-gets a run of tokens: its last committed one and its drafts. One forward pass scores them all; at each of
-them the target draws its own token, and drafts are accepted while they equal the draw one place earlier.
-So what is emitted is what decoding without drafts would have emitted, whatever the drafter did.
+It reads and writes the request rows (`kernels/table.py`), the KV cache and the state of the drafters. The
+tokens of a row are its last committed token and its drafts. One forward pass scores them all. At each of
+these positions the target samples the next token, and a draft is accepted as long as it equals the token
+sampled at the position before it. The output is therefore the same as without speculation.
 
-A step has two layouts. *Padded*, every row has K + 1 tokens and all shapes are known beforehand: the step
-never waits for the device, so it can be captured (`graphs.py`). *Packed*, for a CPU, it waits: the policy
-cuts the drafts of each row, and a row without drafts costs one token.
+A step has one of two layouts. *Padded*: every row has K + 1 tokens and all shapes are known in advance, so
+the step never waits for the device and can be captured (`graphs.py`). *Packed*, for a CPU: the step waits for
+the drafts, the policy cuts those of each row, and a row without drafts costs only one token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .extension import Extension
 from .orders import STAGES, Stopwatch
 
 Cut = Callable[[list[Offer]], list[int]]
-"""`Policy.cut`: returns how many drafts of each row to verify."""
+"""Type of `Policy.cut`, which returns the number of drafts to verify for each row."""
 
 
 class StepResult(NamedTuple):
@@ -42,9 +42,9 @@ class StepResult(NamedTuple):
 
     Attributes:
         report: [B, ...] int32, see `kernels/speculation/report.py`.
-        path, q_start, logits: [B, Q] int32, [B] int32, [T, V]. Token j of row b was drawn from row
-            q_start[b] + path[b, j] of `logits`. Captured steps share the memory of the logits: what reads
-            them must be queued before the next step is.
+        path, q_start, logits: [B, Q] int32, [B] int32, [T, V]. Token j of row b was sampled from
+            logits[q_start[b] + path[b, j]]. Captured steps share the memory of the logits, so reads of them
+            must be queued before the next step.
     """
 
     report: Tensor
@@ -54,7 +54,7 @@ class StepResult(NamedTuple):
 
 
 class Step:
-    """The step of one model with its cache, rows and drafters."""
+    """The step of a model with its KV cache, request rows and drafters."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Step:
         extensions: Sequence[Extension],
         exact: bool,
     ) -> None:
-        """`exact`: no request may use another rule of acceptance, so `accept` is skipped."""
+        """`exact`: all requests use the acceptance rule "exact", so `accept` is skipped."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafters, self.extensions, self.exact = drafters, extensions, exact
         self.draft_times = DraftTimes()
@@ -73,8 +73,8 @@ class Step:
         self._logits = torch.empty(0)
 
     def share_logits(self, num_tokens: int) -> None:
-        """Let all steps of up to `num_tokens` write their logits to one buffer from now on: each captured
-        step would else keep its own alive."""
+        """Allocate a buffer for the logits of all steps of up to `num_tokens` tokens. Otherwise each captured
+        step would keep its own."""
         model, shape = self.model, (num_tokens, self.model.config.vocab_size)
         self._logits = torch.empty(shape, dtype=model.dtype, device=model.device)
 
@@ -87,9 +87,9 @@ class Step:
         cut: Cut | None = None,
         last_k: int = MAX_DRAFTS,
     ) -> StepResult:
-        """Step the request `rows` [B] int32, -1 for padding, with at most `k` drafts each, and with the
-        extensions that take part in every step or are `requested`. Without `cut` the step is padded. With it
-        the step is packed, and the last drafter makes at most `last_k`."""
+        """Run a step over the request `rows` [B] int32, -1 for padding, with at most `k` drafts each. The
+        `requested` extensions take part, along with those that always do. The step is padded unless `cut` is
+        given; then it is packed, and the last drafter proposes at most `last_k` drafts."""
         table, packed = self.table, cut is not None
         extensions = [each for each in self.extensions if each.always or each in requested]
         with self.stages["propose"]:
@@ -120,7 +120,7 @@ class Step:
 
 
 def _cut(rows: Tensor, proposal: Proposal, cut: Cut) -> Proposal:
-    """Return the proposal with as many drafts of each row as the policy takes."""
+    """Return the proposal with the number of drafts of each row reduced by the policy."""
     columns = rows, proposal.drafter.clamp(min=0), proposal.num_drafts, proposal.match_len.clamp(min=0)
     kept = cut(list(map(Offer, *(column.tolist() for column in columns))))
     return proposal._replace(num_drafts=torch.tensor(kept, dtype=torch.int32, device=rows.device))

@@ -1,5 +1,5 @@
-"""What steps take, measured before the first request: captured steps by bucket; of steps that are not
-captured the forward pass by the number of tokens that it scores, and its attention by what it reads."""
+"""Measure the time of steps before the first request. Captured steps are timed by bucket. For other steps,
+the forward pass is timed by number of tokens, and attention by the number of cached positions it reads."""
 
 from __future__ import annotations
 
@@ -26,49 +26,49 @@ from ..models.decoder import Model
 from .graphs import Bucket, StepGraphs
 from .step import Step
 
-# Tokens per pass at which the time is measured: also on both sides of where it jumps, which is at 12 (up to
-# which a compiled product reads a weight once) or, with AMX, at every 16 or 32. Between them it grows evenly.
-# Beyond, it goes on as between the last two: they have a jump between them.
+# Numbers of tokens to time a forward pass with. They include both sides of each jump in time: at 12 (up to
+# which a compiled product reads each weight once) or, with AMX, at multiples of 16 or 32. Times in between
+# are interpolated, larger ones extrapolated from the last two sizes, which have a jump between them.
 SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
-# What a draft costs a step is a small difference of the times of short passes, whose sign noise of 5 % would
-# turn. Passes of LONG tokens get FEW_REPEATS, and after PATIENCE seconds every pass gets LATE_REPEATS in all.
+# The cost of a draft is a small difference between the times of short passes, and noise of 5 % could change
+# its sign. Passes of at least LONG tokens get FEW_REPEATS; after PATIENCE seconds, all get LATE_REPEATS.
 LONG, REPEATS, FEW_REPEATS, LATE_REPEATS, PATIENCE = 64, 9, 3, 2, 2.0
-# Of the passes that show what attention takes: rows, and tokens of each; bytes of keys and values, too many
-# for a processor's cache to keep them while the weights are read.
+# Batches to time attention with: number of rows, tokens per row, and bytes of K/V, more than the CPU's cache
+# can hold while the weights are read.
 ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)
 ATTENTION_BYTES = 64 << 20
-SLEEP = 1 << 21  # cycles, about a millisecond; the host launches a step in a fraction of that
-CONTEXT, PERIOD = 1024, 7  # of the texts of rehearsed rows, in tokens
+SLEEP = 1 << 21  # GPU cycles, about 1 ms, in which the host launches a step
+CONTEXT, PERIOD = 1024, 7  # length and period of the text of rehearsed rows, in tokens
 Rehearse = Callable[[int], AbstractContextManager[None]]
-"""Fills so many request rows with what drafts, and empties them at the end of the `with` block."""
+"""Fills a number of request rows with text to draft from, and empties them at the end of the `with` block."""
 Meet = Callable[[], object]
-"""Queues a wait for the other devices of a split model, so that waiting for them is not measured."""
+"""Queues a barrier with the other devices of a split model, so that waiting for them is not measured."""
 
 
 def step_costs(
     step: Step, max_k: int, graphs: StepGraphs | None, num_blocks: int, meet: Meet = tuple
 ) -> StepCosts:
-    """Time steps of all sizes, captured if there are `graphs`. To be called before the first request."""
+    """Time steps of all sizes, captured ones if `graphs` is given. Call it before the first request."""
     table = step.table
     if graphs is None:
         packed = forward_ms(step.model, step.kv_cache, table, table.num_rows * (max_k + 1))
         return StepCosts(None, packed, step.draft_times, attention_ms(step.model, table, packed))
     if graphs.lazy:  # only captured steps can be timed
         graphs.capture_all()
-    rehearse, found = partial(rehearsal, table, num_blocks), dict[int, dict[int, float]]()
+    rehearse, times = partial(rehearsal, table, num_blocks), dict[int, dict[int, float]]()
     for bucket in tqdm(graphs.buckets(), desc="Timing steps", disable=None, leave=False):
-        found.setdefault(bucket.batch, {})[bucket.k] = replay_ms(graphs, bucket, rehearse, meet=meet)
+        times.setdefault(bucket.batch, {})[bucket.k] = replay_ms(graphs, bucket, rehearse, meet=meet)
     for row, drafter in product(range(table.num_rows), step.drafters):
-        drafter.release(row)  # what it remembers of the rehearsal
-    return StepCosts(captured=found)
+        drafter.release(row)  # discard its state from the rehearsals
+    return StepCosts(captured=times)
 
 
 @torch.inference_mode()
-def forward_ms(model: Model, kv_cache: Tensor, table: Table, most: int) -> dict[int, float]:
-    """Return the milliseconds, the least of some, of a pass over so many tokens of the first row of an empty
-    table (of copies of it, where its window is shorter) and of choosing the next ones, up to the first size
-    of at least `most`. Writes nothing to the cache."""
-    sizes = [n for i, n in enumerate(SIZES) if i < 2 or SIZES[i - 1] < most]
+def forward_ms(model: Model, kv_cache: Tensor, table: Table, max_tokens: int) -> dict[int, float]:
+    """Return the milliseconds of a forward pass with sampling, by number of tokens: for all SIZES up to the
+    first of at least `max_tokens`. The tokens are in the first row of an empty table, or in copies of it if
+    they exceed the context length. Writes nothing to the cache."""
+    sizes = [n for i, n in enumerate(SIZES) if i < 2 or SIZES[i - 1] < max_tokens]
     batches = {}
     for n in sizes:
         width = min(n, table.max_context)
@@ -79,21 +79,21 @@ def forward_ms(model: Model, kv_cache: Tensor, table: Table, most: int) -> dict[
 
 @torch.inference_mode()
 def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> tuple[float, float]:
-    """Return what attention adds to the times `by_tokens` of `forward_ms`: ms for each cached position of a
-    row, and ms for each token that is scored there.
+    """Return the time that attention adds to the times `by_tokens` of `forward_ms`, as two numbers: ms per
+    cached position of a row, and ms per cached position and token scored.
 
-    The passes read a cache of their own, since pages that nothing was written to are one page of zeros for
-    the system, and three times as fast. To be called while the table is empty.
+    The passes read a temporary cache that has been written to: the system maps memory that was never written
+    to a single page of zeros, which is three times as fast. The table must be empty.
     """
     B, size, device = min(ATTENTION_ROWS, table.num_rows), table.block_size, table.device
-    per_page = B * size * model.config.kv_bytes_per_token(model.dtype)
-    pages = min(max(ATTENTION_BYTES // per_page, 1), table.max_blocks)
-    context = min(pages * size, table.max_context) - max(ATTENTION_TOKENS)
+    bytes_per_block = B * size * model.config.kv_bytes_per_token(model.dtype)
+    blocks = min(max(ATTENTION_BYTES // bytes_per_block, 1), table.max_blocks)
+    context = min(blocks * size, table.max_context) - max(ATTENTION_TOKENS)
     if context < 1:
         return 0.0, 0.0
-    kv_cache = model.empty_cache(B * pages, size).zero_()
-    block_table = torch.arange(B * pages, dtype=torch.int32, device=device).view(B, pages)
-    table = table._replace(block_table=block_table, max_blocks=pages)
+    kv_cache = model.empty_cache(B * blocks, size).zero_()
+    block_table = torch.arange(B * blocks, dtype=torch.int32, device=device).view(B, blocks)
+    table = table._replace(block_table=block_table, max_blocks=blocks)
     rows = torch.arange(B, dtype=torch.int32, device=device)
     first = torch.full_like(rows, context)
     counts = {q: torch.full_like(rows, q) for q in ATTENTION_TOKENS}
@@ -106,11 +106,11 @@ def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> 
 
 
 def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int, Batch]) -> dict[int, float]:
-    """Return milliseconds by key, the least of some; nothing is written to the cache. The batches take turns,
-    so that no busy moment of the machine falls on one alone."""
+    """Return the minimum milliseconds of a forward pass with sampling for each batch, without writing to the
+    cache. The batches are timed in turns, so that a busy moment of the machine affects them alike."""
     times = dict.fromkeys(batches, math.inf)
     batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
-    alone = model.num_devices == 1  # several devices must do the same
+    alone = model.num_devices == 1  # several devices must run the same passes, whatever their times
     deadline = time.perf_counter() + (PATIENCE if alone else math.inf)
     for i, (key, batch) in product(range(REPEATS), batches.items()):
         start = time.perf_counter()
@@ -126,8 +126,8 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
 def replay_ms(
     graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, repeats: int = 5, meet: Meet = tuple
 ) -> float:
-    """Return the milliseconds of one replay, the median of `repeats`. A step changes the rows that it reads,
-    so each starts from rehearsed rows: all do the same work."""
+    """Return the median milliseconds of `repeats` replays of a bucket. Since a step changes the rows that it
+    reads, the rows are filled again before each replay, so that all replays do the same work."""
     times = []
     graphs.send([*range(bucket.batch)])
     for _ in range(repeats + 1):
@@ -137,8 +137,8 @@ def replay_ms(
 
 
 def elapsed_ms(run: Callable[[], None], device: torch.device, meet: Meet) -> float:
-    """Return the milliseconds that `run` takes: on a GPU there, not counting how long the host takes to
-    launch it."""
+    """Return the milliseconds that `run` takes. On a GPU this is the time on the device, without the time
+    that the host takes to launch it."""
     synchronize(device)
     if device.type != "cuda":
         meet()
@@ -146,7 +146,7 @@ def elapsed_ms(run: Callable[[], None], device: torch.device, meet: Meet) -> flo
         run()
         return (time.perf_counter() - start) * 1e3
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SLEEP)  # while the host launches what follows, which then starts without a gap
+    torch.cuda._sleep(SLEEP)  # keeps the GPU busy during the launches, so that they run without a gap
     meet()
     before.record()
     run()
@@ -157,12 +157,12 @@ def elapsed_ms(run: Callable[[], None], device: torch.device, meet: Meet) -> flo
 
 @contextmanager
 def rehearsal(table: Table, num_blocks: int, count: int, context: int = CONTEXT) -> Iterator[None]:
-    """Fill the first `count` rows with greedy requests of up to `context` tokens of periodic text, which
-    n-gram lookup drafts in full, on pages spread over the cache; empty them at the end."""
+    """Fill the first `count` rows with greedy requests of up to `context` tokens of periodic text, for which
+    n-gram lookup proposes all drafts, and with blocks spread over the cache. Empty them at the end."""
     length, device, rows = table.max_context, table.device, slice(0, count)
-    pages = torch.arange(count * table.max_blocks, device=device) % num_blocks
+    blocks = torch.arange(count * table.max_blocks, device=device) % num_blocks
     table.tokens[rows] = torch.arange(length, device=device).int() % min(PERIOD, table.vocab_size)
-    table.block_table[rows] = pages.view(count, table.max_blocks).int()
+    table.block_table[rows] = blocks.view(count, table.max_blocks).int()
     table.num_tokens[rows] = max(min(context, length // 2, length - MAX_DRAFTS - 1), 1)
     table.max_len[rows], table.limit[rows] = length, MAX_DRAFTS
     table.min_n[rows], table.max_n[rows], table.width[rows] = 1, 1, MAX_TREE_WIDTH

@@ -1,14 +1,14 @@
-"""The device side: request rows, model, KV caches, drafter and captured steps, behind five verbs.
+"""The device side: request rows, model, KV caches, drafters and captured steps, operated by five methods.
 
-    admit     requests get their rows and pages
-    prefill   the K/V of chunks of prompts are computed
-    step      the speculative step (`step.py`) of some rows is queued, captured or packed
-    fetch     what a queued step gave; waits for it
-    release   requests have left their rows
+    admit     write a request and its blocks to a row
+    prefill   compute the K/V of prompt chunks
+    step      queue the speculative step (`step.py`) for some rows, captured or packed
+    fetch     wait for a queued step and return its results
+    release   empty a row
 
-Above is the host (`engine.py`): plain Python that owns no tensor. What is sent here is plain data
-(`orders.py`), so that the same five messages can go to several workers. One exception: a packed step calls
-`cut`, a function of the host, to learn how many drafts to verify.
+They are called by the host (`engine.py`), which is plain Python without tensors. All arguments are plain data
+(`orders.py`), so that the same calls can be sent to several workers, with one exception: a packed step calls
+`cut`, a function of the host, to get the number of drafts to verify.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from ..models.decoder import Model
 from .extension import Extension
 from .graphs import KS, StepGraphs
 from .orders import Admission, Flight, RowResult, StepOrder, write_row
-from .resources import most_drafts, on_own_device, plan_cache, used_memory
+from .resources import max_drafts, on_own_device, plan_cache, used_memory
 from .step import Cut, Step
 from .timing import Meet, step_costs
 
 
 class Worker:
-    """One device.
+    """Runs a model on one device.
 
     Attributes:
         table, kv_cache: see `kernels/table.py` and `models/decoder.py`.
-        num_blocks, max_model_len: as the memory allows.
-        max_k: the largest K of any step, 0 without a drafter.
-        methods: the names of drafters, by `RowReport.drafter`.
-        model_code: in packed steps, the index in `methods` of the drafter that runs a model, for which the
-            policy chooses the number of drafts beforehand; otherwise NO_DRAFTER.
-        graphs: the captured steps; None where steps are not captured, and may wait for the device.
-        stages: the time of steps by `orders.STAGES`.
-        memory: the bytes that each device of the model keeps, by what they are for.
-        failure: why it can do no more, None while it can.
+        num_blocks, max_model_len: number of KV cache blocks and maximum context length, as memory permits.
+        max_k: the largest K of any step, 0 without drafters.
+        methods: names of the drafters, indexed by `RowReport.drafter`.
+        model_code: index in `methods` of the drafter that runs a model, for which the policy chooses the
+            number of drafts in advance; NO_DRAFTER if there is none or steps are captured.
+        graphs: captured steps, or None if steps are not captured (they may then wait for the device).
+        stages: a stopwatch for each of `orders.STAGES`.
+        memory: bytes in use by purpose, for each device of the model.
+        failure: the reason if the worker can no longer run, else None.
     """
 
     failure: str | None = None
@@ -69,9 +69,9 @@ class Worker:
 
     @on_own_device
     def _build(self) -> None:
-        """Allocate and capture."""
+        """Allocate rows and caches, and capture the steps."""
         config, model = self.config, self.model
-        self.max_k = min(config.spec.max_k, most_drafts(self.drafters))
+        self.max_k = min(config.spec.max_k, max_drafts(self.drafters))
         self.num_blocks, self.max_model_len = self._plan_cache()
         self.table = Table.empty(
             config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
@@ -96,23 +96,23 @@ class Worker:
                 self.graphs.capture_all()
 
     def _plan_cache(self) -> tuple[int, int]:
-        """Return (number of KV blocks, max_model_len); the least of all devices, if there are several."""
+        """Return (number of KV cache blocks, max_model_len), the minimum over all devices of the model."""
         return plan_cache(self.config, self.model, self.drafters)
 
     def close(self) -> None:
-        """Do nothing; a model that is split among processes ends them (`extras/tensor_parallel`)."""
+        """Do nothing. The worker of a split model shuts down its processes (`extras/tensor_parallel`)."""
 
     @on_own_device
     def admit(self, request: Admission) -> None:
-        """Give a request its row."""
+        """Write a request to its row."""
         write_row(self.table, request, self.config.spec)
         for extension in self.extensions:
             extension.admit(request.row)
-        self._take_pages(request.row, len(request.tokens), request.blocks, request.num_cached)
+        self._set_blocks(request.row, len(request.tokens), request.blocks, request.num_cached)
 
-    def _take_pages(self, row: int, num_tokens: int, blocks: list[int], num_kept: int) -> None:
-        """Give a row its pages, of which those from `num_kept` on are new to it. The block table repeats the
-        last one to its end, so that masked reads there touch no other request."""
+    def _set_blocks(self, row: int, num_tokens: int, blocks: list[int], num_kept: int) -> None:
+        """Set the blocks of a row, which are new from index `num_kept` on. The last block is repeated to the
+        end of the block table, so that masked reads there never access blocks of other requests."""
         write(self.table.block_table, row, blocks, end=self.table.max_blocks)
         self.model.zero_blocks(self.kv_cache, blocks[num_kept:])
         for drafter in self.drafters:
@@ -121,7 +121,7 @@ class Worker:
     @on_own_device
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Compute the K/V of chunks of the rows' texts."""
+        """Compute the K/V of prompt chunks."""
         with self.stages["prefill"]:
             batch = Batch.of_chunks(self.table, chunks)
             self.model.write_kv(batch, self.kv_cache)
@@ -129,9 +129,9 @@ class Worker:
     @on_own_device
     @torch.inference_mode()
     def step(self, order: StepOrder, cut: Cut) -> Flight:
-        """Queue a step. One that is not captured asks `cut` how many of each row's drafts to verify."""
-        for pages in order.grown:
-            self._take_pages(*pages)
+        """Queue a step. If it is not captured, `cut` returns the number of drafts to verify for each row."""
+        for row_blocks in order.grown:
+            self._set_blocks(*row_blocks)
         rows, num_top, graphs = order.rows, order.logprobs, self.graphs
         requested = {each: v for each, v in zip(self.extensions, order.extra, strict=True) if v is not None}
         bucket = None if graphs is None else graphs.bucket_for(len(rows), order.k, tuple(requested))
@@ -150,18 +150,18 @@ class Worker:
 
     @on_own_device
     def fetch(self, flight: Flight) -> list[RowResult]:
-        """Wait for a step; return a result for each of its rows."""
+        """Wait for a step and return a result for each of its rows."""
         with self.stages["wait"]:
             return flight.results()
 
     @on_own_device
     def release(self, row: int) -> None:
-        """Empty a row whose request has ended or was preempted; its pages may be another's."""
+        """Empty the row of a finished or preempted request, whose blocks may already be reused."""
         self.table.finished[row].fill_(STOPPED)
         for drafter in self.drafters:
             drafter.release(row)
 
     @on_own_device
     def measure(self, meet: Meet = tuple) -> StepCosts:
-        """Time steps by their size. To be called before the first request."""
+        """Time steps of all sizes. Call it before the first request."""
         return step_costs(self._step, self.max_k, self.graphs, self.num_blocks, meet)

@@ -1,10 +1,10 @@
-"""The loop on the host: schedule, step, collect, finish.
+"""The engine loop on the host: schedule, step, collect, finish.
 
     engine.add(prompt_ids, params)      -> Request, waiting
-    engine.step()                       -> requests that got tokens or ended
+    engine.step()                       -> requests that got tokens or finished
     engine.abort(request)
 
-Prompts are token ids. Each request decodes its own text, to find stop strings. The engine owns no tensor.
+Prompts are token ids. Each request detokenizes its output to find stop strings. The engine holds no tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
-from ..device.orders import Flight, Pages, RowResult, StepOrder, method_of
+from ..device.orders import Flight, RowBlocks, RowResult, StepOrder, method_of
 from ..device.resources import in_a_step, ran_out
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
@@ -28,8 +28,8 @@ from .scheduler import Plan, Scheduler
 
 
 class Queued(NamedTuple):
-    """A step that has not been collected: its requests, their rows at that time, its K, and the value of
-    `Extension.queued` of each extension."""
+    """A step that has been queued but not collected: its requests, their rows at that time, K, the results in
+    flight, and the value returned by `Extension.queued` of each extension."""
 
     requests: list[Request]
     rows: list[int]
@@ -39,7 +39,7 @@ class Queued(NamedTuple):
 
 
 class Engine:
-    """Runs requests on one worker."""
+    """Runs requests on a worker. `lag` is the number of steps queued before the results of one are read."""
 
     def __init__(self, config: EngineConfig, worker: Worker, tokenizer: Tokenizer | None = None) -> None:
         self.config, self.worker, self.tokenizer = config, worker, tokenizer
@@ -58,7 +58,7 @@ class Engine:
         for extension in self.extensions:
             extension.start(self)
         for stage in worker.stages.values():
-            stage.seconds = 0.0  # do not count start-up
+            stage.seconds = 0.0  # exclude start-up
         self._queue: deque[Queued] = deque()
         self._ids = itertools.count()
 
@@ -67,7 +67,7 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running or self._queue)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise ValueError with a sentence if the request cannot run."""
+        """Raise ValueError if the request cannot run."""
         check_request(prompt_ids, params, self.limits)
         for extension in self.extensions:
             extension.check(params)
@@ -75,7 +75,7 @@ class Engine:
     def add(
         self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, salt: bytes = b""
     ) -> Request:
-        """Check and queue one output of a prompt; see `new`."""
+        """Check and queue a request for one output of a prompt; see `new`."""
         self.check(prompt_ids, params)
         request = self.new(prompt_ids, params, index, salt)
         self.scheduler.add(request)
@@ -84,8 +84,8 @@ class Engine:
     def new(
         self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, salt: bytes = b""
     ) -> Request:
-        """Return one output of a prompt that has passed `check`, for `scheduler.add`. `index` is its number
-        among `params.n`. Only requests of equal `salt` share cached blocks, none without prefix caching."""
+        """Return a request for output `index` of a prompt that has passed `check`, for `scheduler.add`. With
+        prefix caching, requests with the same `salt` share cached blocks."""
         config, number, k = self.config, next(self._ids), params.num_speculative_tokens
         request = Request(
             id=f"request-{number}",
@@ -104,7 +104,7 @@ class Engine:
         return request
 
     def abort(self, request: Request, error: str | None = None) -> None:
-        """End a request now; what it has produced stays. `error` says why, if it is the engine's doing."""
+        """Abort a request, keeping its output so far. `error` is the reason if the engine aborts it."""
         if request.is_finished:
             return
         request.error = error
@@ -113,37 +113,37 @@ class Engine:
         self._release(request)
 
     def abort_all(self, error: str | None = None) -> None:
-        """End everything and forget what is cached, as an interrupted step may have left blocks
-        half-written and the scheduler inconsistent."""
+        """Abort all requests and clear the prefix cache, since a failed step may have left blocks
+        half-written and the scheduler in an inconsistent state."""
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            with suppress(RuntimeError):  # of a device that can do no more
+            with suppress(RuntimeError):  # the device may have failed for good
                 self.abort(request, error)
         self.scheduler.reset()
         self._queue.clear()
 
     def _release(self, request: Request) -> None:
-        """Take a finished request off the device and the schedule."""
+        """Release the row and the blocks of a finished request."""
         if request.row >= 0:
             self.worker.release(request.row)
         self.scheduler.finish(request)
 
     def step(self) -> list[Request]:
-        """Queue one step and collect what is due; returns the requests that got tokens or ended.
+        """Queue one step and collect the results that are due; return requests that got tokens or finished.
 
-        With `lag` the results of a step are read after the next one has been queued, so that the device
-        need not wait for the host to look at them. That is safe: the device skips rows that have ended, the
-        scheduler allocates slots for the steps in flight, and results of requests that the host has ended
-        meanwhile are dropped.
+        With `lag`, the results of a step are read after the next step has been queued, so that the device
+        does not wait for the host. This is safe: the device skips rows that have finished, the scheduler
+        allocates slots for the steps in flight, and results of requests that the host has finished in the
+        meantime are dropped.
         """
         with self.worker.stages["host"]:
-            # A constrained request takes part in a step only after its previous step was collected.
+            # A constrained request takes part in a step only after its previous step has been collected.
             held = {r for queued in self._queue for r in queued.requests if r.constraint is not None}
             plan = self.scheduler.schedule(held)
             self._admit(plan)
         touched = self._prefill(plan) if plan.prefill else []
         if plan.decode:
             self._queue.append(self._launch(plan))
-        lag = self.lag if plan.decode else 0  # nothing was queued: collect all
+        lag = self.lag if plan.decode else 0  # collect everything if no step was queued
         while len(self._queue) > lag:
             queued = self._queue.popleft()
             results = self.worker.fetch(queued.flight)
@@ -154,7 +154,7 @@ class Engine:
         return touched
 
     def _admit(self, plan: Plan) -> None:
-        """Tell the worker which requests have lost their rows and which have got one."""
+        """Release the rows of preempted requests and admit new requests on the worker."""
         for row in plan.preempted:
             self.worker.release(row)
         for request, num_cached in plan.admitted.items():
@@ -166,33 +166,33 @@ class Engine:
         self.metrics.num_preemptions += len(plan.preempted)
 
     def _prefill(self, plan: Plan) -> list[Request]:
-        """Queue chunks of prompts. Return the requests that were ended for lack of memory; others go on."""
+        """Queue prompt chunks. If memory runs out, abort and return the requests that depend on them."""
         try:
             self.worker.prefill([Chunk(r.row, start, count) for r, start, count in plan.prefill])
         except Exception as error:
             if not ran_out(error) or self.worker.failure is not None:
                 raise
-            ended = self.scheduler.forget_unwritten(plan)
-            for request in ended:
-                self.abort(request, f"Memory ran out for the prompt; {in_a_step(self.config)}.")
-            return ended
+            aborted = self.scheduler.forget_unwritten(plan)
+            for request in aborted:
+                self.abort(request, f"Ran out of memory for the prompt; {in_a_step(self.config)}.")
+            return aborted
         self.metrics.num_prefill_tokens += sum(count for _, _, count in plan.prefill)
         return []
 
     def _launch(self, plan: Plan) -> Queued:
-        """Queue a step of the requests that decode."""
+        """Queue a step for the requests that decode."""
         requests = plan.decode
         limits = {r.row: r.max_k for r in requests}
-        of_drafters = {r.row: 0 if r.constraint is not None else r.max_k for r in requests}
+        drafter_limits = {r.row: 0 if r.constraint is not None else r.max_k for r in requests}
         context = sum(request.num_tokens for request in requests)
-        k, last_k = self.policy.choose(limits, of_drafters, context, bool(self.scheduler.waiting))
+        k, last_k = self.policy.choose(limits, drafter_limits, context, bool(self.scheduler.waiting))
         order = StepOrder(
             rows=[*limits],
             logprobs=[-1 if (n := r.params.logprobs) is None else n for r in requests],
-            drafting=[row for row, limit in of_drafters.items() if min(limit, k)],
+            drafting=[row for row, limit in drafter_limits.items() if min(limit, k)],
             k=k,
             last_k=last_k,
-            grown=[Pages(r.row, r.num_tokens, r.blocks, n) for r, n in plan.grown.items()],
+            grown=[RowBlocks(r.row, r.num_tokens, r.blocks, n) for r, n in plan.grown.items()],
             extra=[each.plan(requests, [min(n, k) for n in limits.values()]) for each in self.extensions],
         )
         self.metrics.num_forward_steps += 1
@@ -201,11 +201,11 @@ class Engine:
         return Queued(requests, order.rows, k, flight, states)
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
-        """Hand each request its tokens, and retire those that ended."""
+        """Append the results to their requests and release finished ones. Return the requests updated."""
         touched = []
         for request, row, result in zip(queued.requests, queued.rows, results, strict=True):
             if request.is_finished:
-                continue  # by the host, after this step was queued
+                continue  # finished by the host after this step was queued
             touched.append(request)
             report = result.report
             method = method_of(report, self.worker.methods)
@@ -214,10 +214,10 @@ class Engine:
             kept = request.append(report, result.logprobs)
             for stats in (request.stats, self.metrics.spec):
                 stats.record(report.num_drafted, min(report.num_accepted, kept), kept, method)
-            if request.row >= 0:  # not preempted since
+            if request.row >= 0:  # not preempted in the meantime
                 self.scheduler.register(request)
             if request.finish_reason is not None:
-                if request.error is not None:  # what it computed may be NaN
+                if request.error is not None:  # its K/V may be NaN
                     self.scheduler.pool.forget(request.blocks)
                 self._release(request)
                 self.metrics.num_finished += 1

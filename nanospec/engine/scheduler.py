@@ -1,14 +1,14 @@
-"""Choose the requests of the next step, and their numbers of tokens.
+"""Choose the requests of the next step and the number of tokens of each.
 
-Running requests that are prefilled all decode in every step. What is left of the token budget goes to
-prompts, first come first served and in chunks, so that a long prompt never stalls a running request for
-longer than one chunk. If a prompt does not fit the rest of the budget and another can follow, it takes half
-of it, so that a short one's first token does not wait for a long one's end. When blocks run out, the last
-admitted request is preempted: it gives its blocks back and later recomputes its K/V, mostly from the cache.
+All running requests that are prefilled decode in every step. Prompts share the rest of the token budget,
+first come first served and in chunks, so that a long prompt never stalls a running request for longer than
+one chunk. A prompt that does not fit in the rest of the budget takes half of it if another prompt can follow,
+so that a short prompt does not wait until a long one is complete. When blocks run out, the request admitted
+last is preempted: its blocks are freed, and its K/V are recomputed later unless they are still cached.
 
-A prompt's blocks are named in the cache when its chunk is scheduled, not when it is computed: within one
-forward pass all K/V of a layer are written before they are read, so a request scheduled behind it in the same
-pass may already share them, as the `n` samples of one prompt do.
+The blocks of a prompt are registered in the prefix cache when its chunk is scheduled, not when it is
+computed. In a forward pass, all K/V of a layer are written before they are read, so a request scheduled later
+in the same step may already share them, as the `n` outputs of a prompt do.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .request import Request
 
 @dataclass
 class Plan:
-    """One engine step.
+    """The schedule of an engine step.
 
     Attributes:
         prefill: (request, first token, number of tokens) of each prompt chunk.
-        decode: the requests that decode.
-        admitted: requests that got a row, and how many of their blocks hold their K/V already.
-        grown: requests that got blocks, and how many they had before.
-        preempted: the rows taken from preempted requests.
+        decode: requests that decode.
+        admitted: requests that got a row, with the number of their blocks found in the prefix cache.
+        grown: requests that got more blocks, with the number of blocks they had before.
+        preempted: rows of the preempted requests.
     """
 
     prefill: list[tuple[Request, int, int]] = field(default_factory=list)
@@ -42,15 +42,15 @@ class Plan:
 
 
 class Scheduler:
-    """Owns the queues, the rows and the blocks of all requests."""
+    """Manages the queues, rows and blocks of all requests."""
 
     def __init__(
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, lookahead: int, lag: int
     ) -> None:
-        """`max_tokens` per step; `lookahead` K: drafts for which slots are allocated ahead; `lag`: steps
-        that are queued before their results are known, each of which may add K + 1 tokens."""
+        """`max_tokens`: token budget of a step. `lookahead`: K, drafts to allocate slots for. `lag`: steps
+        queued before their results are known, each of which may add K + 1 tokens."""
         self.block_size, self.max_tokens, self.lookahead = block_size, max_tokens, lookahead
-        self.slots_ahead = lookahead + lag * (lookahead + 1)  # its own drafts, and K + 1 per step in flight
+        self.slots_ahead = lookahead + lag * (lookahead + 1)  # drafts, and K + 1 tokens per step in flight
         self._num_blocks, self._num_rows = num_blocks, num_rows
         self.reset()
 
@@ -58,17 +58,17 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self, held: Collection[Request] = ()) -> Plan:
-        """Decide the next step and allocate its blocks. Those that are `held` do not decode in it."""
+        """Plan the next step and allocate its blocks. `held` requests do not decode in it."""
         plan = Plan()
         budget = self.max_tokens
         for request in list(self.running):
-            if request.row < 0 or not request.is_prefilled or request in held:  # no row: preempted just now
+            if request.row < 0 or not request.is_prefilled or request in held:  # row < 0: preempted above
                 continue
             if self._extend(request, plan):
                 plan.decode.append(request)
                 budget -= 1 + self.lookahead
         if plan.decode:
-            budget = max(budget, self.block_size)  # prompts never starve
+            budget = max(budget, self.block_size)  # so that prompts never starve
         prompts = [request for request in self.running if not request.is_prefilled]
         for i, request in enumerate(prompts, 1):
             if budget > 0:
@@ -77,21 +77,21 @@ class Scheduler:
         while budget > 0 and (candidate := self._next(plan)) is not None:
             request, cached = candidate
             self._admit(request, cached)
-            self.waiting.remove(request)  # after `_admit`: an interrupt must not lose it
+            self.waiting.remove(request)  # after `_admit`, so that an interrupt cannot lose it
             plan.admitted[request] = len(cached)
             if not request.is_prefilled:
                 budget -= self._chunk(request, budget, self._next(plan) is not None, plan)
         return plan
 
     def reset(self) -> None:
-        """Drop all requests; every row and block is free again and nothing is cached."""
+        """Drop all requests, free all rows and blocks, and clear the prefix cache."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
         self.pool = BlockPool(self._num_blocks)
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
 
     def finish(self, request: Request) -> None:
-        """Give back everything a finished or aborted request holds."""
+        """Remove a finished or aborted request and free its row and blocks."""
         if request in self.running:
             self.running.remove(request)
             self._release(request)
@@ -99,56 +99,56 @@ class Scheduler:
             self.waiting.remove(request)
 
     def register(self, request: Request) -> None:
-        """Name the request's blocks whose K/V are all computed, or will be in this pass."""
+        """Register the full blocks of a request whose K/V are computed or scheduled in this step."""
         for i in range(request.num_registered, request.num_computed // self.block_size):
             self.pool.register(request.blocks[i], request.hashes(self.block_size)[i])
             request.num_registered = i + 1
 
     def forget_unwritten(self, plan: Plan) -> list[Request]:
-        """Forget the blocks that a failed prefill was to fill. Return the requests that have some of them."""
+        """Unregister the blocks that a failed prefill has not written; return the requests that hold any."""
         lost = {block for r, start, _ in plan.prefill for block in r.blocks[start // self.block_size :]}
         self.pool.forget(lost)
         return [request for request in self.running if not lost.isdisjoint(request.blocks)]
 
     def _next(self, plan: Plan) -> tuple[Request, list[int]] | None:
-        """Return the first waiting request and its cached blocks, if there are a row and blocks for it.
+        """Return the next waiting request and its cached blocks, None if no row or too few blocks are free.
 
-        A request whose next block a running prompt will compute is skipped until it can share that block.
-        Returns None after a preemption, as its blocks are for running requests.
+        Requests whose next block is being computed for another prompt are skipped until they can share it.
+        After a preemption no request is admitted, since running requests need the freed blocks.
         """
         if not self.waiting or not self._free_rows or plan.preempted:
             return None
-        begun = [request for request in self.running if not request.is_prefilled]
+        in_prefill = [request for request in self.running if not request.is_prefilled]
         for request in self.waiting:
             reusable = request.hashes(self.block_size)[: (request.num_tokens - 1) // self.block_size]
             cached = self.pool.match(reusable)
-            if not any(self._will_share(request, len(cached), other) for other in begun):
+            if not any(self._will_share(request, len(cached), other) for other in in_prefill):
                 missing = self._blocks_ahead(request) - len(cached)
                 return (request, cached) if missing <= self.pool.num_available(cached) else None
         return None
 
     def _will_share(self, request: Request, i: int, other: Request) -> bool:
-        """Return whether both prompts have the same full block `i`, and it is not the request's last."""
+        """Return whether `other` has the same full block `i`, not counting the request's last token."""
         hashes, others = request.hashes(self.block_size), other.hashes(self.block_size)
         in_both = i < min(len(others), (request.num_tokens - 1) // self.block_size)
         return in_both and hashes[i] == others[i]
 
     def _admit(self, request: Request, cached: list[int]) -> None:
-        """Give a waiting request a row and its blocks, the `cached` ones first."""
+        """Give a waiting request a row and its blocks, starting with the `cached` ones."""
         self.pool.share(cached)
         missing = self._blocks_ahead(request) - len(cached)
-        request.blocks = cached + (self.pool.allocate(missing) or [])  # enough are free: `_next` has counted
+        request.blocks = cached + (self.pool.allocate(missing) or [])  # enough are free, see `_next`
         request.num_registered = len(cached)
         request.num_computed = len(cached) * self.block_size
-        if not request.num_preemptions:  # else the cached blocks are its own
+        if not request.num_preemptions:  # afterwards it finds its own blocks
             request.num_cached_tokens = request.num_computed
         request.row = self._free_rows.pop()
         request.start_time = request.start_time or time.perf_counter()
         self.running.append(request)
 
     def _chunk(self, request: Request, budget: int, more: bool, plan: Plan) -> int:
-        """Schedule the next chunk of a prompt; return its length. `more`: other prompts follow, so one that
-        does not fit into the budget takes half of it."""
+        """Schedule the next chunk of a prompt and return its length. If `more` prompts follow, a prompt that
+        exceeds the budget takes only half of it."""
         start = request.num_computed
         count = request.num_tokens - 1 - start
         if count > budget:
@@ -159,12 +159,12 @@ class Scheduler:
         return count
 
     def _blocks_ahead(self, request: Request) -> int:
-        """Return the number of blocks for the request's text and what may be added until its results are
-        known."""
+        """Return the number of blocks for a request's tokens and those added before its results are known."""
         return -(-min(request.num_tokens + self.slots_ahead, request.max_len) // self.block_size)
 
     def _extend(self, request: Request, plan: Plan) -> bool:
-        """Allocate the slots of the next step, preempting later requests if need be."""
+        """Allocate the blocks for the next step, preempting the requests admitted last if necessary. Return
+        False if the request itself was preempted."""
         missing = self._blocks_ahead(request) - len(request.blocks)
         if missing <= 0:
             return True
@@ -178,7 +178,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, plan: Plan) -> None:
-        # Queued first, so that it is in a queue whatever interrupts this; behind those that came earlier.
+        # Queued first, so that an interrupt cannot lose it, after the requests that arrived earlier.
         earlier = sum(other.arrival_time < request.arrival_time for other in self.waiting)
         self.waiting.insert(earlier, request)
         self.running.remove(request)

@@ -57,7 +57,7 @@ BAD_ENGINE = [
     ({"seed": np.arange(3)}, "seed=array([0, 1, 2]) must be an integer from"),
     ({"max_model_len": 1}, "max_model_len=1 must be an integer of at least 2."),
     ({"block_size": 8}, "block_size=8 must be an integer of at least 16."),
-    ({"block_size": 24}, "block_size=24 must be a power of two, at least 16."),
+    ({"block_size": 24}, "block_size=24 must be a power of two and at least 16."),
     ({"block_size": 16.0}, "block_size=16.0 must be an integer of at least 16."),
     ({"kv_cache_memory": 0}, "kv_cache_memory=0 must be an integer of at least 1."),
     ({"kv_cache_memory": 1e9}, "kv_cache_memory=1000000000.0 must be an integer"),
@@ -176,11 +176,14 @@ def test_from_vllm(asked: dict[str, Any], ours: SpecConfig) -> None:
     ("refused", "sentence"),
     [
         (lambda: SpecConfig.from_vllm("ngram"), "must be a dict"),  # type: ignore[arg-type]
-        (lambda: SpecConfig.from_vllm({"prompt_lookup": 3}), "the closest is prompt_lookup_m"),
-        (lambda: check_names({"max_seqs": 3}, EngineConfig), "'max_seqs' is no option of EngineConfig; the "),
-        (lambda: check_names({"xyzzy": 1}, EngineConfig), "known are async_scheduling, block_size"),
-        (lambda: LLM("x", spec=SpecConfig(), speculative_config={}), "the same in two words"),
-        (lambda: LLM("x", max_seqs=3), "the closest is max_num_seqs."),
+        (lambda: SpecConfig.from_vllm({"prompt_lookup": 3}), "did you mean prompt_lookup_m"),
+        (
+            lambda: check_names({"max_seqs": 3}, EngineConfig),
+            "Config has no option 'max_seqs'; did you mean ",
+        ),
+        (lambda: check_names({"xyzzy": 1}, EngineConfig), "available are async_scheduling, block_size"),
+        (lambda: LLM("x", spec=SpecConfig(), speculative_config={}), "cannot be combined"),
+        (lambda: LLM("x", max_seqs=3), "did you mean max_num_seqs?"),
     ],
 )
 def test_unknown_names_suggest_the_closest(refused: Any, sentence: str) -> None:

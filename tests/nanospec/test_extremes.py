@@ -127,7 +127,7 @@ def test_float16_overflow_is_reported(dtype: torch.dtype) -> None:
     else:
         assert (request.finish_reason, request.output_ids) == ("abort", [])
         assert "NaN or infinite logits" in str(request.error)
-        assert "float16 ends at 65,504" in str(request.error)
+        assert "float16 is limited to 65,504" in str(request.error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -217,7 +217,7 @@ def test_abandoned_stream_frees_everything(llm: LLM) -> None:
 
 
 def test_stream_rejects_several_outputs(llm: LLM) -> None:
-    with pytest.raises(ValueError, match=r"n=2 outputs cannot be one stream"):
+    with pytest.raises(ValueError, match=r"n=2 is not supported by stream"):
         next(llm.stream("a", SamplingParams(n=2)))
 
 
@@ -344,9 +344,9 @@ def test_stop_reason(llm: LLM) -> None:
 BAD_CALLS: dict[str, tuple[Any, Any, str]] = {
     "empty-prompt": (["ab", ""], None, "The prompt is empty"),
     "long-prompt": (["ab", "ab" * 100], None, "The prompt has 200 tokens, but max_model_len=128"),
-    "bad-id": ([[1], [2, 99]], None, "The prompt holds token id 99"),
-    "fewer-params": (["ab", "cd"], [greedy()], "2 prompts need as many SamplingParams, not 1"),
-    "not-params": ("ab", [{"temperature": 0}], "{'temperature': 0} must be SamplingParams"),
+    "bad-id": ([[1], [2, 99]], None, "The prompt contains token id 99"),
+    "fewer-params": (["ab", "cd"], [greedy()], "sampling_params (1) must match the number of prompts (2)"),
+    "not-params": ("ab", [{"temperature": 0}], "must be of type SamplingParams, got {'temperature': 0}"),
     "no-text": ({"prompt": None}, None, "{'prompt': None} needs a text as 'prompt' or token ids"),
     "media": ({"prompt": "a", "multi_modal_data": 1}, None, "a prompt holds 'multi_modal_data'; known are"),
     "bytes": (b"ab", None, "b'ab' needs a text as 'prompt' or token ids"),
@@ -355,8 +355,8 @@ BAD_CALLS: dict[str, tuple[Any, Any, str]] = {
     "one-number": (5, None, "5 needs a text as 'prompt' or token ids"),
     "one-number-of-several": (["ab", 5], None, "5 needs a text as 'prompt' or token ids"),
     "no-dimension": (torch.tensor(5), None, "needs a text as 'prompt' or token ids"),
-    "one-number-as-float": ([1.5], None, "The prompt holds token id 1.5"),
-    "bad-stop-id": (["ab"], greedy(stop_token_ids=[77]), "stop_token_ids holds token id 77"),
+    "one-number-as-float": ([1.5], None, "The prompt contains token id 1.5"),
+    "bad-stop-id": (["ab"], greedy(stop_token_ids=[77]), "stop_token_ids contains token id 77"),
 }
 
 
@@ -507,7 +507,7 @@ def test_trace_ends_at_stop_string(folder: Path) -> None:
     for _ in llm.stream("abcd", greedy()):
         break
     assert recorder.trace().lanes[-1].token_ids  # the part before the interruption
-    with pytest.raises(ValueError, match=r"There is no trace of this"):
+    with pytest.raises(ValueError, match=r"No trace was recorded"):
         recorder_of(make(folder).engine.extensions)
 
 

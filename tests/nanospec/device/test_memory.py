@@ -124,5 +124,5 @@ def test_plan_cache_leaves_memory_for_steps(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match=r"kv_cache_memory of 16,384 bytes holds the K/V of 32 tokens"):
         plan_cache(replace(config, kv_cache_memory=2 * per_block), model)
     spare = needed + 100
-    with pytest.raises(ValueError, match=r"spare memory of 100 bytes holds the K/V of 0"):
+    with pytest.raises(ValueError, match=r"free memory of 100 bytes holds the K/V of 0"):
         plan_cache(config, model)

@@ -103,6 +103,6 @@ def test_typical_accepts_more_and_is_reported_as_lossy(model: Model, draft: Mode
 
 def test_acceptance_rule_the_engine_lacks_is_rejected(model: Model) -> None:
     engine = make_engine(model, 3)
-    with pytest.raises(ValueError, match="needs an engine started with"):
+    with pytest.raises(ValueError, match="requires an engine started with"):
         engine.add([1, 2], SamplingParams(acceptance="typical"))
     engine.add([1, 2], SamplingParams(acceptance="exact"))

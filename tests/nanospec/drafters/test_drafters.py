@@ -173,7 +173,7 @@ def test_draft_and_target_caches_share_block_count(model: Model) -> None:
     [drafter] = engine.worker.drafters
     assert drafter.kv.shape[3] == engine.worker.kv_cache.shape[3] == 20  # type: ignore[attr-defined]
     short = tiny_model(num_layers=1, max_position_embeddings=100)
-    with pytest.raises(ValueError, match="draft model's own window of 100"):
+    with pytest.raises(ValueError, match="draft model's limit of 100"):
         make_engine(model, 4, spec=WAYS["draft"], draft_model=short, max_model_len=128)
     fitted = make_engine(model, 4, spec=WAYS["draft"], draft_model=short, max_model_len=None)
     assert fitted.max_model_len == 100

@@ -199,7 +199,7 @@ def test_out_of_range_indices_are_reported(
 
     k: K = "auto" if mode == "plain" else 4  # in this mode the policy reads them before the engine does
     engine = make_engine(model, k, drafter=[Other(), *behind], trace=True, **MODES[mode])
-    with pytest.raises(ValueError, match=f"^Other.propose gave {what}; "):
+    with pytest.raises(ValueError, match=f"^Other.propose returned {what}; "):
         run(engine, [JOB])
 
 

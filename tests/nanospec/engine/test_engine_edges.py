@@ -204,8 +204,8 @@ def test_prompts_of_any_length(cyclic: Model, k: int, length: int) -> None:
     [
         ([], {}, "The prompt is empty"),
         (cycle(0, 64), {}, "The prompt has 64 tokens, but max_model_len=64"),
-        ([1, V], {}, f"The prompt holds token id {V}; ids are integers from 0 to {V - 1}."),
-        ([1], {"stop_token_ids": [V]}, f"stop_token_ids holds token id {V}"),
+        ([1, V], {}, f"The prompt contains token id {V}; ids are integers from 0 to {V - 1}."),
+        ([1], {"stop_token_ids": [V]}, f"stop_token_ids contains token id {V}"),
     ],
     ids=lambda value: str(value)[:24],
 )
@@ -321,8 +321,8 @@ def test_nan_aborts_one_request_only(poisoned: Model, k: int, num_blocks: int) -
             assert request.finish_reason == "abort"
             assert request.output_ids == request.logprobs == []
             assert request.error == (
-                f"At position {request.num_tokens} the model gave NaN or infinite logits; check its weights "
-                "and dtype (float16 ends at 65,504)."
+                f"At position {request.num_tokens} the logits are NaN or infinite; check the weights "
+                "and the dtype (float16 is limited to 65,504)."
             )
         for request, wanted in zip(requests, expected, strict=True):
             assert_same(outcome(request), wanted)
@@ -443,8 +443,8 @@ def test_abort_all_after_device_failure(cyclic: Model, monkeypatch: pytest.Monke
 
 
 def test_pool_too_small_for_max_model_len_is_rejected(cyclic: Model) -> None:
-    with pytest.raises(ValueError, match=r"holds the K/V of 32 tokens, too few for max_model_len=33"):
+    with pytest.raises(ValueError, match=r"holds the K/V of 32 tokens, but max_model_len=33"):
         make_engine(cyclic, 3, max_model_len=33, num_blocks=2)
-    with pytest.raises(ValueError, match=r"max_model_len=513 is beyond the model's own window of 512"):
+    with pytest.raises(ValueError, match=r"max_model_len=513 exceeds the model's limit of 512"):
         Worker(EngineConfig(max_model_len=513), cyclic)
     assert make_engine(cyclic, 3, max_model_len=None, num_blocks=20).max_model_len == 320

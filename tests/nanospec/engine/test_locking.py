@@ -140,7 +140,9 @@ def test_interrupted_step_aborts_requests_of_all_threads(llm: LLM, monkeypatch: 
 
     output, text = at_once([bystander, culprit])
     assert output.finish_reason == "abort"
-    assert output.error == "A step ended with KeyboardInterrupt(), and all requests with it; run them again."
+    assert (
+        output.error == "A step failed with KeyboardInterrupt(), and all requests were aborted; retry them."
+    )
     assert text == ALPHABET[4:]
 
 

@@ -149,10 +149,10 @@ def test_logprobs_as_dict() -> None:
         (0, 0, {}, "The prompt is empty"),
         (1, MAX_STOP_IDS, {}, None),
         (1, MAX_STOP_IDS + 1, {}, f"are {MAX_STOP_IDS + 1} ids, but the limit is {MAX_STOP_IDS}"),
-        (1, 0, {"logit_bias": {4: 1.0}}, "logit_bias holds token id 4; ids are integers from 0 to 3"),
+        (1, 0, {"logit_bias": {4: 1.0}}, "logit_bias contains token id 4; ids are integers from 0 to 3"),
         (1, 0, {"acceptance": "exact"}, None),
-        (1, 0, {"acceptance": "typical"}, "needs an engine started with"),
-        (1, 0, {"stop": "a"}, "stop strings need a tokenizer"),
+        (1, 0, {"acceptance": "typical"}, "requires an engine started with"),
+        (1, 0, {"stop": "a"}, "stop strings require a tokenizer"),
     ],
 )
 def test_check_request(prompt: int, stops: int, params: dict[str, Any], sentence: str | None) -> None:
@@ -170,7 +170,9 @@ def test_check_request(prompt: int, stops: int, params: dict[str, Any], sentence
 def test_invalid_token_ids_are_rejected(bad: object) -> None:
     limits = Limits(EngineConfig(), 9, 8, None)
     check_request([1, 8], SamplingParams(), limits)
-    with pytest.raises(ValueError, match=f"The prompt holds token id {bad!r}; ids are integers from 0 to 8."):
+    with pytest.raises(
+        ValueError, match=f"The prompt contains token id {bad!r}; ids are integers from 0 to 8."
+    ):
         check_request([1, bad], SamplingParams(), limits)  # type: ignore[list-item]
 
 

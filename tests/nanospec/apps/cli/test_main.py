@@ -119,15 +119,15 @@ def test_chat_ends_with_its_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (("--prompt", "x", "--top-p", "0"), "must be above 0; for greedy"),
+        (("--prompt", "x", "--top-p", "0"), "must be greater than 0; use"),
         (("--model", "no-such-model", "--prompt", "x"), "there is no model 'no-such-model'"),
         (("--prompt", "x", "--num-speculative-tokens", "99"), "--num-speculative-tokens 99 must be"),
         (("--prompt", "", "--raw"), "The prompt is empty"),
         (("--prompt", "x " * 9000, "--raw"), "--max-model-len 8192 must hold"),
-        (("--prompt", "x", "--max-model-len", "9000"), "beyond the model's own window of 8192"),
-        (("--prompt", "x", "--kv-cache-memory", "1000"), "which takes"),
+        (("--prompt", "x", "--max-model-len", "9000"), "exceeds the model's limit of 8192"),
+        (("--prompt", "x", "--kv-cache-memory", "1000"), "increase --kv-cache-memory"),
         (("--prompt", "x", "--dtype", "float16"), "--dtype 'float16' is not supported on a CPU"),
-        (("--prompt", "x", "--acceptance", "lax"), "--acceptance 'lax' is unknown; use one of exact,"),
+        (("--prompt", "x", "--acceptance", "lax"), "--acceptance 'lax' is not supported; use one of exact,"),
         (("--prompt", "x", "--spec", "draft"), "--spec 'draft' needs a draft model"),
         (("--prompt", "x", "--spec", "draft", "--draft-model", "no"), "no model 'no'"),
     ],
@@ -196,7 +196,7 @@ def test_batch_on_stdin_and_stdout(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         ('{"prompt": [1, 999999]}', "token id 999999"),
         ('{"prompt": "\\ud800"}', "unpaired surrogate"),
         (json.dumps({"prompt": "x " * 9000}), "but --max-model-len 8192 must hold"),
-        ('{"prompt": "x", "acceptance": "typical"}', "acceptance='typical' needs .* --acceptance 'typical'"),
+        ('{"prompt": "x", "acceptance": "typical"}', "='typical' requires .* --acceptance 'typical'"),
     ],
     ids=["bad-id", "surrogate", "long", "acceptance"],
 )

@@ -161,10 +161,10 @@ def texts(path: Path) -> dict[int, Any]:
     ("line", "sentence"),
     [
         ({"prompt": "a" * 300}, "line 2: The prompt has 300 tokens, but --max-model-len 128 must hold it"),
-        ({"prompt": [999]}, "line 2: The prompt holds token id 999"),
+        ({"prompt": [999]}, "line 2: The prompt contains token id 999"),
         (
             {"prompt": "a", "acceptance": "typical"},
-            "line 2: acceptance='typical' needs an engine started with --acceptance",
+            "line 2: acceptance='typical' requires an engine started with --acceptance",
         ),
     ],
     ids=["long", "token", "acceptance"],

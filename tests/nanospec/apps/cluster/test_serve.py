@@ -52,7 +52,7 @@ def test_replica_start_failure_is_reported_in_one_line(folder: Path, tmp_path: P
     assert served.process.wait(150) == 2
     starting, line = served.log.read_text().splitlines()
     assert "starting" in starting
-    assert "--kv-cache-memory of 1,024 bytes holds the K/V of 0 tokens, too few for" in line
+    assert "--kv-cache-memory of 1,024 bytes holds the K/V of 0 tokens, but --max-model-len" in line
 
 
 def test_health_check_fails_if_engine_is_dead() -> None:

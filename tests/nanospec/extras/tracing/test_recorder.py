@@ -162,7 +162,7 @@ def test_no_trace_unless_enabled(model: Model) -> None:
     [request] = run(engine, [Job([1, 2], SamplingParams(max_tokens=2))])
     output = RequestOutput("a", None, [1, 2], [request.completion()])
     for ask in (output.trace, lambda: recorder_of(engine.extensions)):
-        with pytest.raises(ValueError, match=r"There is no trace of this: .*trace=True"):
+        with pytest.raises(ValueError, match=r"No trace was recorded; .*trace=True"):
             ask()
 
 
