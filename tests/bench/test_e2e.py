@@ -34,7 +34,7 @@ def replay(config: EngineConfig, texts: dict[tuple[int, ...], list[int]], **shap
     return Engine(config, ReplayWorker(config, model, drafters, texts))
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
+@pytest.mark.parametrize("eager", [True, False], ids=["packed", "captured"])
 @pytest.mark.parametrize("k", [0, 4])
 def test_replay_outputs_reference_with_drafts(k: int, eager: bool) -> None:
     texts = {tuple(PROMPT): [5, 6, 7, 8, 9, 5, 6, 7, 1, 2, 3], (1, 2): [3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3]}

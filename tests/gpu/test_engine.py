@@ -47,7 +47,7 @@ def make_jobs(seed: int) -> list[Job]:
 
 
 @pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "captured"])
 @pytest.mark.parametrize("k", [0, 1, 4, 9])
 def test_speculation_is_bitwise_identical(model: Model, k: int, eager: bool, lag: bool) -> None:
     jobs = make_jobs(k)
@@ -62,7 +62,7 @@ def test_speculation_is_bitwise_identical(model: Model, k: int, eager: bool, lag
     assert (requests[-1].stats.num_accepted > 0) == (k > 0)
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "captured"])
 def test_trace_matches_requests(model: Model, eager: bool) -> None:
     options: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 256, "spec": {"tree_width": 2}}
     engine = make_engine(model, 5, enforce_eager=eager, trace=True, **options)
@@ -117,7 +117,7 @@ def test_preemption_is_bitwise_identical(model: Model) -> None:
 
 
 @pytest.mark.parametrize("lag", [False, True], ids=["direct", "lagged"])
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "recorded"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "captured"])
 def test_structured_output_with_and_without_speculation(
     model: Model, tmp_path: Path, eager: bool, lag: bool
 ) -> None:

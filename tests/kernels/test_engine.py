@@ -26,7 +26,7 @@ def make_jobs() -> list[Job]:
 @pytest.mark.parametrize(
     ("k", "eager", "num_blocks"),
     [(0, True, None), (3, True, 6), (4, False, None)],
-    ids=["K0", "K3-few-blocks", "K4-recorded"],
+    ids=["K0", "K3-few-blocks", "K4-captured"],
 )
 def test_engine_on_triton_matches_naive(k: int, eager: bool, num_blocks: int | None) -> None:
     jobs = make_jobs()

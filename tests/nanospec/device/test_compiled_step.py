@@ -41,7 +41,7 @@ def expected(model: Model, jobs: list[Job]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("k", [None, 1, 3, 8, "auto"], ids=lambda k: f"K{k}")
-@pytest.mark.parametrize("mode", ["packed", "recorded"])
+@pytest.mark.parametrize("mode", ["packed", "captured"])
 def test_output_is_independent_of_drafts_and_batch(
     model: Model, jobs: list[Job], expected: list[Outcome], k: K, mode: str
 ) -> None:
@@ -58,7 +58,7 @@ def wide() -> Model:
     return tiny_model(dtype=torch.bfloat16, vocab_size=VOCAB, num_layers=3, **sizes)
 
 
-@pytest.mark.parametrize("mode", ["packed", "recorded"])
+@pytest.mark.parametrize("mode", ["packed", "captured"])
 @pytest.mark.parametrize(("method", "width"), [("ngram", 1), ("ngram", 4), ("ngram+medusa", 4)])
 def test_trees_do_not_change_tokens_or_logprobs(wide: Model, width: int, method: str, mode: str) -> None:
     """Greedy and seeded requests in one batch, some longer than one span of attention."""

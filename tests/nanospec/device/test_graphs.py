@@ -50,16 +50,16 @@ def test_batch_sizes(largest: int) -> None:
 
 def test_every_reachable_bucket_is_captured(model: Model) -> None:
     engine = make_engine(model, 6, enforce_eager=False, max_num_seqs=5)
-    recorded = graphs_of(engine)
-    assert set(recorded.captures) == set(recorded.buckets())
+    captured = graphs_of(engine)
+    assert set(captured.captures) == set(captured.buckets())
     assert not any(stage.seconds for stage in engine.worker.stages.values())  # a capture is not a step
     for rows in range(1, 6):
         for k in range(7):
-            bucket = recorded.bucket_for(rows, k)
-            assert bucket in recorded.captures
+            bucket = captured.bucket_for(rows, k)
+            assert bucket in captured.captures
             assert bucket.batch >= rows
             assert bucket.k <= k
-    assert all(recorded.bucket_for(rows, 0).k == 0 for rows in range(1, 6))
+    assert all(captured.bucket_for(rows, 0).k == 0 for rows in range(1, 6))
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["at-start", "lazy"])
@@ -122,7 +122,7 @@ def test_rows_are_uploaded_only_on_change(monkeypatch: pytest.MonkeyPatch) -> No
         padded = rows + [-1] * (4 * (len(rows) > 2) - len(rows))
         assert sent == [padded] * again
         assert stepped.pop() == padded
-        assert all(row == -1 for recorded in stepped for row in recorded)
+        assert all(row == -1 for captured in stepped for row in captured)
 
 
 def test_tape_capture_freezes_host_values() -> None:
@@ -156,15 +156,15 @@ def test_replay_ms_leaves_state_unchanged(model: Model, k: int) -> None:
     table = engine.worker.table
     before = [t.clone() for t in (table.num_tokens, table.finished, table.limit, table.temperature)]
     steps: list[int] = []
-    recording = graphs_of(engine).captures[Bucket(2, k)]
-    replay = recording.replay
+    capture = graphs_of(engine).captures[Bucket(2, k)]
+    replay = capture.replay
 
     def spy() -> None:
         assert (table.stop_ids[:2] == -1).all()
         replay()
-        steps.append(int(recording.result.report[:, 1].sum()))  # drafts of both rows
+        steps.append(int(capture.result.report[:, 1].sum()))  # drafts of both rows
 
-    recording.replay = spy  # type: ignore[method-assign]
+    capture.replay = spy  # type: ignore[method-assign]
     assert replay_ms(graphs_of(engine), Bucket(2, k), partial(rehearsal, table, engine.worker.num_blocks)) > 0
     assert steps
     assert set(steps) == {2 * k}

@@ -48,7 +48,7 @@ class OnlyInside(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "options", [{"enforce_eager": True}, {"enforce_eager": False}], ids=["eager", "recorded"]
+    "options", [{"enforce_eager": True}, {"enforce_eager": False}], ids=["eager", "captured"]
 )
 def test_worker_runs_on_its_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Allocation, capture, timing, and all verbs."""

@@ -21,7 +21,7 @@ def model() -> Model:
     return tiny_model()
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
+@pytest.mark.parametrize("eager", [True, False], ids=["packed", "captured"])
 def test_automatic_k_speculates_without_changing_output(model: Model, eager: bool) -> None:
     jobs = [
         Job([3, 1, 3, 1], SamplingParams(temperature=0, max_tokens=80, logit_bias={7: 60.0})),
@@ -47,11 +47,11 @@ def test_automatic_k_speculates_without_changing_output(model: Model, eager: boo
 
 def smooth(costs: StepCosts, per_token: float) -> StepCosts:
     """Return the same table with synthetic times."""
-    recorded = {B: {k: 1 + per_token * k for k in by_k} for B, by_k in costs.captured.items()}
-    return StepCosts(recorded, {n: 1 + per_token * n for n in costs.packed})
+    captured = {B: {k: 1 + per_token * k for k in by_k} for B, by_k in costs.captured.items()}
+    return StepCosts(captured, {n: 1 + per_token * n for n in costs.packed})
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["packed", "recorded"])
+@pytest.mark.parametrize("eager", [True, False], ids=["packed", "captured"])
 def test_failing_drafts_are_dropped(model: Model, eager: bool) -> None:
     engine = make_engine(model, "auto", max_num_seqs=1, enforce_eager=eager)
     assert isinstance(engine.policy, AutoPolicy)

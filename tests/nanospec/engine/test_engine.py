@@ -132,12 +132,12 @@ def test_single_request_matches_batch(model: Model, jobs: list[Job], expected: l
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "truth", "junk"])
-@pytest.mark.parametrize("mode", ["async", "recorded", "async-recorded"])
+@pytest.mark.parametrize("mode", ["async", "captured", "async-captured"])
 def test_capture_and_async_scheduling_do_not_change_output(
     model: Model, jobs: list[Job], expected: list[Outcome], mode: str, drafter: str
 ) -> None:
     """Captured steps have padded rows and rows of padding, which must have no effect."""
-    options = {"async_scheduling": "async" in mode, "enforce_eager": "recorded" not in mode}
+    options = {"async_scheduling": "async" in mode, "enforce_eager": "captured" not in mode}
     check(model, jobs, expected, 5, drafter, lazy_capture=True, **options)
     check(model, jobs, expected, 3, drafter, lazy_capture=True, num_blocks=9, max_num_seqs=5, **options)
 
@@ -149,10 +149,10 @@ def test_all_steps_are_captured_at_start(
     options: dict[str, Any] = {"max_num_seqs": 3, "enforce_eager": False}
     engine = make_engine(model, k, max_model_len=WINDOW, **options)
     assert engine.worker.graphs is not None
-    recorded = len(engine.worker.graphs.captures)
+    captured = len(engine.worker.graphs.captures)
     for request, wanted in zip(run(engine, jobs), expected, strict=True):
         assert_same(outcome(request), wanted)
-    assert len(engine.worker.graphs.captures) == recorded > 0
+    assert len(engine.worker.graphs.captures) == captured > 0
 
 
 def test_perfect_drafts_are_all_accepted_with_bonus_token(model: Model) -> None:

@@ -129,12 +129,12 @@ def test_logprobs_of_certain_tokens_are_zero(cyclic: Model) -> None:
         assert sorted(e.rank for e in entry.values()) == [1, 2]
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["packed", "recorded"])
-def test_step_after_all_requests_ended_is_not_reported(cyclic: Model, recorded: bool) -> None:
-    engine = make_engine(cyclic, 3, async_scheduling=True, enforce_eager=not recorded)
+@pytest.mark.parametrize("captured", [False, True], ids=["packed", "captured"])
+def test_step_after_all_requests_ended_is_not_reported(cyclic: Model, captured: bool) -> None:
+    engine = make_engine(cyclic, 3, async_scheduling=True, enforce_eager=not captured)
     [request] = run(engine, [Job(PROMPT, greedy(logprobs=20, max_tokens=9))])
     # A captured step is queued before the end is known; an eager step would wait for the device.
-    assert engine.metrics.num_forward_steps == 3 + recorded
+    assert engine.metrics.num_forward_steps == 3 + captured
     assert request.stats.num_steps == 3
     assert [len(entry) for entry in request.logprobs] == [20] * 9
 

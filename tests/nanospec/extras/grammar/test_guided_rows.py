@@ -37,7 +37,7 @@ class Fake(SimpleNamespace):
     """A worker that supports weak references, unlike its base."""
 
 
-@pytest.fixture(params=[None, 12], ids=["packed", "recorded"])
+@pytest.fixture(params=[None, 12], ids=["packed", "captured"])
 def guided(request: pytest.FixtureRequest) -> Iterator[Grammar]:
     """Four rows, of which 1 and 3 have grammars; row 3 has more drafts than a step may verify."""
     graphs = SimpleNamespace(max_tokens=request.param) if request.param else None
