@@ -23,5 +23,5 @@ def browser() -> Iterator[Any]:
 
 
 def texts_of(page: Any, selector: str) -> list[str]:
-    found: list[str] = page.locator(selector).all_text_contents()
-    return found
+    result: list[str] = page.locator(selector).all_text_contents()
+    return result

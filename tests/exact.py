@@ -26,14 +26,14 @@ def logits_by_output(folder: Path, prompt: Sequence[int], vocab: int, length: in
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    found: Logits = {}
+    result: Logits = {}
     for n in range(length):
         outputs = list(np.ndindex(*[vocab] * n))
         ids = torch.tensor([[*prompt, *output] for output in outputs])
         with torch.no_grad():
             last = model(ids).logits[:, -1].numpy()
-        found |= dict(zip(outputs, last, strict=True))
-    return found
+        result |= dict(zip(outputs, last, strict=True))
+    return result
 
 
 def next_token(
@@ -98,10 +98,10 @@ def joint(
 
 def prefix_counts(outputs: Mapping[Output, float], n: int) -> Counter[Output]:
     """Return the count or probability of each prefix of `n` tokens."""
-    found: Counter[Output] = Counter()
+    result: Counter[Output] = Counter()
     for output, share in outputs.items():
-        found[output[:n]] += share  # type: ignore[assignment]
-    return found
+        result[output[:n]] += share  # type: ignore[assignment]
+    return result
 
 
 class Fit(NamedTuple):
@@ -118,10 +118,10 @@ class Fit(NamedTuple):
 LEAST = 5.0  # outputs with smaller expected counts are pooled
 
 
-def fit(found: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit:
+def fit(result: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit:
     """Return the fit of counts to probabilities; an impossible output gives p = 0."""
-    n, p = round(sum(found.values())), np.array([*expected.values()])
-    counts = np.array([found.get(output, 0) for output in expected], dtype=np.float64)
+    n, p = round(sum(result.values())), np.array([*expected.values()])
+    counts = np.array([result.get(output, 0) for output in expected], dtype=np.float64)
     tv = float(np.abs(counts / n - p).sum() + (n - counts.sum()) / n) / 2
     ratio = tv / max(expected_tv(n, p), 1e-300)
     rare = n * p < LEAST
@@ -136,11 +136,11 @@ def fit(found: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit:
     return Fit(x2, freedom, tail(x2, freedom) if possible else 0.0, tv, ratio)
 
 
-def least_p(found: Mapping[Output, float], expected: Mapping[Output, float]) -> float:
+def least_p(result: Mapping[Output, float], expected: Mapping[Output, float]) -> float:
     """Return the least p-value over prefix lengths, Bonferroni-corrected. Dependence on the past shows best
     in whole outputs, other defects in short prefixes, of which there are fewer."""
     longest = max(map(len, expected))
-    fits = [fit(prefix_counts(found, n), prefix_counts(expected, n)) for n in range(1, longest + 1)]
+    fits = [fit(prefix_counts(result, n), prefix_counts(expected, n)) for n in range(1, longest + 1)]
     return min(one.p for one in fits) * longest
 
 

@@ -82,8 +82,8 @@ def run(command: list[str], folder: Path, cache: Path) -> subprocess.CompletedPr
 
 def install(python: str, wheel: Path, into: Path, also: list[str]) -> str:
     """Install the wheel into a virtual environment, that of `python` if it is in one; return its python."""
-    asked = "import sys; print(sys.prefix != sys.base_prefix, '%d.%d' % sys.version_info[:2])"
-    inside, version = subprocess.check_output([python, "-c", asked], text=True).split()
+    code = "import sys; print(sys.prefix != sys.base_prefix, '%d.%d' % sys.version_info[:2])"
+    inside, version = subprocess.check_output([python, "-c", code], text=True).split()
     own = Path(python).absolute() if inside == "True" else into / f"python{version}" / "bin" / "python"
     if not own.exists():
         subprocess.run([python, "-m", "venv", own.parent.parent], check=True)

@@ -22,10 +22,10 @@ def find_builtins_once() -> None:
     function. Builtins that are already replaced stay so."""
     replace: Callable[..., None] = interpreter._patch_attr
     places = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
-    found = {place: _builtins(place) for place in places}
+    result = {place: _builtins(place) for place in places}
 
     def patch_builtin(place: Any, *rest: Any) -> None:
-        for name, member in found[place].items():
+        for name, member in result[place].items():
             if getattr(place, name) is member:
                 replace(place, name, member, *rest)
 
@@ -193,9 +193,9 @@ def check_bounds() -> None:
     load, store, change, swap = raw.load, raw.store, raw.atomic_rmw, raw.atomic_cas
 
     def init_args(self: Any, args: Any, kwargs: Any) -> Any:
-        found = place(self, args, kwargs)
-        tensors.are((*found[0], *found[1].values()))
-        return found
+        result = place(self, args, kwargs)
+        tensors.are((*result[0], *result[1].values()))
+        return result
 
     def checked_load(pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         tensors.check(pointers, mask, other.itemsize)

@@ -50,9 +50,9 @@ class Threads(Group):
         self.barrier.wait(PATIENCE)
         shapes = {(tuple(part.shape), part.dtype) for part in self.given}
         assert len(shapes) == 1, f"ranks are out of step: {shapes}"
-        found = torch.stack(list(self.given))
+        result = torch.stack(list(self.given))
         self.barrier.wait(PATIENCE)  # before any rank gathers again
-        return found
+        return result
 
     def exchange(self, x: Tensor) -> Tensor:
         return self.gather(x)[:, self.rank]

@@ -85,14 +85,14 @@ class Dice(Drafter):
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         own, index = table._replace(seed=table.seed ^ 0x5EED), rows.clamp(min=0)
-        wanted, last = room(table, rows, k), table.num_tokens[index] - 1
+        num_drafts, last = room(table, rows, k), table.num_tokens[index] - 1
         token, drafts, logits = table.tokens[index, last.clamp(min=0)], list[Tensor](), list[Tensor]()
         for j in range(k):
-            batch = lay_out_text(table, rows, last + j, (wanted - j).clamp(0, 1), 1)
+            batch = lay_out_text(table, rows, last + j, (num_drafts - j).clamp(0, 1), 1)
             logits.append(self.bigram[token])
             token = sample(logits[-1], own, batch).clamp(min=0)
             drafts.append(token)
-        return make_proposal(torch.stack(drafts, 1), wanted)._replace(logits=torch.stack(logits, 1))
+        return make_proposal(torch.stack(drafts, 1), num_drafts)._replace(logits=torch.stack(logits, 1))
 
 
 class Fork(Drafter):

@@ -52,8 +52,8 @@ def files() -> frozenset[str]:
     """Return the paths of all files and folders in the root and below `FOLDERS`."""
     paths = [path for path in ROOT.iterdir() if not path.name.startswith(".")]
     paths += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
-    found = {str(path.relative_to(ROOT)) for path in paths}
-    return frozenset(found | {f"nanospec/{name}" for name in found if name.startswith("kernels/")})
+    result = {str(path.relative_to(ROOT)) for path in paths}
+    return frozenset(result | {f"nanospec/{name}" for name in result if name.startswith("kernels/")})
 
 
 @cache
@@ -64,35 +64,35 @@ def bare_names() -> frozenset[str]:
 @cache
 def words() -> frozenset[str]:
     """Return all names, and all words in short strings, of the code."""
-    found: set[str] = set(dir(builtins)) | {part for name in files() for part in re.split(r"[/.]", name)}
+    result: set[str] = set(dir(builtins)) | {part for name in files() for part in re.split(r"[/.]", name)}
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for field in ("id", "name", "attr", "arg"):
-                found.add(str(getattr(node, field, "")))
+                result.add(str(getattr(node, field, "")))
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 100:
-                found.update(re.findall(r"\w+", node.value))
-    return frozenset(found)
+                result.update(re.findall(r"\w+", node.value))
+    return frozenset(result)
 
 
 @cache
 def definitions() -> dict[str, set[str]]:
     """Return the definitions of each module (by its bare name, at any depth), the contents of each package,
     and the members of each class, including its bases'."""
-    found: defaultdict[str, set[str]] = defaultdict(set)
-    found["nanospec"].add("kernels")
+    result: defaultdict[str, set[str]] = defaultdict(set)
+    result["nanospec"].add("kernels")
     bases: dict[str, list[str]] = {}
     for path in CODE:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        found[path.parent.name if path.stem == "__init__" else path.stem] |= set(defined(tree))
-        found[path.parent.name].add(path.stem)
+        result[path.parent.name if path.stem == "__init__" else path.stem] |= set(defined(tree))
+        result[path.parent.name].add(path.stem)
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                found[node.name] |= set(defined(node))
+                result[node.name] |= set(defined(node))
                 bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
     for _ in range(3):  # for several levels of inheritance
         for name, parents in bases.items():
-            found[name].update(*(found[parent] for parent in parents if parent in bases))
-    return dict(found)
+            result[name].update(*(result[parent] for parent in parents if parent in bases))
+    return dict(result)
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
@@ -109,7 +109,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
 def flags() -> frozenset[str]:
     """Return all options of the command line, its commands and the benchmarks."""
     quoted = (re.findall(r'"(--?[a-z][\w-]*)"', path.read_text(encoding="utf-8")) for path in CODE)
-    return frozenset({flag for found in quoted for flag in found}).union(*_own_flags())
+    return frozenset({flag for result in quoted for flag in result}).union(*_own_flags())
 
 
 def _own_flags() -> Iterator[list[str]]:

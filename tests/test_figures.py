@@ -38,19 +38,19 @@ def load(name: str) -> Any:
 
 @pytest.mark.parametrize(("document", "count"), [("README.md", 5), ("docs/speed.md", 14)])
 def test_tokens_per_second_next_to_vllm(document: str, count: int) -> None:
-    found = list(AGAINST_VLLM.finditer((ROOT / document).read_text(encoding="utf-8")))
-    assert len(found) == count
-    for row in found:
+    result = list(AGAINST_VLLM.finditer((ROOT / document).read_text(encoding="utf-8")))
+    assert len(result) == count
+    for row in result:
         case = f"B={row['batch']}, {'4000' if row['long'] else '200'}{row['sampled'] or ''}"
-        way = "n-gram" if row["ngram"] else "plain"
+        mode = "n-gram" if row["ngram"] else "plain"
         table = measured("cpu", "cpu_64")
-        ours, theirs = table[case, "nanospec", way], table[case, "vllm", way]
+        ours, theirs = table[case, "nanospec", mode], table[case, "vllm", mode]
         rates = [f"{side['tokens_per_second']['median']:.0f}" for side in (ours, theirs)]
         assert [row["ours"], row["theirs"]] == rates, row[0]
         low, middle, high = (f"{theirs['nanospec_ratio'][key]:.2f}" for key in ("min", "median", "max"))
         assert row["ratio"] in (f"{middle}x ({low} to {high})", f"{middle}x"), row[0]
         if row["zen4"]:
-            ratio = measured("cpu_zen4", "cpu_zen4_64")[case, "vllm", way]["nanospec_ratio"]["median"]
+            ratio = measured("cpu_zen4", "cpu_zen4_64")[case, "vllm", mode]["nanospec_ratio"]["median"]
             assert row["zen4"] == f"{ratio:.2f}x", row[0]
 
 
@@ -61,7 +61,7 @@ def test_drafters_table() -> None:
     for method, width, k, cells in rows:
         name = method + (f" tree W={width}" if width else "") + (f" K={k}" if k else "")
         own = [results[group][name] for group in GROUPS]
-        shown = [f"{way['tokens_per_step']:.2f}, {way['speedup']['median']:.2f}x" for way in own]
+        shown = [f"{row['tokens_per_step']:.2f}, {row['speedup']['median']:.2f}x" for row in own]
         assert cells.strip(" |").split(" | ") == shown, name
 
 

@@ -30,8 +30,8 @@ def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("start", [["run.py"], ["-m", "nanospec"]], ids=["run.py", "module"])
 def test_run_py_and_module_are_equivalent(start: list[str]) -> None:
-    asked = [sys.executable, *start, "fetch", "gpt-5"]
-    done = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    argv = [sys.executable, *start, "fetch", "gpt-5"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert "unknown model 'gpt-5'; use" in done.stderr
 

@@ -88,12 +88,12 @@ def test_seed_is_reproducible(seed: int) -> None:
 def test_shrunk_scenario_fails_in_the_same_place() -> None:
     scenario = Scenario.drawn(4)
     with DEFECTS["a block is named too early"]():
-        found = failure(scenario, simulate)
-        assert found is not None
+        result = failure(scenario, simulate)
+        assert result is not None
         smaller = shrink(scenario, simulate, tries=60)
         again = failure(smaller, simulate)
         assert again is not None
-    assert place_of(again) == place_of(found)
+    assert place_of(again) == place_of(result)
     assert len(smaller.jobs) == 1 < len(scenario.jobs)
     assert not smaller.faults
     assert smaller.threads == 0
@@ -104,33 +104,35 @@ def test_flaky_failure_is_reported_and_saved(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert tell(5, "engine", "AssertionError: once\n") == 1
-    said = capsys.readouterr().err
-    assert "Seed 5 fails:\nAssertionError: once\n" in said
-    assert said.endswith("-m campaigns.simulate --as engine --replay simulate-5.json\n")
+    message = capsys.readouterr().err
+    assert "Seed 5 fails:\nAssertionError: once\n" in message
+    assert message.endswith("-m campaigns.simulate --as engine --replay simulate-5.json\n")
     assert Scenario.from_json(Path("simulate-5.json").read_text()) == Scenario.drawn(5)
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("arguments", "message"),
     [
         (["--seeds", "abc"], "'abc' is neither a number of seeds nor A:B with A below B"),
         (["--seeds", "5:5"], "'5:5' is neither"),
         (["--replay", "nope.json"], "nope.json is no scenario: [Errno 2]"),
     ],
 )
-def test_invalid_arguments_fail(asked: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_fail(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit:
-        main(asked)
+        main(arguments)
     assert exit.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("way", ["engine", "triton"])
-def test_replay_in_subprocess(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["engine", "triton"])
+def test_replay_in_subprocess(mode: str, tmp_path: Path) -> None:
     path, environment = tmp_path / "small.json", {**os.environ, "PYTHONPATH": "."}
     environment.pop("TRITON_INTERPRET", None)
     path.write_text(scenario_of(1, "triton").to_json())
-    command = [sys.executable, "-m", "campaigns.simulate", "--as", way, "--replay", str(path)]
+    command = [sys.executable, "-m", "campaigns.simulate", "--as", mode, "--replay", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "It passes.\n"), done.stderr
 
@@ -158,8 +160,8 @@ def test_server_passes(seed: int) -> None:
 
 def test_lost_server_logprob_is_found() -> None:
     def shorter(*args: Any) -> dict[str, Any] | None:
-        found = logprobs(*args)
-        return found and {name: values[:-1] for name, values in found.items()}
+        result = logprobs(*args)
+        return result and {name: values[:-1] for name, values in result.items()}
 
     logprobs = openai_format.logprobs
     patches = [mock.patch.object(m, "logprobs", shorter) for m in (openai_format, answers)]

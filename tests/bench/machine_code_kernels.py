@@ -66,7 +66,7 @@ def narrow(x, out, N):
 def main() -> None:
     x = torch.empty(64, 1024, dtype=torch.bfloat16, device="meta")
     pages = torch.empty(16, dtype=torch.int32, device="meta")
-    found = {}
+    result = {}
     for name, kernel, args, options in (
         ("three stages", product, (x, x, x, 1024), {"num_stages": 3, "PDL": True, "LATE": False}),
         ("one stage", product, (x, x, x, 1024), {"num_stages": 1, "PDL": True, "LATE": True}),
@@ -77,8 +77,8 @@ def main() -> None:
         if options.get("PDL"):
             settings["launch_pdl"] = True
         code = read(sass(triton.compile(source, target=TARGETS["sm_90"], options=settings).asm["cubin"]))
-        found[name] = {**asdict(code), "text": str(code.loop)}
-    print(json.dumps(found))
+        result[name] = {**asdict(code), "text": str(code.loop)}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

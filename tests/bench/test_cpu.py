@@ -93,10 +93,10 @@ def test_read_answer_from_stream() -> None:
         (0.2, piece("a")), (0.2, b"\n"), (0.5, piece("b c")),
         (0.6, event(choices=[], usage={"completion_tokens": 4})), (0.6, b"data: [DONE]\n"),
     ]  # fmt: skip
-    found = serve.read_answer(lines)
-    assert found == serve.Answer(None, 0.2, 0.5, 4, "a b c".replace("a b", "ab"))
-    assert found.per_token == pytest.approx(0.1)  # more than `serve.TOKEN`
+    result = serve.read_answer(lines)
+    assert result == serve.Answer(None, 0.2, 0.5, 4, "a b c".replace("a b", "ab"))
+    assert result.per_token == pytest.approx(0.1)  # more than `serve.TOKEN`
     assert serve.read_answer(lines[:-1]).error == "the stream ended early"
     assert "in the stream" in str(serve.read_answer([(0.1, event(error={"message": "no"}))]).error)
-    row = serve.figures([found, serve.Answer("no answer")], [0.0, 1.0])
+    row = serve.figures([result, serve.Answer("no answer")], [0.0, 1.0])
     assert (row["failed"], row["goodput"], row["tokens_per_second"]) == (1, 0.0, 8.0)

@@ -59,10 +59,10 @@ def test_failing_group_does_not_affect_others(tmp_path: Path) -> None:
     ]
     outcomes = run(listed, tmp_path)
     assert [o.status for o in outcomes] == ["crashed", "failed", "failed", "failed", "ok", "crashed"]
-    for outcome, said in zip(
+    for outcome, message in zip(
         outcomes, ("SIGABRT", "a sentence", "ZeroDivisionError", "nowhere.py", "", "one:")
     ):
-        assert said in outcome.why
+        assert message in outcome.why
     assert [row["text"] for row in outcomes[-1].rows].count("x") == 3  # continues after the row that ended it
     lines = gpu.summary({"part": outcomes}).splitlines()
     assert lines[0].startswith("== part: 1 of 6 groups well")
@@ -155,11 +155,11 @@ def measured(main: Any, part: str, out: Path, *arguments: str) -> list[dict[str,
 @pytest.mark.long
 def test_steps(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = [*GRID, "--contexts", "64", "--ks", "0", "2"]
-    _, *found = measured(steps.main, "steps", out, *grid)
+    _, *result = measured(steps.main, "steps", out, *grid)
     expected = [(b, k, mode) for b in (1, 2) for k in (0, 2) for mode in steps.MODES]
-    assert [(row["batch"], row["k"], row["mode"]) for row in found] == expected
-    assert all(row["ms"] > 0 and row["share"] > 0 for row in found)
-    assert len(measured(steps.main, "steps", out, *grid)) == len(found) + 2  # all groups have begun before
+    assert [(row["batch"], row["k"], row["mode"]) for row in result] == expected
+    assert all(row["ms"] > 0 and row["share"] > 0 for row in result)
+    assert len(measured(steps.main, "steps", out, *grid)) == len(result) + 2  # all groups have begun before
 
     def full(*arguments: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
@@ -171,8 +171,8 @@ def test_steps(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_e2e(out: Path) -> None:
-    found = measured(e2e.main, "e2e", out, *GRID, "--max-tokens", "6", "--prompt", "48", "--seconds", "0.1")
-    systems = [row for row in found if "system" in row]
+    result = measured(e2e.main, "e2e", out, *GRID, "--max-tokens", "6", "--prompt", "48", "--seconds", "0.1")
+    systems = [row for row in result if "system" in row]
     assert len(systems) == 2 * 2 * len(e2e.SYSTEMS)
     assert all(row["rate"]["median"] > 0 for row in systems)
 
@@ -183,9 +183,9 @@ def test_everything_is_left_out_without_time(out: Path) -> None:
         (kernels.main, "kernels", ["--only", "rms_norm-H576"]),
         (e2e.main, "e2e", [*GRID, "--prompt", "48"]),
     ):
-        found = measured(main, part, out, *arguments, "--until", "1")
-        assert any("left_out" in row for row in found)
-        assert not any("ms" in row or "us" in row or "speedup" in row for row in found)
+        result = measured(main, part, out, *arguments, "--until", "1")
+        assert any("left_out" in row for row in result)
+        assert not any("ms" in row or "us" in row or "speedup" in row for row in result)
 
 
 def cases(*names: str) -> dict[str, Case]:
@@ -194,9 +194,9 @@ def cases(*names: str) -> dict[str, Case]:
 
 def test_kernels_are_checked_and_timed_once(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only = ["--only", "ngram-B1-L1024", "rms_norm-H576-T1$", "rms_norm-H576", "--repeats", "1"]
-    found = [row["case"] for row in measured(kernels.main, "kernels", out, *only) if "case" in row]
-    assert len(found) == len(set(found)) == 4
-    assert found[0].startswith("B1-L1024")
+    result = [row["case"] for row in measured(kernels.main, "kernels", out, *only) if "case" in row]
+    assert len(result) == len(set(result)) == 4
+    assert result[0].startswith("B1-L1024")
     monkeypatch.setattr(check, "LIMIT", -1.0)
     with pytest.raises(SystemExit):
         measured(kernels.main, "kernels", out, *only, "--group", "wrong")
@@ -221,9 +221,9 @@ def test_check_detects_defects(wrong: str) -> None:
 
         return Built(run)
 
-    found = check.compare(build, "cpu", how="naive")
-    assert check.is_wrong(found, "any")
-    assert math.isnan(found["error"]) == (wrong == "unwritten")
+    result = check.compare(build, "cpu", how="naive")
+    assert check.is_wrong(result, "any")
+    assert math.isnan(result["error"]) == (wrong == "unwritten")
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -233,5 +233,5 @@ def test_check_detects_defects(wrong: str) -> None:
 def test_interpreted_kernels_pass_the_check(name: str) -> None:
     """Also with poisoned memory."""
     [case] = cases(name).values()
-    found = check.compare(case.build, "cpu", case.kernel, "naive" if "kv_move" in name else "triton")
-    assert not check.is_wrong(found, case.kernel), found
+    result = check.compare(case.build, "cpu", case.kernel, "naive" if "kv_move" in name else "triton")
+    assert not check.is_wrong(result, case.kernel), result

@@ -29,10 +29,10 @@ def test_locks_match_pyproject(python: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [project["optional-dependencies"][extra] for extra in ("test", "lint", "supply")]
     for line in itertools.chain(project["dependencies"], *extras):
-        wanted = Requirement(line)
+        expected = Requirement(line)
         about = {"python_version": python, "python_full_version": f"{python}.0"}
-        if not wanted.marker or wanted.marker.evaluate(about):
-            assert wanted.specifier.contains(locked[wanted.name.replace("_", "-")]), line
+        if not expected.marker or expected.marker.evaluate(about):
+            assert expected.specifier.contains(locked[expected.name.replace("_", "-")]), line
 
 
 def test_actions_are_pinned_with_minimal_permissions() -> None:
@@ -46,6 +46,6 @@ def test_actions_are_pinned_with_minimal_permissions() -> None:
 
 def test_make_defaults() -> None:
     """`AS` is a built-in variable of make, so with `AS ?=` it would be the assembler."""
-    asked = ["make", "--dry-run", "simulate", "LOCKED="]
-    found = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "--seeds 1000 --as engine" in found
+    command = ["make", "--dry-run", "simulate", "LOCKED="]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "--seeds 1000 --as engine" in result

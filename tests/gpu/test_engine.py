@@ -151,11 +151,11 @@ def test_simple_drafter_runs_without_capture(model: Model) -> None:
 
 
 def test_dependent_launch_is_bitwise_identical(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs, found = make_jobs(4), []
+    jobs, result = make_jobs(4), []
     for setting in ("0", "1", "1"):  # twice: a race would change the result
         monkeypatch.setenv("NANOSPEC_PDL", setting)
-        found.append(outputs(model, 4, jobs, max_num_seqs=6, max_model_len=256))
-    assert found[0] == found[1] == found[2]
+        result.append(outputs(model, 4, jobs, max_num_seqs=6, max_model_len=256))
+    assert result[0] == result[1] == result[2]
 
 
 @pytest.mark.parametrize("k", [0, 4])

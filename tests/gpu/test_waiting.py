@@ -30,12 +30,12 @@ PENALIZED = SamplingParams(temperature=0, max_tokens=30, presence_penalty=0.1, l
 PARAMS = [SamplingParams(temperature=0, max_tokens=60), PENALIZED, SamplingParams(seed=-1, max_tokens=25)]
 
 
-def make(way: str, **options: Any) -> Engine:
+def make(method: str, **options: Any) -> Engine:
     kinds: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "vocab_size": 512}
     target, draft = tiny_model(**kinds), tiny_model(num_layers=1, **kinds)
     return make_engine(
-        target, 3, spec={"method": way}, draft_model=draft if "draft" in way else None,
-        heads=random_heads(target, 3) if way == "medusa" else None, **options,
+        target, 3, spec={"method": method}, draft_model=draft if "draft" in method else None,
+        heads=random_heads(target, 3) if method == "medusa" else None, **options,
     )  # fmt: skip
 
 
@@ -46,12 +46,12 @@ def errors_on_waiting() -> Iterator[Any]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("way", ["ngram", "draft", "ngram+draft", "medusa"])
-def test_lagged_loop_never_waits(way: str, errors_on_waiting: Any) -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft", "ngram+draft", "medusa"])
+def test_lagged_loop_never_waits(method: str, errors_on_waiting: Any) -> None:
     """Admission, chunked prompts, growth, preemption, steady state, an abort, the end. The first run compiles
     and allocates everything that persists; the second must give the same output."""
     engine = make(
-        way,
+        method,
         num_blocks=12,
         max_num_seqs=4,
         max_model_len=128,

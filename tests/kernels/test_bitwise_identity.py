@@ -76,8 +76,8 @@ def traces(k: int, texts: list[list[int]] | None, num_blocks: int | None, budget
 
     worker.release = keep  # type: ignore[method-assign]
     requests = run(engine, jobs())
-    found = [(r.prompt_ids + r.output_ids, r.num_preemptions) for r in requests]
-    return [Trace(text, kept[tuple(text)], preempted) for text, preempted in found]
+    result = [(r.prompt_ids + r.output_ids, r.num_preemptions) for r in requests]
+    return [Trace(text, kept[tuple(text)], preempted) for text, preempted in result]
 
 
 @pytest.mark.timeout(900)
@@ -89,9 +89,9 @@ def test_kv_cache_is_bitwise_independent_of_speculation() -> None:
         in_chunks, preempted = traces(8, texts, None, 17), traces(8, texts, 8, 48)
     assert not any(trace.preempted for trace in in_chunks)
     assert any(trace.preempted for trace in preempted)
-    for expected, *found in zip(off, in_chunks, preempted, strict=True):
+    for expected, *result in zip(off, in_chunks, preempted, strict=True):
         assert torch.isfinite(expected.kv).all()
-        for got in found:
+        for got in result:
             assert got.text == expected.text
             differ = (got.kv != expected.kv).any(-1).nonzero()
             assert not len(differ), f"{len(differ)} vectors differ, first {differ[0].tolist()}"

@@ -92,10 +92,10 @@ def named(row: Row) -> str:
 
 
 def with_main_loop(rows: list[Row], *kernels: str) -> list[Row]:
-    found = [row for row in rows if row["kernel"] in kernels and row["needs_mma"]]
-    assert {row["kernel"] for row in found} == set(kernels)
-    assert all(row["loop"] for row in found)
-    return found
+    actual = [row for row in rows if row["kernel"] in kernels and row["needs_mma"]]
+    assert {row["kernel"] for row in actual} == set(kernels)
+    assert all(row["loop"] for row in actual)
+    return actual
 
 
 @pytest.mark.timeout(900)
@@ -162,8 +162,8 @@ def test_problems_of_any_triton_version_are_found() -> None:
         ({"mma": ""}, "no tensor-core"),
         ({"function": "g"}, "different kernels"),
     ):
-        (found,) = compile_table.problems([row(**changes), old])
-        assert what in found
+        (actual,) = compile_table.problems([row(**changes), old])
+        assert what in actual
 
 
 def test_known_spills_are_allowed_up_to_their_size() -> None:

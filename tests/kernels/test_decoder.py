@@ -65,6 +65,6 @@ def test_speculation_is_bitwise_identical(name: str) -> None:
         runner.step({0: prompt})
         verified = runner.step({0: text}, keep=0)[0]
         runner.step({0: other[:3]}, keep=0)  # rejected drafts have no effect
-        beside = runner.step({1: other, 0: text}, pad_to=6)[0]
+        batched = runner.step({1: other, 0: text}, pad_to=6)[0]
     assert torch.equal(verified, plain)
-    assert torch.equal(beside, plain)
+    assert torch.equal(batched, plain)

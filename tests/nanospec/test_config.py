@@ -144,7 +144,7 @@ def test_memory_units(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "ours"),
+    ("vllm", "ours"),
     [
         (
             {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
@@ -168,8 +168,8 @@ def test_memory_units(text: str, size: int) -> None:
     ],
     ids=["ngram", "old-ngram", "shortest", "draft", "model", "medusa", "ours"],
 )
-def test_from_vllm(asked: dict[str, Any], ours: SpecConfig) -> None:
-    assert SpecConfig.from_vllm(asked) == ours
+def test_from_vllm(vllm: dict[str, Any], ours: SpecConfig) -> None:
+    assert SpecConfig.from_vllm(vllm) == ours
 
 
 @pytest.mark.parametrize(

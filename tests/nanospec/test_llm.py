@@ -315,8 +315,8 @@ def test_vllm_compatible_calls(folder: Path, capsys: pytest.CaptureFixture[str])
     assert texts == ["c", "d", "e"]
     assert llm.tokenizer.decode(llm.tokenizer.encode("ab")) == "ab"
     conversation = [{"role": "user", "content": "ab"}]
-    asked = {"add_generation_prompt": False, "chat_template": "{{ messages[0].content }}c"}
-    assert llm.chat(conversation, sampling_params=params, use_tqdm=False, **asked)[0].text == "def"
+    kwargs = {"add_generation_prompt": False, "chat_template": "{{ messages[0].content }}c"}
+    assert llm.chat(conversation, sampling_params=params, use_tqdm=False, **kwargs)[0].text == "def"
 
 
 def test_token_ids_may_be_tensors(llm: LLM) -> None:
@@ -334,10 +334,10 @@ def test_token_ids_may_be_tensors(llm: LLM) -> None:
 
 
 def test_stop_reason(llm: LLM) -> None:
-    asked = greedy(stop=["nop", "xyz"], stop_token_ids=[7])
-    assert llm.generate(after("abcd"), asked)[0].stop_reason == 7
-    assert llm.generate(after("klm"), asked)[0].stop_reason == "nop"
-    for params in (asked, greedy(max_tokens=2)):  # EOS; the length limit
+    stops = greedy(stop=["nop", "xyz"], stop_token_ids=[7])
+    assert llm.generate(after("abcd"), stops)[0].stop_reason == 7
+    assert llm.generate(after("klm"), stops)[0].stop_reason == "nop"
+    for params in (stops, greedy(max_tokens=2)):  # EOS; the length limit
         assert llm.generate(after("z"), params)[0].stop_reason is None
 
 
@@ -544,22 +544,22 @@ def wanted(real: LLM) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize(
-    "way",
+    "setup",
     [
         "ngram-tree",
         "ngram+medusa",
-        *(pytest.param(way, marks=pytest.mark.long) for way in ("draft", "medusa", "medusa-tree")),
+        *(pytest.param(setup, marks=pytest.mark.long) for setup in ("draft", "medusa", "medusa-tree")),
     ],
 )
 def test_smollm2_output_is_unchanged_with_every_drafter(
-    real: LLM, wanted: list[RequestOutput], way: str
+    real: LLM, wanted: list[RequestOutput], setup: str
 ) -> None:
     model = real.engine.worker.model
-    speculation = {"method": way.replace("-tree", ""), "tree_width": 3 if "tree" in way else 1}
+    speculation = {"method": setup.replace("-tree", ""), "tree_width": 3 if "tree" in setup else 1}
     parts: dict[str, Any] = {}
-    if "draft" in way:
+    if "draft" in setup:
         parts["draft"] = lambda spec: ModelDrafter(spec, model, model.config.vocab_size)
-    if "medusa" in way:
+    if "medusa" in setup:
         heads = Heads.load(default_heads(Path("smollm2-135m-instruct")), model)
         parts["medusa"] = lambda spec: MedusaDrafter(spec, heads, model)
     llm = with_k(real, 5, speculation, parts)
@@ -567,7 +567,7 @@ def test_smollm2_output_is_unchanged_with_every_drafter(
     assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
     stats = llm.engine.metrics.spec
     assert stats.num_accepted > 10
-    if way == "draft":  # the target itself, but without penalties
+    if setup == "draft":  # the target itself, but without penalties
         for output, params in zip(outputs, MIXED, strict=True):
             drafted, accepted = output.stats.num_drafted, output.stats.num_accepted
             assert params.changes_logits or drafted == accepted

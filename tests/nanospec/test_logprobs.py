@@ -20,7 +20,7 @@ from tests.tiny import checkpoint, reference_logits
 
 LENGTH = 12
 TOLERANCE = 2e-4  # log-probabilities of these models reach -15
-WAYS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "chains": {"method": "ngram"},
     "trees": {"method": "ngram", "tree_width": 3},
     "draft": {"method": "draft"},
@@ -33,7 +33,7 @@ def jobs() -> list[Job]:
     """Return greedy and sampling jobs; filters, biases and penalties must not affect logprobs."""
     rng = random.Random(4)
     phrase = [rng.randrange(199) for _ in range(5)]
-    asked: list[dict[str, Any]] = [
+    params: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
         {"temperature": 1.6},
@@ -47,7 +47,7 @@ def jobs() -> list[Job]:
             phrase * rng.randint(1, 8) + [rng.randrange(199) for _ in range(3)],
             SamplingParams(seed=i, max_tokens=LENGTH, logprobs=5, **fields),
         )
-        for i, fields in enumerate(asked)
+        for i, fields in enumerate(params)
     ]
 
 
@@ -83,10 +83,10 @@ def test_logprobs_match_transformers(variant: str, tmp_path: Path) -> None:
     }
     for request in run(make_engine(model, None), jobs()):
         check(request, folder)
-    for i, (way, spec) in enumerate(WAYS.items()):
+    for i, (setup, spec) in enumerate(SETUPS.items()):
         given = next((part for name, part in parts.items() if name in spec["method"]), {})
         mode = MODES["as-on-gpu" if i % 2 else "plain"]
         engine = make_engine(model, 5, spec=spec, max_num_batched_tokens=32, **given, **mode)
         for request in run(engine, jobs()):
             check(request, folder)
-        assert engine.metrics.spec.num_accepted > 0, way
+        assert engine.metrics.spec.num_accepted > 0, setup

@@ -82,15 +82,15 @@ def test_outputs_follow_exact_distribution(world: World, logits: Logits) -> None
     counts = [[Counter[Output]() for _ in range(3)] for _ in cells]
     for i, setup in enumerate(SOME_SETUPS):
         own = cells[: len(rules(setup)) * len(SOME_SAMPLING)]
-        found = draw(
+        result = draw(
             [engine_for(world, setup, **MODES["as-on-gpu" if i % 2 else "plain"])], own, 40, i * 10**6
         )
-        fits = [fit(drawn.outputs[-1], joint(logits, PROMPT, cell)) for drawn, cell in zip(found, own)]
+        fits = [fit(drawn.outputs[-1], joint(logits, PROMPT, cell)) for drawn, cell in zip(result, own)]
         assert combined(fits).p > BOUND, (setup, fits)
-        drafted, accepted = (sum(column) for column in list(zip(*found))[1:])
+        drafted, accepted = (sum(column) for column in list(zip(*result))[1:])
         assert 0.1 * drafted <= accepted <= 0.9 * drafted, (setup, drafted, accepted)
         assert setup == "none" or accepted > 50
-        for counters, drawn in zip(counts, found):
+        for counters, drawn in zip(counts, result):
             for total, part in zip(counters, drawn.outputs, strict=True):
                 total.update(part)
     ratios = []
@@ -112,10 +112,10 @@ def test_every_setup_with_all_sampling_params(setup: str, world: World, logits: 
         ["plain"] if SETUPS[setup].custom is Likely else MODES
     )  # drafts made on the host cannot be captured
     engines = [engine_for(world, setup, **MODES[mode]) for mode in modes]
-    found = draw(engines, cells, 40, list(SETUPS).index(setup) * 10**9)
-    fits = [fit(drawn.outputs[-1], joint(logits, PROMPT, cell)) for drawn, cell in zip(found, cells)]
+    result = draw(engines, cells, 40, list(SETUPS).index(setup) * 10**9)
+    fits = [fit(drawn.outputs[-1], joint(logits, PROMPT, cell)) for drawn, cell in zip(result, cells)]
     assert combined(fits).p > BOUND, fits
-    drafted, accepted = (sum(column) for column in list(zip(*found))[1:])
+    drafted, accepted = (sum(column) for column in list(zip(*result))[1:])
     assert 0.05 * drafted <= accepted <= 0.95 * drafted
 
 

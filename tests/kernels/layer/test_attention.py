@@ -143,13 +143,13 @@ def test_result_is_bitwise_independent_of_the_batch(
 def path_as_chain(texts: Texts, part: tuple[int, int, int], path: list[int]) -> Texts:
     """Return texts in which a path's queries directly follow the part's cached tokens, followed by NaN."""
     r, base, n = part
-    found = replace(texts, q=texts.q.clone(), cache=texts.cache.clone())
+    actual = replace(texts, q=texts.q.clone(), cache=texts.cache.clone())
     j = base + torch.arange(n)
     page, offset, to = texts.block_table[r, j // 16].long(), j % 16, slice(len(path))
-    found.cache[:, :, page, offset] = float("nan")
-    found.cache[:, :, page[to], offset[to]] = texts.cache[:, :, page[path], offset[path]]
-    found.q[r, j[to]] = texts.q[r, j[path]]
-    return found
+    actual.cache[:, :, page, offset] = float("nan")
+    actual.cache[:, :, page[to], offset[to]] = texts.cache[:, :, page[path], offset[path]]
+    actual.q[r, j[to]] = texts.q[r, j[path]]
+    return actual
 
 
 @pytest.mark.usefixtures("ordered_dot")
@@ -280,8 +280,8 @@ def test_naive_matches_simplest_form(
     trees = random_trees([n for _, n in shape], 1) if tree else None
     batch, q = texts.batch(parts, padded, trees)
     expected = plain(q, texts.cache, batch, window, softcap)
-    found = texts.expected(parts, window, padded=padded, trees=trees)
-    assert_close(found, scored(batch, expected), 1e-12)
+    actual = texts.expected(parts, window, padded=padded, trees=trees)
+    assert_close(actual, scored(batch, expected), 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 20])

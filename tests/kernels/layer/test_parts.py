@@ -38,9 +38,9 @@ def test_summed_weight_matches_whole_weight(ranks: int, backend: str) -> None:
     def compare(backend: str, limit: int) -> list[Tensor]:
         with forced(backend), pytest.MonkeyPatch.context() as patch:  # type: ignore[arg-type]
             patch.setattr(shard, "EXCHANGE", limit)
-            found = [tensor for each in together(ranks, run) for tensor in each]
-        assert all(torch.equal(tensor, found[0]) for tensor in found)
-        return found
+            result = [tensor for each in together(ranks, run) for tensor in each]
+        assert all(torch.equal(tensor, result[0]) for tensor in result)
+        return result
 
     gathered, in_slices = compare(backend, 1 << 30)[0], compare(backend, -1)[0]
     assert torch.equal(gathered, in_slices)

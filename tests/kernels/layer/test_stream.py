@@ -51,16 +51,16 @@ def test_residual_add_matches_naive(N: int, T: int, H: int, dtype: torch.dtype) 
     norm, own = Norm(torch.randn(H).to(dtype), 1e-5), Norm(1 + torch.randn(H), 1e-5)
     for its in (None, own):
         with forced("triton"):
-            found = residual_add(parts, x, norm, its)
+            result = residual_add(parts, x, norm, its)
         expected = naive(parts, x, its)
         tolerance = 1e-6 if dtype == torch.float32 else 2e-3
-        assert_close(found.x, expected, tolerance, f"{its}")
+        assert_close(result.x, expected, tolerance, f"{its}")
         wanted = torch.nn.functional.rms_norm(expected.float(), (H,), norm.weight.float(), 1e-5)
-        assert_close(normed(found).float(), wanted, 2e-6 if dtype == torch.float32 else 4e-3, f"{its}")
+        assert_close(normed(result).float(), wanted, 2e-6 if dtype == torch.float32 else 4e-3, f"{its}")
         with forced("triton"):  # one token alone, and parts added beforehand
             alone = residual_add(parts[:, -1:].contiguous(), x[-1:], norm, its)
-            assert torch.equal(alone.x[0], found.x[-1])
-            assert torch.equal(residual_add(total(parts)[None], x, norm, its).x, found.x)
+            assert torch.equal(alone.x[0], result.x[-1])
+            assert torch.equal(residual_add(total(parts)[None], x, norm, its).x, result.x)
         assert torch.equal(expected, naive(total(parts)[None], x, its))
 
 

@@ -16,22 +16,22 @@ from nanospec.kernels.native.packed import LINE, PIECE, Arena
 
 def test_arena_tensors_are_zero_and_separate() -> None:
     arena = Arena()
-    found: list[tuple[Tensor, Tensor]] = []
+    result: list[tuple[Tensor, Tensor]] = []
 
     def fill(mark: int) -> None:
         for i in range(100):
             shape = (i % 7 + 1, i * mark % 50 + 1)
             tensor = arena.zeros(shape, torch.bfloat16)
             assert (tensor.shape, bool(tensor.any()), tensor.data_ptr() % LINE) == (shape, False, 0)
-            found.append((tensor.fill_(len(found) % 97 + mark), tensor.clone()))
+            result.append((tensor.fill_(len(result) % 97 + mark), tensor.clone()))
 
     threads = [Thread(target=fill, args=(mark,)) for mark in (1, 100)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 200
-    assert all(torch.equal(tensor, copy) for tensor, copy in found)
+    assert len(result) == 200
+    assert all(torch.equal(tensor, copy) for tensor, copy in result)
 
 
 def test_arena_tensors_are_adjacent_on_huge_pages() -> None:

@@ -37,9 +37,9 @@ def test_cross_compilation(
 
 
 def test_march_in_cxx_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for options, wanted in (("-g", ["-g", "-march=native"]), ("-march=x86-64-v3", ["-march=x86-64-v3"])):
+    for options, expected in (("-g", ["-g", "-march=native"]), ("-march=x86-64-v3", ["-march=x86-64-v3"])):
         monkeypatch.setenv("CXX", f"sh {options}")
-        assert native.find_compiler()[1:] == wanted
+        assert native.find_compiler()[1:] == expected
 
 
 @pytest.fixture

@@ -80,13 +80,13 @@ def test_avx2_and_avx512_are_bitwise_identical(
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(40, 200, generator=generator).to(BF16) for _ in range(2))
     x, weight = torch.cat([x, x], 1), torch.cat([weight, -weight], 1)
-    found = []
+    actual = []
     for name in ("AVX2", "AVX-512"):
         library = ctypes.CDLL(str(built_for(PROCESSORS[name][0])))
         monkeypatch.setattr(native, "library", lambda insist=False, library=library: library)
-        found.append(packed.linear(x, packed.pack(weight)))
-    assert (found[0] != 0).float().mean() > 0.2
-    assert torch.equal(*found)
+        actual.append(packed.linear(x, packed.pack(weight)))
+    assert (actual[0] != 0).float().mean() > 0.2
+    assert torch.equal(*actual)
 
 
 @pytest.mark.usefixtures("other_library")

@@ -318,11 +318,11 @@ def test_log_probs_at_low_temperature() -> None:
 def _all(scan, out, entropy):  # type: ignore[no-untyped-def]
     query, V = this_query(scan.inputs), scan.inputs.table.vocab_size
     if query.s >= 0:
-        found = accept.measure(scan, query)
-        tl.store(entropy + query.line, found.entropy)
+        result = accept.measure(scan, query)
+        tl.store(entropy + query.line, result.entropy)
         for first in range(0, V, TILE):
             ids = first + tl.arange(0, TILE)
-            tl.store(out + query.line * V + ids, accept.log_prob(scan, query, found, ids), ids < V)
+            tl.store(out + query.line * V + ids, accept.log_prob(scan, query, result, ids), ids < V)
 
 
 @pytest.mark.parametrize("form", ["packed", "tree"])
@@ -330,9 +330,9 @@ def _all(scan, out, entropy):  # type: ignore[no-untyped-def]
 def test_kernel_entropy_and_log_probs(seed: int, V: int, form: str) -> None:
     _, logits, table, batch, _ = random_case(seed, V, form)
     table.temperature[:] = torch.tensor([0.3, 0.7, 1.0, 1.7])
-    found = scan(Inputs.of(logits, table, batch), batch.max_q_len)
+    result = scan(Inputs.of(logits, table, batch), batch.max_q_len)
     log_p, entropy, seen = torch.empty(logits.shape), torch.empty(len(logits)), 0
-    _all[(batch.max_q_len, batch.num_rows)](found, log_p, entropy)
+    _all[(batch.max_q_len, batch.num_rows)](result, log_p, entropy)
     for row in rows_of(batch):
         for place in range(len(row.ids)):
             t = row.start + place

@@ -270,8 +270,8 @@ def test_kernel_penalized_scores_exceed_bfloat16_precision() -> None:
     logits = torch.tensor([7.1875, 7.125, 7.09375] + [-30.0] * 97).bfloat16().repeat(16, 1)
     table = make_table(100, temperature=1.0, top_k=2, penalized=True, repetition=0.7, in_prompt=True)
     assert len(set(((logits[0, 1:3].float() / 0.7).view(torch.int32) >> 16).tolist())) == 1
-    found = sample.launch(logits, table, make_batch([16], [10], rows=ints(1)))
-    assert set(found.tolist()) == {0, 1}
+    result = sample.launch(logits, table, make_batch([16], [10], rows=ints(1)))
+    assert set(result.tolist()) == {0, 1}
 
 
 def probabilities(*values: float, rest: int = 0) -> Tensor:
@@ -327,9 +327,9 @@ def test_ties_and_non_finite_logits_anywhere(limits: dict[str, Any], implementat
     logits[2, 4099], logits[3, 2500], logits[4] = math.nan, math.inf, -math.inf
     logits[5, 0] = logits[5, 1] = math.nan
     batch, table = make_batch([Q], [3]), make_table(V, **limits)
-    found = IMPLEMENTATIONS[implementation](logits, table, batch).tolist()
-    assert found[2:] == [-1] * 4
-    assert found[:2] == [40, 100] if not limits else (found[0] in (40, 50) and found[1] in (100, 4099))
+    result = IMPLEMENTATIONS[implementation](logits, table, batch).tolist()
+    assert result[2:] == [-1] * 4
+    assert result[:2] == [40, 100] if not limits else (result[0] in (40, 50) and result[1] in (100, 4099))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)

@@ -44,7 +44,7 @@ class Request(NamedTuple):
     room: int = 1000
     width: int = 1
 
-    def wanted(self, k: int) -> int:
+    def max_drafts(self, k: int) -> int:
         """Return the number of drafts it can use."""
         return max(min(self.limit, k, self.room - 1), 0)
 
@@ -135,7 +135,7 @@ def check(
     assert (result.parents is not None) == (max_width > 1)
     for b, s in enumerate(rows):
         nodes, n, request = list[Node](), 0, requests[s]
-        if s >= 0 and (D := request.wanted(k)):  # rows without drafts are not searched
+        if s >= 0 and (D := request.max_drafts(k)):  # rows without drafts are not searched
             nodes, n = reference(request.text, request.min_n, request.max_n, D, request.width)
         assert (int(result.num_drafts[b]), int(result.match_len[b])) == (len(nodes), n), f"row {b}"
         columns = zip(*nodes, *[Node(0, -1, 0)] * (k - len(nodes)))
@@ -177,8 +177,8 @@ def test_chain_examples(case: str, implementation: str) -> None:
         if code == RUNNING:
             assert result.drafts.tolist() == [drafts + [0] * rest]
             assert result.source.tolist() == [sources + [-1] * rest]
-        wanted = (len(drafts), n) if code == RUNNING else (0, 0)
-        assert (int(result.num_drafts), int(result.match_len)) == wanted
+        expected = (len(drafts), n) if code == RUNNING else (0, 0)
+        assert (int(result.num_drafts), int(result.match_len)) == expected
 
 
 def tree_of(text: list[int], k: int, width: int, min_n: int = 1, max_n: int = 3) -> tuple[list[Node], int]:

@@ -28,12 +28,12 @@ def test_accepts_output_of_json_dumps(value: Any) -> None:
 @given(st.binary() | st.text(alphabet='{}[]",:01eE-.NaInfity\\ud8 \n').map(str.encode))
 def test_invalid_json_gets_short_message(text: bytes) -> None:
     try:
-        found = strict_json(text)
+        result = strict_json(text)
     except ValueError as error:
         message = str(error)
     else:
         message = ""
-        assert found == json.loads(text)
+        assert result == json.loads(text)
     assert "\n" not in message
     assert len(message) < 200
 

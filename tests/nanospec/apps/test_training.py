@@ -126,8 +126,8 @@ def test_shipped_heads_predict_the_model(smollm2: Path) -> None:
     prompt = llm.chat_prompt([{"role": "user", "content": "How do I bake bread? Explain step by step."}])
     output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60))[0].token_ids
     model = llm.engine.worker.model
-    found = measure(Heads.load(file, model), compute_data(model, [prompt + output]), model.device)
-    assert found["accuracy"][0] > 0.2  # far above chance; a tiny model, first draft only
+    result = measure(Heads.load(file, model), compute_data(model, [prompt + output]), model.device)
+    assert result["accuracy"][0] > 0.2  # far above chance; a tiny model, first draft only
 
 
 # The command.

@@ -72,20 +72,20 @@ def test_capture_at_start_or_on_demand(model: Model, lazy: bool) -> None:
 
 
 def test_oversized_buckets_are_skipped_and_k_is_reduced() -> None:
-    steps = StepGraphs(lambda rows, k, asked: None, torch.device("cpu"), 256, [3, 16])  # type: ignore
-    found = steps.buckets()
-    assert all(b.k == 0 or b.batch * (b.k + 1) <= MAX_STEP_TOKENS for b in found)
-    assert found[0].batch * (found[0].k + 1) == steps.max_tokens == 1024
+    steps = StepGraphs(lambda rows, k, requested: None, torch.device("cpu"), 256, [3, 16])  # type: ignore
+    actual = steps.buckets()
+    assert all(b.k == 0 or b.batch * (b.k + 1) <= MAX_STEP_TOKENS for b in actual)
+    assert actual[0].batch * (actual[0].k + 1) == steps.max_tokens == 1024
     chosen = [steps.bucket_for(rows, 16) for rows in (1, 60, 64, 256)]
     assert chosen == [Bucket(1, 16), Bucket(64, 3), Bucket(64, 3), Bucket(256, 3)]
     assert steps.bucket_for(256, 2) == Bucket(256, 0)
-    assert {*chosen, Bucket(256, 0)} <= {*found}
+    assert {*chosen, Bucket(256, 0)} <= {*actual}
 
 
 def test_captures_share_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[Any] = []
     monkeypatch.setattr(graphs, "CudaCapture", lambda step, pool: pools.append(pool))
-    steps = StepGraphs(lambda rows, k, asked: None, torch.device("cpu"), 2, [1])  # type: ignore
+    steps = StepGraphs(lambda rows, k, requested: None, torch.device("cpu"), 2, [1])  # type: ignore
     steps._pool = "pool"  # type: ignore[assignment]
     steps.capture_all()
     assert pools == ["pool"] * 4
@@ -96,7 +96,7 @@ def test_rows_are_uploaded_only_on_change(monkeypatch: pytest.MonkeyPatch) -> No
     stepped: list[list[int]] = []
     sent: list[list[int]] = []
 
-    def step(rows: Tensor, k: int, asked: Any) -> StepResult:
+    def step(rows: Tensor, k: int, requested: Any) -> StepResult:
         stepped.append(rows.tolist())
         return StepResult(rows[:, None].clone(), rows[:, None].clone(), rows.clone(), rows[:, None].clone())
 
@@ -200,17 +200,17 @@ def test_elapsed_ms_uses_cuda_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order == ["idle", "sleep", "meet", "event", "run", "event", "wait"]
 
 
-@pytest.mark.parametrize("way", [
+@pytest.mark.parametrize("setup", [
     "ngram", "ngram, direct", "ngram-tree", "draft", "draft by rejection", "medusa-tree", "ngram-tree+draft",
 ])  # fmt: skip
-def test_triton_capture_freezes_no_host_values(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_capture_freezes_no_host_values(setup: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture Triton kernels before any request exists, then replay them for various requests. Results are
     collected one step later unless "direct"."""
     jobs = [
         Job([1, 2, 3, 1, 2, 3, 1], SamplingParams(temperature=0, max_tokens=7)),
         Job([9, 4] * 5, SamplingParams(temperature=0.8, seed=3, top_k=5, max_tokens=5)),
     ]
-    if way.startswith("ngram") and "-tree" not in way:
+    if setup.startswith("ngram") and "-tree" not in setup:
         biased = SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.1, logit_bias={5: 50})
         jobs.append(Job([7, 5, 5], biased))
     wanted = run_alone(tiny_model(num_layers=1), jobs)
@@ -219,16 +219,16 @@ def test_triton_capture_freezes_no_host_values(way: str, monkeypatch: pytest.Mon
         # Created here, since weights are packed for the kernels.
         target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
         spec = {
-            "method": re.split(", | ", way.replace("-tree", ""))[0],
-            "tree_width": 2 if "tree" in way else 1,
-            "acceptance": "rejection" if "rejection" in way else "exact",
+            "method": re.split(", | ", setup.replace("-tree", ""))[0],
+            "tree_width": 2 if "tree" in setup else 1,
+            "acceptance": "rejection" if "rejection" in setup else "exact",
         }
-        if "rejection" in way:  # other requests keep their own rule
+        if "rejection" in setup:  # other requests keep their own rule
             jobs[1] = Job(jobs[1].prompt, replace(jobs[1].params, acceptance="exact"))
         heads = random_heads(target, 2, vocab=40)
         engine = make_engine(
-            target, 2, spec=spec, draft_model=draft if "draft" in way else None, heads=heads,
-            enforce_eager=False, max_num_seqs=2, max_model_len=32, async_scheduling="direct" not in way,
+            target, 2, spec=spec, draft_model=draft if "draft" in setup else None, heads=heads,
+            enforce_eager=False, max_num_seqs=2, max_model_len=32, async_scheduling="direct" not in setup,
         )  # fmt: skip
         requests = run(engine, jobs)
     for request, expected in zip(requests, wanted, strict=True):
@@ -236,5 +236,5 @@ def test_triton_capture_freezes_no_host_values(way: str, monkeypatch: pytest.Mon
     stats = engine.metrics.spec
     assert stats.num_drafted > 0
     assert stats.num_accepted > 0 or len(jobs) == 2
-    if way.startswith("draft"):
+    if setup.startswith("draft"):
         assert stats.num_accepted == stats.num_drafted

@@ -27,7 +27,7 @@ def row_of(params: SamplingParams, constrained: bool = False) -> Table:
 
 
 @pytest.mark.parametrize(
-    ("column", "asked", "expected"),
+    ("column", "fields", "expected"),
     [
         ("num_tokens", {}, 5),
         ("max_len", {}, 20),
@@ -49,9 +49,9 @@ def row_of(params: SamplingParams, constrained: bool = False) -> Table:
         ("penalized", {"frequency_penalty": 0.5}, True),
     ],
 )
-def test_write_row_params(column: str, asked: dict[str, Any], expected: Any) -> None:
-    constrained = asked.get("constrained", False)
-    params = SamplingParams(**{name: v for name, v in asked.items() if name != "constrained"})
+def test_write_row_params(column: str, fields: dict[str, Any], expected: Any) -> None:
+    constrained = fields.get("constrained", False)
+    params = SamplingParams(**{name: v for name, v in fields.items() if name != "constrained"})
     assert getattr(row_of(params, constrained), column).item() == expected
 
 

@@ -63,20 +63,20 @@ def test_worker_runs_on_its_device(options: dict[str, Any], monkeypatch: pytest.
 
 
 def test_current_sets_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
+    entered_devices: list[torch.device] = []
 
     @contextmanager
     def fake(device: torch.device) -> Iterator[None]:
-        asked.append(device)
+        entered_devices.append(device)
         yield
 
     monkeypatch.setattr(torch.cuda, "device", fake)
     with current(torch.device("cpu")):
         pass
-    assert not asked
+    assert not entered_devices
     with current(torch.device("cuda", 1)):
         pass
-    assert asked == [torch.device("cuda", 1)]
+    assert entered_devices == [torch.device("cuda", 1)]
 
 
 @pytest.fixture

@@ -88,13 +88,13 @@ def test_padded_step_does_not_time_its_drafter() -> None:
 
 
 def test_cut_passes_offers_to_policy() -> None:
-    asked: list[Offer] = []
+    offered: list[Offer] = []
 
     def cut(offers: list[Offer]) -> list[int]:
-        asked.extend(offers)
+        offered.extend(offers)
         return [2, 0]
 
     drafts = torch.zeros(2, 4, dtype=torch.int32)
     proposal = Proposal(drafts, ints(3, 0), drafts, ints(5, 0), ints(1, NO_DRAFTER))
     assert _cut(ints(7, 4), proposal, cut).num_drafts.tolist() == [2, 0]
-    assert asked == [Offer(7, 1, 3, 5), Offer(4, 0, 0, 0)]
+    assert offered == [Offer(7, 1, 3, 5), Offer(4, 0, 0, 0)]

@@ -25,9 +25,9 @@ def model() -> Model:
 @pytest.mark.parametrize(("most", "sizes"), [(1, 2), (2, 2), (13, 6), (14, 7), (10_000, len(SIZES))])
 def test_forward_ms_sizes(model: Model, most: int, sizes: int) -> None:
     worker = make_engine(model, 0, max_num_seqs=1, enforce_eager=True).worker
-    found = forward_ms(model, worker.kv_cache, worker.table, most)
-    assert tuple(found) == SIZES[:sizes]
-    assert min(found.values()) > 0
+    result = forward_ms(model, worker.kv_cache, worker.table, most)
+    assert tuple(result) == SIZES[:sizes]
+    assert min(result.values()) > 0
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,12 @@ JOBS = [
 ]
 
 
-def recorded_engine(way: str) -> Engine:
+def captured_engine(method: str) -> Engine:
     """Return an engine with captured Triton kernels, lag, and few rows and blocks."""
     target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
     return make_engine(
-        target, 1, spec={"method": way}, draft_model=draft if "draft" in way else None,
-        heads=random_heads(target, 1) if "medusa" in way else None, num_blocks=3,
+        target, 1, spec={"method": method}, draft_model=draft if "draft" in method else None,
+        heads=random_heads(target, 1) if "medusa" in method else None, num_blocks=3,
         enforce_eager=False, async_scheduling=True, max_num_seqs=2, max_model_len=48,
         max_num_batched_tokens=16,
     )  # fmt: skip
@@ -53,13 +53,13 @@ def spy_on_plans(engine: Engine) -> list[Plan]:
     return plans
 
 
-@pytest.mark.parametrize("way", [pytest.param("medusa", marks=pytest.mark.long), "ngram+draft"])
-def test_lagged_loop_never_waits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", [pytest.param("medusa", marks=pytest.mark.long), "ngram+draft"])
+def test_lagged_loop_never_waits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With admissions, chunked prompts, growth, preemption, an abort and releases."""
     wanted = run_alone(tiny_model(num_layers=1), JOBS, max_model_len=48)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with launch.forced("triton"):
-        engine = recorded_engine(way)
+        engine = captured_engine(method)
         plans = spy_on_plans(engine)
         with NoWaiting((TapeCapture, "replay")):
             given_up = engine.add([6] * 9, SamplingParams(temperature=0, max_tokens=20))
@@ -101,7 +101,7 @@ def test_lagged_loop_never_waits_with_grammars(tmp_path: Path, monkeypatch: pyte
 def test_unchanged_step_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     with launch.forced("triton"):
-        engine = recorded_engine("ngram")
+        engine = captured_engine("ngram")
         for job in JOBS[:2]:
             engine.add(job.prompt, job.params)
         for _ in range(4):  # until all rows decode and have decoded once

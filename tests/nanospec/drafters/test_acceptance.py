@@ -63,9 +63,9 @@ def test_greedy_and_exact_rows_are_unaffected_by_other_rules(
     mixed = [job for group in itertools.zip_longest(marked, greedy, others) for job in group if job]
     requests = run(engine, mixed)
     unmarked = [Job(j.prompt, SamplingParams(**{**vars(j.params), "acceptance": None})) for j in mixed]
-    for job, request, wanted in zip(mixed, requests, run_alone(model, unmarked), strict=True):
+    for job, request, expected in zip(mixed, requests, run_alone(model, unmarked), strict=True):
         if job not in others:
-            assert_same(outcome(request), wanted)
+            assert_same(outcome(request), expected)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "typical"])

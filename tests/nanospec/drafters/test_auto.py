@@ -65,11 +65,11 @@ def test_failing_drafts_are_dropped(model: Model, eager: bool) -> None:
 def test_policy_receives_context_length_and_waiting_flag(model: Model) -> None:
     """Steps without drafts are not observed."""
     engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=False)
-    asked: list[tuple[int, bool]] = []
+    calls: list[tuple[int, bool]] = []
 
     class Spy(Policy):
         def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
-            asked.append((context, waiting))
+            calls.append((context, waiting))
             return 0, 0
 
         def observe(self, row: int, report: RowReport) -> None:
@@ -77,5 +77,5 @@ def test_policy_receives_context_length_and_waiting_flag(model: Model) -> None:
 
     engine.policy = Spy()
     run(engine, [Job([1] * n, SamplingParams(temperature=0, max_tokens=2)) for n in (3, 20, 5)])
-    assert asked[0] == (23, True)
-    assert not asked[-1][1]
+    assert calls[0] == (23, True)
+    assert not calls[-1][1]

@@ -28,7 +28,7 @@ from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
 VOCAB = 64
-WAYS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "ngram-tree": {"method": "ngram", "tree_width": 3},
     "draft": {"method": "draft"},
     "medusa": {"method": "medusa"},
@@ -51,37 +51,37 @@ def parts(model: Model) -> dict[str, Any]:
     return {"draft_model": tiny_model(num_layers=1), "heads": random_heads(model, 3, vocab=50)}
 
 
-def engine_of(model: Model, parts: dict[str, Any], way: str, k: Any = 5, **options: Any) -> Any:
-    spec = WAYS[way]
+def engine_of(model: Model, parts: dict[str, Any], setup: str, k: Any = 5, **options: Any) -> Any:
+    spec = SETUPS[setup]
     needed = {"draft": "draft_model", "medusa": "heads"}
     given = {needed[m]: parts[needed[m]] for m in spec["method"].split("+") if m in needed}
     return make_engine(model, k, spec=spec, **given, **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setup", SETUPS)
 def test_output_matches_decoding_without_speculation(
-    model: Model, parts: dict[str, Any], way: str, mode: str
+    model: Model, parts: dict[str, Any], setup: str, mode: str
 ) -> None:
     """Greedy and seeded sampling, penalties, logprobs, prefix hits, chunks and preemption."""
     accepted = preempted = 0
     for seed in range(3):
         jobs = random_jobs(random.Random(seed), VOCAB, 7)
         engine = engine_of(
-            model, parts, way, (9, 5, 2)[seed], num_blocks=9, max_num_batched_tokens=32, max_num_seqs=4,
+            model, parts, setup, (9, 5, 2)[seed], num_blocks=9, max_num_batched_tokens=32, max_num_seqs=4,
             **MODES[mode],
         )  # fmt: skip
-        run_and_compare(engine, model, jobs, (way, mode, seed))
+        run_and_compare(engine, model, jobs, (setup, mode, seed))
         accepted += engine.metrics.spec.num_accepted
         preempted += engine.metrics.num_preemptions
     assert min(accepted, preempted) > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_automatic_k_does_not_change_output(model: Model, parts: dict[str, Any], way: str) -> None:
+@pytest.mark.parametrize("setup", SETUPS)
+def test_automatic_k_does_not_change_output(model: Model, parts: dict[str, Any], setup: str) -> None:
     jobs = random_jobs(random.Random(2), VOCAB, 7)
-    engine = engine_of(model, parts, way, "auto", max_num_seqs=3)
-    run_and_compare(engine, model, jobs, way)
+    engine = engine_of(model, parts, setup, "auto", max_num_seqs=3)
+    run_and_compare(engine, model, jobs, setup)
 
 
 def plain_jobs(seed: int, count: int, **params: Any) -> list[Job]:
@@ -114,7 +114,7 @@ def test_draft_model_equal_to_target_is_always_accepted(cap: float, mode: str, t
     """Also after preemption, prefix hits, chunked prompts and full acceptance: its cache is never stale."""
     model = tiny_model(logit_softcap=cap or None)
     engine = make_engine(
-        model, 4, spec=WAYS["draft"], draft_model=model, num_blocks=11, max_num_seqs=3,
+        model, 4, spec=SETUPS["draft"], draft_model=model, num_blocks=11, max_num_seqs=3,
         max_num_batched_tokens=32, **MODES[mode],
     )  # fmt: skip
     for seed in range(2):  # the second run uses the prefix cache
@@ -132,9 +132,9 @@ def test_draft_model_equal_to_target_is_always_accepted(cap: float, mode: str, t
 
 def test_draft_model_catches_up_with_other_steps(model: Model) -> None:
     """Its cache falls behind in steps without drafts and in steps with n-gram drafts."""
-    engine = make_engine(model, 4, spec=WAYS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
+    engine = make_engine(model, 4, spec=SETUPS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
     choose, rng = engine.policy.choose, random.Random(0)
-    engine.policy.choose = lambda *asked: choose(*asked) if rng.random() < 0.4 else (4, 0)  # type: ignore
+    engine.policy.choose = lambda *args: choose(*args) if rng.random() < 0.4 else (4, 0)  # type: ignore
     run_and_compare(engine, model, plain_jobs(2, 9, temperature=0.7))
     by = engine.metrics.spec.by_drafter
     assert by["draft"][1] == by["draft"][2] > 30
@@ -143,7 +143,7 @@ def test_draft_model_catches_up_with_other_steps(model: Model) -> None:
 
 def test_draft_model_computes_prompt_cached_without_it(model: Model) -> None:
     """Even though it had filled all the second prompt's blocks for an earlier request."""
-    engine = make_engine(model, 4, spec=WAYS["draft"], draft_model=model, num_blocks=8)
+    engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, num_blocks=8)
     prompts = [random.Random(seed).choices(range(VOCAB), k=40) for seed in (3, 4)]
     run(engine, [Job(list(range(VOCAB)), SamplingParams(temperature=0, max_tokens=60))])
     before = engine.metrics.spec.num_drafted
@@ -160,7 +160,7 @@ def test_draft_model_computes_prompt_cached_without_it(model: Model) -> None:
 def test_draft_vocabulary_of_another_padded_size(model: Model) -> None:
     for size in (60, 70):
         draft = tiny_model(vocab_size=size)
-        engine = make_engine(model, 3, spec=WAYS["draft"], draft_model=draft)
+        engine = make_engine(model, 3, spec=SETUPS["draft"], draft_model=draft)
         jobs = random_jobs(random.Random(size), 60, 3)
         run_and_compare(engine, model, jobs)
         assert engine.metrics.spec.num_drafted > 0
@@ -168,14 +168,14 @@ def test_draft_vocabulary_of_another_padded_size(model: Model) -> None:
 
 def test_draft_and_target_caches_share_block_count(model: Model) -> None:
     draft = tiny_model(num_layers=1)
-    engine = make_engine(model, 4, spec=WAYS["draft"], draft_model=draft, num_blocks=20)
+    engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=draft, num_blocks=20)
     assert engine.scheduler.pool.num_blocks == 20
     [drafter] = engine.worker.drafters
     assert drafter.kv.shape[3] == engine.worker.kv_cache.shape[3] == 20  # type: ignore[attr-defined]
     short = tiny_model(num_layers=1, max_position_embeddings=100)
     with pytest.raises(ValueError, match="draft model's limit of 100"):
-        make_engine(model, 4, spec=WAYS["draft"], draft_model=short, max_model_len=128)
-    fitted = make_engine(model, 4, spec=WAYS["draft"], draft_model=short, max_model_len=None)
+        make_engine(model, 4, spec=SETUPS["draft"], draft_model=short, max_model_len=128)
+    fitted = make_engine(model, 4, spec=SETUPS["draft"], draft_model=short, max_model_len=None)
     assert fitted.max_model_len == 100
 
 
@@ -206,7 +206,7 @@ def test_perfect_heads_are_always_accepted(mode: str, width: int) -> None:
 def test_perfect_heads_for_every_row_of_a_batch() -> None:
     """Also for rows after the first: kernels and C++ index drafts by K, not by the number of drafts."""
     known = cycle_model()
-    engine = make_engine(known, 6, spec=WAYS["medusa"], heads=cycle_heads(known, 3), max_num_seqs=3)
+    engine = make_engine(known, 6, spec=SETUPS["medusa"], heads=cycle_heads(known, 3), max_num_seqs=3)
     jobs = [Job(cycle(i, 6), SamplingParams(temperature=0, max_tokens=41)) for i in range(3)]
     steps = [request.stats.num_steps for request in run(engine, jobs)]
     assert max(steps) <= min(steps) + 2 <= 15
@@ -225,12 +225,12 @@ def test_heads_use_target_noise(model: Model, width: int) -> None:
     table.temperature[:] = torch.tensor([0.0, 1.0, 2.5])
     table.max_len[2] = 12  # at most two drafts fit
     assert drafter.propose(table, rows, 3).num_drafts.tolist() == [3, 3, 2]
-    found, logits = drafter._candidates(table, rows), heads.logits(drafter.hidden[:3]).float()
+    result, logits = drafter._candidates(table, rows), heads.logits(drafter.hidden[:3]).float()
     for b, i in product(range(3), range(3)):
         few = logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1]
         luck = noise.naive(-(2**40) - 3, 9 + i, heads.token_map.int())
         drawn = (logits[b, i] - table.temperature[b] * luck).masked_fill(few, -1e9).topk(width).indices
-        assert found[b, i].tolist() == heads.token_map[drawn].tolist()
+        assert result[b, i].tolist() == heads.token_map[drawn].tolist()
 
 
 def medusa_of(model: Model, width: int) -> tuple[MedusaDrafter, Table]:
@@ -262,11 +262,11 @@ def test_tree_width_per_request(model: Model) -> None:
     drafter, table = medusa_of(model, 3)
     table.width[:] = torch.tensor([1, 2, 9])
     drafter.ready.fill_(True)
-    found = drafter.propose(table, torch.arange(3, dtype=torch.int32), 8)
-    assert found.parents is not None
-    assert found.num_drafts.tolist() == [3, 8, 8]
-    assert found.parents[0, :3].tolist() == [0, 1, 2]
-    assert [found.parents[b].tolist().count(0) for b in (1, 2)] == [2, 3]
+    result = drafter.propose(table, torch.arange(3, dtype=torch.int32), 8)
+    assert result.parents is not None
+    assert result.num_drafts.tolist() == [3, 8, 8]
+    assert result.parents[0, :3].tolist() == [0, 1, 2]
+    assert [result.parents[b].tolist().count(0) for b in (1, 2)] == [2, 3]
 
 
 def test_tree_accepts_continuation_that_chain_misses(model: Model) -> None:
@@ -329,7 +329,7 @@ def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_draft_model_is_not_run_while_lookup_matches(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(cycle_model(), 5, spec=WAYS["ngram+draft"], draft_model=cycle_model())
+    engine = make_engine(cycle_model(), 5, spec=SETUPS["ngram+draft"], draft_model=cycle_model())
     sizes = draft_prefills(engine, monkeypatch)
     [request] = run(engine, [Job(cycle(0, 40), SamplingParams(temperature=0, max_tokens=60))])
     assert request.stats.by_drafter.keys() == {"ngram"}
@@ -337,7 +337,9 @@ def test_draft_model_is_not_run_while_lookup_matches(model: Model, monkeypatch: 
 
 
 def test_draft_model_that_does_not_pay_is_rarely_run(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(model, "auto", spec=WAYS["draft"], draft_model=tiny_model(seed=9), max_model_len=400)
+    engine = make_engine(
+        model, "auto", spec=SETUPS["draft"], draft_model=tiny_model(seed=9), max_model_len=400
+    )
     engine.policy.costs = StepCosts(packed={1: 10.0, 64: 40.0}, propose=lambda rows, passes: 5.0 * passes)
     sizes = draft_prefills(engine, monkeypatch)
     [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=1, seed=1, max_tokens=300))])
@@ -348,7 +350,7 @@ def test_draft_model_that_does_not_pay_is_rarely_run(model: Model, monkeypatch: 
 @pytest.mark.parametrize("lag", [False, True])
 def test_fully_cached_prompt_drafts_in_first_step(model: Model, lag: bool) -> None:
     engine = make_engine(
-        model, 4, spec=WAYS["draft"], draft_model=model, async_scheduling=lag, enforce_eager=not lag
+        model, 4, spec=SETUPS["draft"], draft_model=model, async_scheduling=lag, enforce_eager=not lag
     )
     job = Job(list(range(33)), SamplingParams(temperature=0, max_tokens=20))
     for _ in range(2):
@@ -361,7 +363,7 @@ def test_fully_cached_prompt_drafts_in_first_step(model: Model, lag: bool) -> No
 @pytest.mark.parametrize("mode", MODES)
 def test_draft_model_catches_up_in_chunks(model: Model, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"max_num_batched_tokens": 32, "max_model_len": 256, **MODES[mode]}
-    engine = make_engine(model, 4, spec=WAYS["draft"], draft_model=model, **options)
+    engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options)
     rng = random.Random(0)
     prompts = [rng.choices(range(VOCAB), k=150) for _ in range(3)]
     plain, spec = (SamplingParams(temperature=0, max_tokens=40, num_speculative_tokens=k) for k in (0, None))
@@ -383,15 +385,15 @@ def test_tree_width_is_limited_by_head_vocabulary(model: Model) -> None:
 
 
 @pytest.mark.parametrize("backend", ["naive", "auto"])
-@pytest.mark.parametrize("way", ["ngram-tree", "medusa-tree"])
-def test_trees_larger_than_sliding_window(way: str, backend: Any) -> None:
+@pytest.mark.parametrize("setup", ["ngram-tree", "medusa-tree"])
+def test_trees_larger_than_sliding_window(setup: str, backend: Any) -> None:
     """The window holds the last positions of a node's path, wherever those are stored."""
     windowed = tiny_model(windows=(None, 4))
     parts = {"heads": random_heads(windowed, 3, vocab=50)}
     jobs = random_jobs(random.Random(4), VOCAB, 5)
     with launch.forced(backend):
-        engine = engine_of(windowed, parts, way, 12, max_num_seqs=4)
-        run_and_compare(engine, windowed, jobs, way)
+        engine = engine_of(windowed, parts, setup, 12, max_num_seqs=4)
+        run_and_compare(engine, windowed, jobs, setup)
     assert engine.metrics.spec.num_accepted > 0
 
 
@@ -399,11 +401,11 @@ def test_draft_model_catches_up_with_triton_without_capture() -> None:
     with launch.forced("triton"):
         target = tiny_model(num_layers=1)
         engine = make_engine(
-            target, 2, spec=WAYS["draft"], draft_model=target, enforce_eager=True, max_num_seqs=1,
+            target, 2, spec=SETUPS["draft"], draft_model=target, enforce_eager=True, max_num_seqs=1,
             max_model_len=48,
         )  # fmt: skip
         choose, steps = engine.policy.choose, iter([(2, 0)] * 5)
-        engine.policy.choose = lambda *asked: next(steps, choose(*asked))  # type: ignore
+        engine.policy.choose = lambda *args: next(steps, choose(*args))  # type: ignore
         [request] = run(engine, [Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=12))])
     assert request.stats.num_drafted == request.stats.num_accepted > 0
 
@@ -411,7 +413,7 @@ def test_draft_model_catches_up_with_triton_without_capture() -> None:
 def test_draft_model_does_not_recompute_with_lag(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """With lag the host knows less than the device; where it may wait, it reads the device's state."""
     engine = make_engine(
-        model, 4, spec=WAYS["draft"], draft_model=model, async_scheduling=True, enforce_eager=True
+        model, 4, spec=SETUPS["draft"], draft_model=model, async_scheduling=True, enforce_eager=True
     )
     sizes = draft_prefills(engine, monkeypatch)
     run(engine, [Job(list(range(20)), SamplingParams(temperature=0, max_tokens=30))])

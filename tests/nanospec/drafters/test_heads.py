@@ -41,32 +41,32 @@ def tensors(
 ) -> dict[str, Tensor]:
     """Return random heads in the published layout; the heads in `own` have their own projections."""
     generator = torch.Generator().manual_seed(5)
-    found = {}
+    result = {}
     for head in range(num_heads):
         for layer in range(num_layers):
-            found[f"{head}.{layer}.linear.weight"] = torch.randn(H, H, generator=generator) / H**0.5
-            found[f"{head}.{layer}.linear.bias"] = torch.randn(H, generator=generator)
+            result[f"{head}.{layer}.linear.weight"] = torch.randn(H, H, generator=generator) / H**0.5
+            result[f"{head}.{layer}.linear.bias"] = torch.randn(H, generator=generator)
         if head in own:
-            found[f"{head}.{num_layers}.weight"] = torch.randn(rows, H, generator=generator)
-    return found
+            result[f"{head}.{num_layers}.weight"] = torch.randn(rows, H, generator=generator)
+    return result
 
 
 def states(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(count, H, generator=torch.Generator().manual_seed(7)).to(dtype)
 
 
-def reference(found: dict[str, Tensor], hidden: Tensor, lm_head: Tensor) -> Tensor:
+def reference(result: dict[str, Tensor], hidden: Tensor, lm_head: Tensor) -> Tensor:
     """Compute the published formula head by head; heads without a projection use the lm_head's rows."""
-    num_heads = 1 + max(int(name.split(".")[0]) for name in found if name != "token_map")
-    if "token_map" in found:
-        lm_head = lm_head[found["token_map"].long()]
+    num_heads = 1 + max(int(name.split(".")[0]) for name in result if name != "token_map")
+    if "token_map" in result:
+        lm_head = lm_head[result["token_map"].long()]
     results = []
     for head in range(num_heads):
         x, layer = hidden.double(), 0
-        while f"{head}.{layer}.linear.weight" in found:
-            weight, bias = (found[f"{head}.{layer}.linear.{part}"].double() for part in ("weight", "bias"))
+        while f"{head}.{layer}.linear.weight" in result:
+            weight, bias = (result[f"{head}.{layer}.linear.{part}"].double() for part in ("weight", "bias"))
             x, layer = x + F.silu(F.linear(x, weight, bias)), layer + 1
-        results.append(F.linear(x, found.get(f"{head}.{layer}.weight", lm_head).double()))
+        results.append(F.linear(x, result.get(f"{head}.{layer}.weight", lm_head).double()))
     return torch.stack(results, 1)
 
 
@@ -91,13 +91,13 @@ def test_logits_match_reference(tmp_path: Path, tied: bool, dtype: torch.dtype) 
     for layout, stored in LAYOUTS.items():
         save_file(stored, tmp_path / "heads.safetensors")
         heads = Heads.load(tmp_path / "heads.safetensors", model)
-        found = {name.removeprefix("medusa_head."): tensor for name, tensor in stored.items()}
+        result = {name.removeprefix("medusa_head."): tensor for name, tensor in stored.items()}
         for count in (0, 1, 63):
             hidden = states(count, dtype)
             actual = heads.logits(hidden)
             assert actual.dtype == dtype
             assert actual.shape[1] == heads.num_heads
-            assert_close(actual, reference(found, hidden, lm_head), TOLERANCE[dtype], layout)
+            assert_close(actual, reference(result, hidden, lm_head), TOLERANCE[dtype], layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -112,9 +112,9 @@ def test_tokens_maps_indices_to_token_ids(vocab: int | None) -> None:
     heads = random_heads(target()[0], 4, vocab, seed=1)
     scores = torch.full((9, 4, V), -torch.inf)
     scores[..., torch.arange(V) if heads.token_map is None else heads.token_map] = heads.logits(states(9))
-    found = heads.tokens(heads.logits(states(9)).topk(10).indices)
-    assert found.dtype == torch.int32
-    assert torch.equal(found.long(), scores.topk(10).indices)
+    result = heads.tokens(heads.logits(states(9)).topk(10).indices)
+    assert result.dtype == torch.int32
+    assert torch.equal(result.long(), scores.topk(10).indices)
 
 
 @pytest.mark.parametrize("layout", ["shared-map", "published-2-blocks"])
@@ -128,23 +128,23 @@ def test_triton_matches_reference(tmp_path: Path, layout: str) -> None:
 
 
 def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
-    return lambda found: found.update({name: tensor})
+    return lambda result: result.update({name: tensor})
 
 
 ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "no heads": (lambda found: found.clear(), "is not a file of Medusa heads: .* .found no tensors"),
+    "no heads": (lambda result: result.clear(), "is not a file of Medusa heads: .* .found no tensors"),
     "hidden size": (
         put("1.0.linear.weight", torch.zeros(48, 48)),
         r"hidden size 32, 64 tokens.*wrong shape: 1.0.linear.weight \[48, 48\] instead of \[32, 32\]",
     ),
     "vocabulary": (put("0.1.weight", torch.zeros(99, H)), r"0.1.weight \[99, 32\] instead of \[64, 32\]"),
     "a projection that does not fit the map": (
-        lambda found: found.update({"0.1.weight": torch.zeros(V, H), "token_map": MAP}),
+        lambda result: result.update({"0.1.weight": torch.zeros(V, H), "token_map": MAP}),
         r"7 tokens.*0.1.weight \[64, 32\] instead of \[7, 32\]",
     ),
-    "bias missing": (lambda found: found.pop("2.0.linear.bias"), "1 tensor.s. missing: 2.0.linear.bias"),
+    "bias missing": (lambda result: result.pop("2.0.linear.bias"), "1 tensor.s. missing: 2.0.linear.bias"),
     "head missing": (
-        lambda found: [found.pop(f"1.0.linear.{part}") for part in ("weight", "bias")],
+        lambda result: [result.pop(f"1.0.linear.{part}") for part in ("weight", "bias")],
         "2 tensor.s. missing: 1.0.linear.bias, 1.0.linear.weight",
     ),
     "a gap of many": (put("99.0.linear.bias", torch.zeros(H)), "missing: 10.0.linear.bias, .* more"),
@@ -165,9 +165,9 @@ ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 @pytest.mark.parametrize("what", ERRORS)
 def test_invalid_heads_are_rejected(tmp_path: Path, what: str) -> None:
     change, sentence = ERRORS[what]
-    found = tensors()
-    change(found)
-    save_file(found, tmp_path / "heads.safetensors")
+    result = tensors()
+    change(result)
+    save_file(result, tmp_path / "heads.safetensors")
     with pytest.raises(ValueError, match=sentence):
         Heads.load(tmp_path / "heads.safetensors", target()[0])
 

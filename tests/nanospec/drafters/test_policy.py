@@ -73,14 +73,14 @@ def cut(policy: Policy, drafts: Sequence[int], match: int = 3, waiting: bool = T
 def run(policy: AutoPolicy, chances: Sequence[float], steps: int, waiting: bool = True) -> list[list[int]]:
     """Run packed steps of rows offered 8 drafts each, accepted with the given probabilities, and return
     the drafts taken."""
-    rng, found = random.Random(0), []
+    rng, result = random.Random(0), []
     for _ in range(steps):
         taken = cut(policy, [8] * len(chances), waiting=waiting)
         for row, n in enumerate(taken):
             accepted = next((i for i in range(n) if rng.random() >= chances[row]), n)
             policy.observe(row, report(n, accepted))
-        found.append(taken)
-    return found
+        result.append(taken)
+    return result
 
 
 @example(ms=[1.0] * 6 + [2.0], context=0)
@@ -252,10 +252,10 @@ def test_limits_missing_ks_and_new_requests() -> None:
     st.booleans(),
 )
 def test_cut_never_exceeds_offers(
-    asked: list[tuple[int, int]], ms: list[float], seed: int, waiting: bool
+    counts: list[tuple[int, int]], ms: list[float], seed: int, waiting: bool
 ) -> None:
     policy, rng = packed(ms), random.Random(seed)
-    offers = [Offer(row, NGRAM if n else NO_DRAFTER, n, m if n else 0) for row, (n, m) in enumerate(asked)]
+    offers = [Offer(row, NGRAM if n else NO_DRAFTER, n, m if n else 0) for row, (n, m) in enumerate(counts)]
     for _ in range(6):
         choose(policy, len(offers), waiting=waiting)
         taken = policy.cut(offers)
@@ -368,14 +368,14 @@ def model_policy(pass_ms: float) -> AutoPolicy:
 
 def drafted_steps(policy: AutoPolicy, B: int, right: bool, steps: int) -> list[int]:
     """Return the drafts verified per step, for a draft model that is always right or always wrong."""
-    found = []
+    result = []
     for _ in range(steps):
         k = choose(policy, B, 8)
         drafts = policy.cut([Offer(row, MODEL if k else NO_DRAFTER, k, 0) for row in range(B)])
         for row, n in enumerate(drafts):
             policy.observe(row, report(n, n if right else 0, MODEL, match=0))
-        found.append(sum(drafts))
-    return found
+        result.append(sum(drafts))
+    return result
 
 
 @pytest.mark.parametrize("B", [1, 8])

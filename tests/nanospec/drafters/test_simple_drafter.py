@@ -60,11 +60,11 @@ class Learner(SimpleDrafter):
         assert k >= 1
         self.notes["seen"] = tokens.copy()
         self.after.update(pairwise(tokens))
-        found = [tokens[-1]]
-        while len(found) <= k and found[-1] in self.after:
-            found.append(self.after[found[-1]])
+        result = [tokens[-1]]
+        while len(result) <= k and result[-1] in self.after:
+            result.append(self.after[result[-1]])
         tokens[-1] = -1  # the list is a copy
-        return found[1:]
+        return result[1:]
 
 
 class Says(SimpleDrafter):
@@ -114,8 +114,8 @@ def test_arbitrary_drafts_do_not_change_output(
 @pytest.mark.parametrize("mode", MODES)
 def test_device_drafter_object(model: Model, mode: str) -> None:
     jobs = random_jobs(random.Random(mode), 64, 6)
-    ways: list[Drafters] = [Echo(), ["ngram", Echo()], [Echo(), "ngram"]]
-    for drafter in ways:
+    choices: list[Drafters] = [Echo(), ["ngram", Echo()], [Echo(), "ngram"]]
+    for drafter in choices:
         engine = make_engine(model, 4, drafter=drafter, **MODES[mode])
         run_and_compare(engine, model, jobs)
         assert engine.metrics.spec.by_drafter["Echo"][1] > 0
@@ -211,18 +211,18 @@ def test_drafts_without_drafter_index_count_for_their_drafter(mode: str) -> None
             drafts = (last[:, None] + torch.arange(1, k + 1)) % table.vocab_size
             return make_proposal(drafts, torch.zeros_like(rows))._replace(num_drafts=room(table, rows, k))
 
-    ways: list[Drafters] = [Late(), [Late(), "ngram"], ["ngram", Late()]]
-    for drafter in ways:
+    choices: list[Drafters] = [Late(), [Late(), "ngram"], ["ngram", Late()]]
+    for drafter in choices:
         [request] = run(make_engine(cycle_model(), 4, drafter=drafter, **MODES[mode]), [JOB])
         assert request.stats.by_drafter == {"Late": [4, 16, 16]}
 
 
 def test_make_proposal_dtypes() -> None:
     drafts = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32)
-    found = make_proposal(drafts, torch.tensor([2, 0], dtype=torch.int32))
-    assert found.source.tolist() == [[-2, -2], [-2, -2]]  # without drafts it says nothing
-    assert found.drafter.tolist() == [0, -1]
-    assert all(part.dtype == torch.int32 for part in found[:5])
+    result = make_proposal(drafts, torch.tensor([2, 0], dtype=torch.int32))
+    assert result.source.tolist() == [[-2, -2], [-2, -2]]  # without drafts it says nothing
+    assert result.drafter.tolist() == [0, -1]
+    assert all(part.dtype == torch.int32 for part in result[:5])
 
 
 def test_correct_drafts_are_accepted() -> None:
@@ -274,10 +274,10 @@ def test_invalid_drafts_are_reported(answer: Any, error: type[Exception], what: 
 
 
 def test_draft_is_called_for_usable_drafts_only() -> None:
-    asked: list[tuple[int, int, int]] = []
+    arguments: list[tuple[int, int, int]] = []
 
     def answer(tokens: list[int], k: int) -> list[int]:
-        asked.append((tokens[0], len(tokens), k))
+        arguments.append((tokens[0], len(tokens), k))
         return cycle(tokens[-1] + 1, k)
 
     drafter = Says(answer)
@@ -285,7 +285,7 @@ def test_draft_is_called_for_usable_drafts_only() -> None:
     never = SamplingParams(max_tokens=9, num_speculative_tokens=0)
     run(engine, [JOB, Job([5], never), Job([9], SamplingParams(temperature=0, max_tokens=3))])
     # A step also emits the target's own token, so fewer drafts fit at the end.
-    assert asked == [(1, 3, 6), (1, 10, 6), (1, 17, 5), (9, 1, 2)]
+    assert arguments == [(1, 3, 6), (1, 10, 6), (1, 17, 5), (9, 1, 2)]
     drafter.max_drafts = 2
     assert make_engine(cycle_model(), 6, drafter=drafter).worker.max_k == 2
 

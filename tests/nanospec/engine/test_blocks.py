@@ -89,13 +89,13 @@ class PoolMachine(RuleBasedStateMachine):
         return set(self.pool.free)
 
     def expected_match(self, text: list[int]) -> list[int]:
-        found = []
+        result = []
         for i in range(len(text) // SIZE):
             block = next((b for b, t in self.contents.items() if t == text[: (i + 1) * SIZE]), None)
             if block is None:
                 break
-            found.append(block)
-        return found
+            result.append(block)
+        return result
 
     @invariant()
     def references_match_holders(self) -> None:

@@ -356,8 +356,8 @@ def test_blocks_of_a_nan_request_are_not_cached(monkeypatch: pytest.MonkeyPatch)
     assert_same(outcome(again), wanted)
 
 
-@pytest.mark.parametrize("way", ["abort", "preempt"])
-def test_nan_in_released_blocks_is_harmless(way: str) -> None:
+@pytest.mark.parametrize("event", ["abort", "preempt"])
+def test_nan_in_released_blocks_is_harmless(event: str) -> None:
     model = tiny_model(vocab_size=24)
     jobs = [Job([i, 7, i, 7, i], SamplingParams(temperature=0, max_tokens=40)) for i in range(4)]
     expected = run_alone(model, jobs, max_model_len=64)
@@ -368,7 +368,7 @@ def test_nan_in_released_blocks_is_harmless(way: str) -> None:
     engine.step()
     engine.step()
     model.embedding = embedding
-    if way == "preempt":
+    if event == "preempt":
         engine.scheduler._preempt(sick, type(engine.scheduler.schedule())())
     engine.abort(sick)
     for request, wanted in zip(run(engine, jobs), expected, strict=True):

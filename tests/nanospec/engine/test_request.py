@@ -29,9 +29,9 @@ def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def request_for(tokenizer: Tokenizer | None, **params: object) -> Request:
-    asked = SamplingParams(**params)  # type: ignore[arg-type]
-    output = OutputText(tokenizer, asked.stop, asked.min_tokens)
-    return Request(id="a", prompt_ids=[5], params=asked, seed=0, max_len=99, output=output)
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    output = OutputText(tokenizer, sampling.stop, sampling.min_tokens)
+    return Request(id="a", prompt_ids=[5], params=sampling, seed=0, max_len=99, output=output)
 
 
 def step(tokens: list[int], finished: int = RUNNING, accepted: int = 0, source: int = -1) -> RowReport:
@@ -51,12 +51,12 @@ def test_stop_string_in_flushed_text_is_cut(bytes_only: Tokenizer, ends: str, re
     assert "".join(piece.text for piece in request.new_pieces()) == "ü-"
 
 
-@pytest.mark.parametrize(("stop", "text", "found"), [(["b", "z"], "aa", "b"), ("a", "", "a")])
-def test_first_stop_string_ends_text(bytes_only: Tokenizer, stop: Any, text: str, found: str) -> None:
+@pytest.mark.parametrize(("stop", "text", "result"), [(["b", "z"], "aa", "b"), ("a", "", "a")])
+def test_first_stop_string_ends_text(bytes_only: Tokenizer, stop: Any, text: str, result: str) -> None:
     vocab = bytes_only.backend.get_vocab()
     request = request_for(bytes_only, stop=stop)
     assert request.append(step([vocab[piece] for piece in "aab"])) == len(request.output_ids)
-    assert (request.text, request.stop_reason, request.finish_reason) == (text, found, "stop")
+    assert (request.text, request.stop_reason, request.finish_reason) == (text, result, "stop")
     assert "".join(request.output.token_texts) == text
 
 
@@ -158,12 +158,12 @@ def test_logprobs_as_dict() -> None:
 def test_check_request(prompt: int, stops: int, params: dict[str, Any], sentence: str | None) -> None:
     tokenizer = Mock(eos_token_ids=range(stops)) if stops else None
     limits = Limits(EngineConfig(), 4, 8, tokenizer)
-    asked = [0] * prompt, SamplingParams(**params), limits
+    arguments = [0] * prompt, SamplingParams(**params), limits
     if sentence is None:
-        check_request(*asked)
+        check_request(*arguments)
     else:
         with pytest.raises(ValueError, match=sentence):
-            check_request(*asked)
+            check_request(*arguments)
 
 
 @pytest.mark.parametrize("bad", [True, False, 1.0, "1", 9, -1])

@@ -328,8 +328,8 @@ def test_forked_process_has_its_own_threads(window_model: Model) -> None:
             right = torch.equal(childs.step({0: ids})[0], expected)
             os._exit(0 if right and len(os.listdir("/proc/self/task")) == 3 else 1)
         for _ in range(600):
-            found, status = os.waitpid(child, os.WNOHANG)
-            if found:
+            result, status = os.waitpid(child, os.WNOHANG)
+            if result:
                 break
             time.sleep(0.1)
         else:

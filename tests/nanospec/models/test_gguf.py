@@ -23,10 +23,10 @@ from tests.gguf_file import VOCAB, write_gguf
 def test_tensors_are_unchanged(tmp_path: Path, architecture: str, tied: bool) -> None:
     weights = write_gguf(tmp_path / "m.gguf", architecture, tied)
     convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
-    found = load_file(tmp_path / "m" / "model.safetensors")
-    assert found.keys() == weights.keys()
+    result = load_file(tmp_path / "m" / "model.safetensors")
+    assert result.keys() == weights.keys()
     for name, values in weights.items():
-        assert np.array_equal(found[name].numpy(), values), name
+        assert np.array_equal(result[name].numpy(), values), name
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["tie_word_embeddings"] is tied
     assert (config["rope_theta"], config["rms_norm_eps"], config["head_dim"]) == (5000.0, 1e-5, 8)

@@ -55,5 +55,5 @@ def test_next_token_matches_transformers(llm: LLM, folder: Path) -> None:
         expected = reference(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
     [output] = llm.generate([ids], SamplingParams(temperature=0, max_tokens=1, logprobs=3))
     assert output.token_ids[0] == int(expected.argmax())
-    for token, found in output.logprobs[0].items():
-        assert abs(found.logprob - float(expected[token])) < 0.15, llm.tokenizer.decode([token])
+    for token, result in output.logprobs[0].items():
+        assert abs(result.logprob - float(expected[token])) < 0.15, llm.tokenizer.decode([token])

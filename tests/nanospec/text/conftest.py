@@ -79,6 +79,6 @@ def default(smollm2: Path) -> Tokenizer:
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Tokenizer:
     """Each of the tokenizers in turn."""
     if request.param == "smollm2":
-        found: Tokenizer = request.getfixturevalue("default")
-        return found
+        result: Tokenizer = request.getfixturevalue("default")
+        return result
     return Tokenizer(save(KINDS[request.param](), tmp_path_factory.mktemp(request.param)))

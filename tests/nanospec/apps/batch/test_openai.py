@@ -60,8 +60,8 @@ def test_request_fields_are_parsed(tmp_path: Path) -> None:
     )  # fmt: skip
     without = completions(prompt=[1, 2])
     del without["custom_id"]
-    found = tasks_of_lines(tmp_path, completions(prompt=["x"], logprobs=3), without, without)[:2]
-    assert [(task.prompt, task.params.logprobs) for task in found] == [("x", 3), ([1, 2], None)]
+    result = tasks_of_lines(tmp_path, completions(prompt=["x"], logprobs=3), without, without)[:2]
+    assert [(task.prompt, task.params.logprobs) for task in result] == [("x", 3), ([1, 2], None)]
 
 
 @pytest.mark.parametrize(

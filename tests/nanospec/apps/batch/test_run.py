@@ -124,10 +124,10 @@ def test_large_file_without_results_is_rejected_early(tmp_path: Path) -> None:
 def test_system_message_applies_only_if_conversation_has_none(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
     lines = ({"prompt": "x"}, {"prompt": [1]}, {"messages": own[1:]}, {"messages": own})
-    found = tasks_of_lines(tmp_path, *lines, system="Be brief.")
-    said = [{"role": "system", "content": "Be brief."}, own[1]]
-    assert [task.messages for task in found] == [said, None, said, own]
-    assert [task.prompt for task in found] == [None, [1], None, None]
+    actual = tasks_of_lines(tmp_path, *lines, system="Be brief.")
+    expected = [{"role": "system", "content": "Be brief."}, own[1]]
+    assert [task.messages for task in actual] == [expected, None, expected, own]
+    assert [task.prompt for task in actual] == [None, [1], None, None]
 
 
 def test_key_depends_on_line_parameters_and_model(tmp_path: Path) -> None:

@@ -124,16 +124,16 @@ class Terminal:
     def wait(self, pattern: str, seconds: float = 60) -> str:
         """Read until `pattern` appears and return everything read."""
         os.set_blocking(self.master, False)
-        deadline, found = time.monotonic() + seconds, ""
-        while not re.search(pattern, found, re.DOTALL):
-            assert time.monotonic() < deadline, f"{pattern!r} is not in {found!r}"
+        deadline, result = time.monotonic() + seconds, ""
+        while not re.search(pattern, result, re.DOTALL):
+            assert time.monotonic() < deadline, f"{pattern!r} is not in {result!r}"
             try:
-                found += os.read(self.master, 1 << 16).decode(errors="replace")
+                result += os.read(self.master, 1 << 16).decode(errors="replace")
             except BlockingIOError:
                 time.sleep(0.01)
             except OSError:  # the process has ended
                 break
-        return found
+        return result
 
     def type(self, text: str) -> None:
         os.set_blocking(self.master, True)

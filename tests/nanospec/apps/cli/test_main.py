@@ -70,8 +70,8 @@ def results(path: Path) -> dict[int, dict[str, object]]:
 
 def test_prompt_with_and_without_speculation(run: Run) -> None:
     prompt = ("--prompt", "Repeat: one two three one two three one two")
-    asked = (*prompt, "--max-tokens", "24", "--json")
-    plain, spec = run(*asked, "--spec", "none"), run(*asked, "--num-speculative-tokens", "4")
+    arguments = (*prompt, "--max-tokens", "24", "--json")
+    plain, spec = run(*arguments, "--spec", "none"), run(*arguments, "--num-speculative-tokens", "4")
     assert plain[0] == spec[0] == 0, plain[2] + spec[2]
     before, after = json.loads(plain[1]), json.loads(spec[1])
     assert after["outputs"][0]["token_ids"] == before["outputs"][0]["token_ids"]
@@ -83,19 +83,19 @@ def test_prompt_with_and_without_speculation(run: Run) -> None:
 
 
 def test_prompt_from_stdin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ("--max-tokens", "3", "--json", "--prompt")
-    wanted = json.loads(run(*asked, "Count:\n1, 2")[1])["outputs"][0]["token_ids"]
+    arguments = ("--max-tokens", "3", "--json", "--prompt")
+    wanted = json.loads(run(*arguments, "Count:\n1, 2")[1])["outputs"][0]["token_ids"]
     given_status = ((b"Count:\n1, 2\n", 0), (b"\xef\xbb\xbfCount:\n1, 2\r\n", 0), (b"a\xff", 2))
     for given, status in given_status:
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(given)))
-        found = run(*asked, "-")
-        assert found[0] == status
+        result = run(*arguments, "-")
+        assert result[0] == status
         if status:
-            assert "standard input is not valid UTF-8 at byte 1." in found[2]
+            assert "standard input is not valid UTF-8 at byte 1." in result[2]
         else:
-            assert json.loads(found[1])["outputs"][0]["token_ids"] == wanted
+            assert json.loads(result[1])["outputs"][0]["token_ids"] == wanted
     monkeypatch.setattr("sys.stdin", None)
-    assert "standard input is closed." in run(*asked, "-")[2]
+    assert "standard input is closed." in run(*arguments, "-")[2]
     for closed in ("sys.stdout", "sys.stderr"):
         monkeypatch.setattr(closed, None)
     assert run("--max-tokens", "1", "--prompt", "x")[0] == 0
@@ -171,12 +171,12 @@ def test_batch_writes_all_results_and_resumes(tmp_path: Path, run: Run) -> None:
 
 def test_batch_on_stdin_and_stdout(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 4, "temperature": 0}
-    asked = [
+    requests = [
         {"prompt": "Say hi.", "max_tokens": 4},
         {"messages": body["messages"], "max_tokens": 4},
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body},
     ]
-    typed = "".join(json.dumps(line) + "\n" for line in asked)
+    typed = "".join(json.dumps(line) + "\n" for line in requests)
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(typed.encode())))
     with monkeypatch.context() as patch:
@@ -232,8 +232,8 @@ def test_options_become_settings() -> None:
     assert SamplingParams(**options.given(args, "SamplingParams")) == SamplingParams(
         stop=("a", "b"), top_k=3, ignore_eos=True, seed=7, stop_token_ids=(5, 6), logit_bias={3: 1}
     )
-    asked = {"enable_prefix_caching": False, "device": "cpu", "kv_cache_memory": 4 << 30}
-    assert options.given(args, "EngineConfig") == asked
+    expected = {"enable_prefix_caching": False, "device": "cpu", "kv_cache_memory": 4 << 30}
+    assert options.given(args, "EngineConfig") == expected
     plain = parser.parse(["--demo", "--max-tokens", "none"])
     assert (options.given(plain, "SpecConfig"), options.given(plain, "EngineConfig")) == ({}, {})
     assert options.given(plain, "SamplingParams") == {"max_tokens": None}

@@ -82,14 +82,14 @@ def run(tmp_path: Path, script: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_process_ends_without_traceback(tmp_path: Path, case: str) -> None:
-    script, wanted, said, left = CASES[case]
+    script, expected, message, left = CASES[case]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     try:
         status, errors = run(tmp_path, script)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert status == wanted, errors
-    assert errors.startswith(said)
+    assert status == expected, errors
+    assert errors.startswith(message)
     assert errors.count("\n") <= 1, errors
     assert len(list(tmp_path.iterdir())) == left
 

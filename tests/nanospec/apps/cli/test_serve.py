@@ -44,8 +44,8 @@ def test_port_in_use_and_unknown_host(folder: Path, capsys: pytest.CaptureFixtur
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", str(folder), "--port", port]) == 2
-        said = f"cannot listen on 127.0.0.1:{port}: Address already in use; change --host or --port."
-        assert said in capsys.readouterr().err
+        message = f"cannot listen on 127.0.0.1:{port}: Address already in use; change --host or --port."
+        assert message in capsys.readouterr().err
     assert main(["serve", "--model", str(folder), "--host", "no.such.host.invalid", "--port", "0"]) == 2
     assert "cannot listen on no.such.host.invalid:0: " in capsys.readouterr().err
 
@@ -95,16 +95,16 @@ def test_missing_dependency_is_named(
 
 
 def test_api_keys_from_environment(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    found: list[ServeConfig] = []
+    result: list[ServeConfig] = []
 
     def serve(args: object, config: ServeConfig, folder: Path) -> int:
-        found.append(config)
+        result.append(config)
         return 0
 
     monkeypatch.setattr(command, "_serve", serve)
     monkeypatch.setenv("NANOSPEC_API_KEY", "from-there-1,from-there-2")
     assert main(["serve", "--model", str(folder), "--api-key", "from-here-3"]) == 0
-    assert found[0].api_key == ("from-here-3", "from-there-1", "from-there-2")
+    assert result[0].api_key == ("from-here-3", "from-there-1", "from-there-2")
 
 
 def test_listen_on_ipv4_and_ipv6() -> None:

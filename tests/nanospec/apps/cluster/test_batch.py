@@ -50,24 +50,24 @@ def engine_of(folder: Path) -> LineEngine:
 
 
 def line(llm: LLM, number: int, prompt: str, **params: Any) -> Line:
-    asked = SamplingParams(**{"max_tokens": 40, "seed": number, **params})
-    return Task(number, asked, prompt, key=f"{number:016x}"), llm.tokenizer.encode(prompt), asked
+    sampling = SamplingParams(**{"max_tokens": 40, "seed": number, **params})
+    return Task(number, sampling, prompt, key=f"{number:016x}"), llm.tokenizer.encode(prompt), sampling
 
 
-def answers(engine: LineEngine, *asked: Line) -> list[Any]:
+def answers(engine: LineEngine, *lines: Line) -> list[Any]:
     async def run() -> list[Any]:
-        found = await asyncio.gather(*(engine.answer(*each) for each in asked), return_exceptions=True)
+        result = await asyncio.gather(*(engine.answer(*each) for each in lines), return_exceptions=True)
         await engine.loop.stop()
-        return found
+        return result
 
     return asyncio.run(run())
 
 
 def test_results_match_single_engine(folder: Path) -> None:
     llm = make(folder)
-    asked = [line(llm, i, after("abc"[: i % 4]), temperature=i % 2, n=1 + i % 3 // 2) for i in range(9)]
-    *found, refused = answers(engine_of(folder), *asked, line(llm, 9, "a" * 200))
-    for (task, ids, params), (written, tokens) in zip(asked, found, strict=True):
+    lines = [line(llm, i, after("abc"[: i % 4]), temperature=i % 2, n=1 + i % 3 // 2) for i in range(9)]
+    *result, refused = answers(engine_of(folder), *lines, line(llm, 9, "a" * 200))
+    for (task, ids, params), (written, tokens) in zip(lines, result, strict=True):
         [output] = llm.generate([ids], params)
         line_here = result_line(task, output, "alphabet", llm.tokenizer)
         assert written.split(b'"stats"')[0] == line_here.split(b'"stats"')[0]
@@ -152,9 +152,9 @@ def one_engine(folder: Path, where: Path, lines: Sequence[Mapping[str, Any]], be
 
 def texts(path: Path) -> dict[int, Any]:
     """Return the token ids by line, checking that each line appears once."""
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert len({each["index"] for each in found}) == len(found)
-    return {each["index"]: tuple(each["token_ids"]) for each in found}
+    result = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len({each["index"] for each in result}) == len(result)
+    return {each["index"]: tuple(each["token_ids"]) for each in result}
 
 
 @pytest.mark.parametrize(

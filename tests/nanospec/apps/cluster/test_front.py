@@ -54,24 +54,24 @@ def part(data: bytes, more: bool = False) -> dict[str, Any]:
 
 async def echo(scope: dict[str, Any], body: bytes, names: Sequence[bytes]) -> AsyncIterator[dict[str, Any]]:
     yield begin()
-    told = {"names": names, "path": scope["path"], "body": body, "headers": dict(scope["headers"])}
-    yield part(repr(told).encode())
+    received = {"names": names, "path": scope["path"], "body": body, "headers": dict(scope["headers"])}
+    yield part(repr(received).encode())
     yield {"facts": {"prompt_tokens": 3}}
 
 
 def front(ask: Ask, pages: Mapping[str, str] | None = None, **config: Any) -> tuple[httpx.AsyncClient, Front]:
-    made = Front(ServeConfig(**config), lambda *asked: Answer(ask(*asked)), AsyncMock(return_value=pages))
-    transport = httpx.ASGITransport(made.asgi(), raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost"), made
+    ingress = Front(ServeConfig(**config), lambda *args: Answer(ask(*args)), AsyncMock(return_value=pages))
+    transport = httpx.ASGITransport(ingress.asgi(), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost"), ingress
 
 
 def run(ask: Ask, method: str, path: str, body: Any, **options: Any) -> httpx.Response:
     async def one() -> httpx.Response:
-        client, made = front(ask, **options)
+        client, ingress = front(ask, **options)
         async with client:
-            found = await client.request(method, path, content=body)
-        assert not made._answers
-        return found
+            result = await client.request(method, path, content=body)
+        assert not ingress._answers
+        return result
 
     return asyncio.run(one())
 
@@ -79,9 +79,9 @@ def run(ask: Ask, method: str, path: str, body: Any, **options: Any) -> httpx.Re
 def test_request_reaches_replica_and_answer_returns() -> None:
     body = json.dumps({"prompt": "x" * 400}).encode()
     response = run(echo, "POST", URL, body)
-    told = eval(response.text)
-    assert (told["path"], told["body"], told["names"]) == (URL, body, prefix_hashes(body))
-    assert told["headers"][b"x-request-id"].decode() == response.headers["x-request-id"]
+    received = eval(response.text)
+    assert (received["path"], received["body"], received["names"]) == (URL, body, prefix_hashes(body))
+    assert received["headers"][b"x-request-id"].decode() == response.headers["x-request-id"]
 
 
 def test_key_and_size_are_checked_before_forwarding() -> None:
@@ -129,15 +129,15 @@ def test_disconnect_cancels_request() -> None:
         await asyncio.sleep(60)
 
     async def go_away() -> None:
-        client, made = front(never)
+        client, ingress = front(never)
         task = asyncio.ensure_future(client.post(URL, content="{}"))
         await asyncio.sleep(0.05)
-        [answer] = made._answers
+        [answer] = ingress._answers
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert answer.is_cancelled
-        assert not made._answers
+        assert not ingress._answers
 
     asyncio.run(go_away())
 
@@ -145,27 +145,27 @@ def test_disconnect_cancels_request() -> None:
 @pytest.mark.parametrize("ends", [True, False], ids=["in-time", "too-late"])
 def test_drain_finishes_running_and_rejects_new_requests(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanospec.apps.cluster.front.FLUSH", 0.0)
-    told = asyncio.Event()
+    event = asyncio.Event()
 
     async def answer(*_: object) -> AsyncIterator[dict[str, Any]]:
         yield begin()
         yield part(b"data: first\n\n", more=True)
-        await told.wait()
+        await event.wait()
         yield part(b"data: [DONE]\n\n")
         yield {"facts": {}}
 
     async def end() -> tuple[httpx.Response, httpx.Response]:
-        client, made = front(answer, drain_timeout=30.0 if ends else 0.1)
+        client, ingress = front(answer, drain_timeout=30.0 if ends else 0.1)
         async with client:
             running = asyncio.ensure_future(client.post(URL, content="{}"))
-            while not made._answers:
+            while not ingress._answers:
                 await asyncio.sleep(0.01)
-            draining = asyncio.ensure_future(made.drain())
+            draining = asyncio.ensure_future(ingress.drain())
             await asyncio.sleep(0.01)
             refused = await client.post(URL, content="{}")
             if ends:
                 assert not draining.done()
-                told.set()
+                event.set()
             await asyncio.wait_for(draining, 10)
             return await running, refused
 
@@ -201,18 +201,18 @@ def numbered(number: int) -> dict[str, Any]:
     return {"type": "http.response.body", "body": b"", "number": number}
 
 
-def asked(app: ASGIApp, most: int = 1000) -> list[list[int]]:
+def sent_numbers(app: ASGIApp, most: int = 1000) -> list[list[int]]:
     """Return the numbers in each list that the app's sender yields, up to `most` lists."""
 
     async def ask() -> list[list[int]]:
-        found: list[list[int]] = []
+        result: list[list[int]] = []
         async with aclosing(Sender(app).lists({}, b"body")) as answer:
             async for several in answer:
-                found.append([message["number"] for message in several])
-                if len(found) == most:
+                result.append([message["number"] for message in several])
+                if len(result) == most:
                     break
         await asyncio.sleep(0.001)
-        return found
+        return result
 
     return asyncio.run(ask())
 
@@ -234,9 +234,9 @@ def sender(pauses: Sequence[int]) -> ASGIApp:
 def test_sender_delivers_each_message_once_in_order(pauses: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanospec.apps.cluster.front.PAUSE", 1e-5)
-        found = asked(sender(pauses))
-    assert [number for numbers in found for number in numbers] == list(range(len(pauses)))
-    assert [] not in found
+        result = sent_numbers(sender(pauses))
+    assert [number for numbers in result for number in numbers] == list(range(len(pauses)))
+    assert [] not in result
 
 
 def test_first_token_is_sent_at_once_and_the_rest_coalesced(
@@ -249,7 +249,7 @@ def test_first_token_is_sent_at_once_and_the_rest_coalesced(
         await send(begin)
         await sender([1] * 10)(scope, receive, send)
 
-    assert asked(app) == [[-1], [0], list(range(1, 10))]
+    assert sent_numbers(app) == [[-1], [0], list(range(1, 10))]
 
 
 def test_coalescing_grows_with_number_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,12 +264,12 @@ def test_coalescing_grows_with_number_of_answers(monkeypatch: pytest.MonkeyPatch
 
     async def ask(count: int) -> None:
         sends = Sender(sender([0]))
-        found = [sends.lists({}, b"") for _ in range(count)]
-        assert [await anext(each) for each in found] == [[numbered(0)]] * count
+        result = [sends.lists({}, b"") for _ in range(count)]
+        assert [await anext(each) for each in result] == [[numbered(0)]] * count
         waited.clear()
         with suppress(StopAsyncIteration):
-            await anext(found[0])
-        for each in found:
+            await anext(result[0])
+        for each in result:
             await each.aclose()
         assert waited == [0.01 * count]
 
@@ -294,12 +294,12 @@ def test_error_is_raised_after_pending_messages() -> None:
 
 
 def test_app_receives_http_disconnect() -> None:
-    told: list[str] = []
+    received: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send(numbered(0))
-        told.append((await receive())["type"])
+        received.append((await receive())["type"])
 
-    assert asked(app, most=1) == [[0]]
-    assert told == ["http.disconnect"]
+    assert sent_numbers(app, most=1) == [[0]]
+    assert received == ["http.disconnect"]

@@ -16,8 +16,8 @@ REPLICAS = ("a", "b", "c")
 
 def chat(*texts: str, **more: Any) -> bytes:
     roles = ("user", "assistant")
-    said = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return json.dumps({"messages": said, **more}).encode()
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return json.dumps({"messages": messages, **more}).encode()
 
 
 def completion(prompt: Any, **more: Any) -> bytes:

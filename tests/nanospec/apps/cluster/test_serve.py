@@ -75,8 +75,8 @@ def test_autoscaling_target_is_number_of_rows() -> None:
 
     app = application(LLM, ServeConfig(), Bundle(1, 0, 1, 1), 64, (1, 4), "info", "stamp")
     [engines, *_] = app._bound_deployment.init_args
-    found = engines._bound_deployment._deployment_config.autoscaling_config
-    assert (found.min_replicas, found.max_replicas, found.target_ongoing_requests) == (1, 4, 64)
+    result = engines._bound_deployment._deployment_config.autoscaling_config
+    assert (result.min_replicas, result.max_replicas, result.target_ongoing_requests) == (1, 4, 64)
 
 
 class Served:
@@ -113,8 +113,8 @@ class Served:
     def steps(self) -> dict[str, float]:
         """Return the number of steps by replica."""
         lines = self.get("/metrics").text.splitlines()
-        found = [re.fullmatch(r'nanospec:steps_total\{.*replica="(\w+)"\} (.*)', line) for line in lines]
-        return {each[1]: float(each[2]) for each in found if each}
+        result = [re.fullmatch(r'nanospec:steps_total\{.*replica="(\w+)"\} (.*)', line) for line in lines]
+        return {each[1]: float(each[2]) for each in result if each}
 
     def replicas(self) -> list[int]:
         every = children(self.process.pid)
@@ -133,8 +133,8 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 @needs_ray
 @pytest.mark.ray
 def test_answers_match_single_engine_with_and_without_streaming(served: Served, folder: Path) -> None:
-    asked: Any = {name: value for name, value in LONG.items() if name != "prompt"}
-    [output] = make(folder, max_model_len=512).generate(after("a"), SamplingParams(**asked))
+    params: Any = {name: value for name, value in LONG.items() if name != "prompt"}
+    [output] = make(folder, max_model_len=512).generate(after("a"), SamplingParams(**params))
     assert served.post(LONG).json()["choices"][0]["text"] == output.text
     *lines, last, rest = served.post({**LONG, "stream": True}).text.split("\n\n")
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -177,9 +177,9 @@ def test_killed_replica_is_replaced(served: Served) -> None:
     before, names = served.replicas(), set(served.steps())
     assert (len(before), len(names)) == (2, 2)
     os.kill(before[0], signal.SIGKILL)
-    found = [served.post({"prompt": "ab" * i, "max_tokens": 2}).status_code for i in range(1, 9)]
-    assert set(found) <= {200, 503}  # 503: the request was on the killed replica
-    assert found[-1] == 200
+    result = [served.post({"prompt": "ab" * i, "max_tokens": 2}).status_code for i in range(1, 9)]
+    assert set(result) <= {200, 503}  # 503: the request was on the killed replica
+    assert result[-1] == 200
     end = time.monotonic() + 100
     while len(now := set(served.steps())) < 2 or now == names:
         assert time.monotonic() < end
@@ -190,9 +190,9 @@ def test_killed_replica_is_replaced(served: Served) -> None:
 @needs_ray
 @pytest.mark.ray
 def test_running_requests_finish_before_exit(served: Served) -> None:
-    found: list[httpx.Response] = []
+    result: list[httpx.Response] = []
     prompts = [{**LONG, "seed": seed, "stream": seed > 2} for seed in range(1, 5)]
-    threads = [threading.Thread(target=lambda b=body: found.append(served.post(b))) for body in prompts]
+    threads = [threading.Thread(target=lambda b=body: result.append(served.post(b))) for body in prompts]
     for thread in threads:
         thread.start()
     end = time.monotonic() + 20
@@ -204,10 +204,10 @@ def test_running_requests_finish_before_exit(served: Served) -> None:
     assert (late.status_code, late.json()["error"]["message"]) == (503, draining(1).detail)
     for thread in threads:
         thread.join(60)
-    assert [response.status_code for response in found] == [200] * 4
-    ended = [r.json()["choices"][0]["finish_reason"] for r in found if r.text.startswith("{")]
+    assert [response.status_code for response in result] == [200] * 4
+    ended = [r.json()["choices"][0]["finish_reason"] for r in result if r.text.startswith("{")]
     assert ended == ["length"] * 2
-    assert sum(r.text.endswith("data: [DONE]\n\n") for r in found) == 2
+    assert sum(r.text.endswith("data: [DONE]\n\n") for r in result) == 2
     assert served.process.wait(60) == 0
     assert served.process.stdout is not None
     assert served.process.stdout.read() == b""

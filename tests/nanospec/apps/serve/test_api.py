@@ -81,14 +81,14 @@ def test_stream_matches_unstreamed_answer(server: Served) -> None:
 @pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions"])
 def test_continuous_usage_stats(server: Served, url: str) -> None:
     """As load generators request; the last count equals the total usage."""
-    asked = {"messages": CHAT} if "chat" in url else {"prompt": PROMPT}
-    body = {**asked, "max_tokens": 12, "n": 2, "temperature": 20, "seed": 3, "stream": True}
+    arguments = {"messages": CHAT} if "chat" in url else {"prompt": PROMPT}
+    body = {**arguments, "max_tokens": 12, "n": 2, "temperature": 20, "seed": 3, "stream": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = events(server.post(url, {**body, "stream_options": options}).text)[:-1]
-    found = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert len(set(found)) > 3
-    assert found == sorted(found)
-    assert found[-1] == last["usage"]["completion_tokens"] > 12
+    result = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert len(set(result)) > 3
+    assert result == sorted(result)
+    assert result[-1] == last["usage"]["completion_tokens"] > 12
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
     only = {**body, "stream_options": {"continuous_usage_stats": True}}
     assert all("usage" not in chunk for chunk in events(server.post(url, only).text)[:-1])
@@ -110,9 +110,9 @@ def test_logprobs_with_and_without_streaming(server: Served, offline: LLM) -> No
             streamed += choice.logprobs.content if choice.logprobs else []
     assert streamed == whole
     options: Any = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 9, "logprobs": 2}
-    found = client.completions.create(**options).choices[0].logprobs
-    assert found.token_logprobs == own
-    assert found.text_offset == list(range(9))
+    result = client.completions.create(**options).choices[0].logprobs
+    assert result.token_logprobs == own
+    assert result.text_offset == list(range(9))
     offsets: list[int] = []
     for completion in client.completions.create(**options, stream=True):
         offsets += completion.choices[0].logprobs.text_offset if completion.choices[0].logprobs else []
@@ -128,9 +128,9 @@ def test_logit_bias_penalties_and_extra_sampling_fields(server: Served, offline:
         ({"extra_body": {"top_k": 2, "min_p": 0.1, "repetition_penalty": 1.5}},) * 2,
         ({"extra_body": {"min_tokens": 3, "stop_token_ids": [5], "ignore_eos": True}},) * 2,
     ):
-        asked: dict[str, Any] = {"temperature": 25, "seed": 5, "max_tokens": 20}
-        given = server.client().completions.create(model=MODEL, prompt=PROMPT, **asked, **theirs)
-        [expected] = offline.generate(PROMPT, SamplingParams(**asked, **ours.get("extra_body", ours)))  # type: ignore
+        arguments: dict[str, Any] = {"temperature": 25, "seed": 5, "max_tokens": 20}
+        given = server.client().completions.create(model=MODEL, prompt=PROMPT, **arguments, **theirs)
+        [expected] = offline.generate(PROMPT, SamplingParams(**arguments, **ours.get("extra_body", ours)))  # type: ignore
         assert given.choices[0].text == expected.text, theirs
 
 
@@ -146,16 +146,16 @@ def test_several_prompts_as_text_and_token_ids(server: Served) -> None:
 
 
 def test_speculation_per_request_and_its_usage_fields(server: Served) -> None:
-    asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    arguments: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
     stats = {}
     for k in (0, 3, None):
-        given = server.client().completions.create(**asked, extra_body={"num_speculative_tokens": k})
+        given = server.client().completions.create(**arguments, extra_body={"num_speculative_tokens": k})
         assert given.choices[0].text == ALPHABET[4:24]
         usage = given.usage.model_dump()
-        stats[k] = found = usage["speculation"]
+        stats[k] = result = usage["speculation"]
         details = usage["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] == found["num_accepted"]
-        assert details["rejected_prediction_tokens"] == found["num_drafted"] - found["num_accepted"]
+        assert details["accepted_prediction_tokens"] == result["num_accepted"]
+        assert details["rejected_prediction_tokens"] == result["num_drafted"] - result["num_accepted"]
     assert (stats[0]["num_drafted"], stats[0]["tokens_per_step"]) == (0, 1)
     assert 1 < stats[3]["tokens_per_step"] <= 4
     assert stats[None]["tokens_per_step"] > stats[3]["tokens_per_step"]  # the engine's own K is 5
@@ -166,8 +166,8 @@ def test_include_drafts_reports_source_of_each_token(server: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stream": True, "stream_options": options}
     chunks = events(server.post("/v1/completions", body).text)
     assert chunks.pop() == "[DONE]"
-    told = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
-    pieces = [piece for each in told for piece in each["pieces"]]
+    steps = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
+    pieces = [piece for each in steps for piece in each["pieces"]]
     assert "".join(text for text, _ in pieces) == ALPHABET[4:24]
     copied = [(text, source) for text, source in pieces if source >= 0]
     assert copied
@@ -177,19 +177,19 @@ def test_include_drafts_reports_source_of_each_token(server: Served) -> None:
         if source < 26
     )
     usage = chunks[-1]["usage"]["speculation"]
-    assert sum(each["drafted"] for each in told) == usage["num_drafted"]
-    assert sum(each["accepted"] for each in told) == usage["num_accepted"] == len(copied)
-    assert {each["drafter"] for each in told if each["drafted"]} == {"ngram"}
+    assert sum(each["drafted"] for each in steps) == usage["num_drafted"]
+    assert sum(each["accepted"] for each in steps) == usage["num_accepted"] == len(copied)
+    assert {each["drafter"] for each in steps if each["drafted"]} == {"ngram"}
     body |= {"prompt": after(ALPHABET), "max_tokens": 9}  # with a step without text
     chunks = events(server.post("/v1/completions", body).text)[:-1]
-    told = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
-    assert sum(each["drafted"] for each in told) == chunks[-1]["usage"]["speculation"]["num_drafted"] > 0
+    steps = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
+    assert sum(each["drafted"] for each in steps) == chunks[-1]["usage"]["speculation"]["num_drafted"] > 0
 
 
 def events(text: str) -> list[Any]:
     """Return the data of server-sent events."""
-    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    return [data if data == "[DONE]" else json.loads(data) for data in found]
+    result = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [data if data == "[DONE]" else json.loads(data) for data in result]
 
 
 def test_structured_output_with_and_without_speculation(server: Served) -> None:
@@ -199,12 +199,12 @@ def test_structured_output_with_and_without_speculation(server: Served) -> None:
     for seed in range(6):
         texts = set()
         for k in (0, None):
-            asked = {**body, "seed": seed, "num_speculative_tokens": k}
-            given = server.post("/v1/completions", asked).json()
+            arguments = {**body, "seed": seed, "num_speculative_tokens": k}
+            given = server.post("/v1/completions", arguments).json()
             texts.add(given["choices"][0]["text"])
             assert given["choices"][0]["finish_reason"] == "stop"
             assert given["usage"]["speculation"]["num_accepted"] >= (0 if k == 0 else 5)  # yzyzyz is forced
-            streamed = events(server.post("/v1/completions", {**asked, "stream": True}).text)[:-1]
+            streamed = events(server.post("/v1/completions", {**arguments, "stream": True}).text)[:-1]
             texts.add("".join(chunk["choices"][0]["text"] for chunk in streamed))
         [text] = texts
         assert re.fullmatch(regex["regex"], text)
@@ -228,9 +228,9 @@ def test_models_health_and_tokenize(server: Served, offline: LLM) -> None:
     assert server.client().models.retrieve(MODEL) == model
     assert server.get("/v1/models/other").status_code == 404
     ids = offline.tokenizer.encode(PROMPT)
-    for asked in ({"prompt": PROMPT}, {"messages": CHAT}):
-        found = server.post("/tokenize", asked).json()
-        assert found == {"tokens": ids, "count": len(ids), "max_model_len": 128}
+    for arguments in ({"prompt": PROMPT}, {"messages": CHAT}):
+        result = server.post("/tokenize", arguments).json()
+        assert result == {"tokens": ids, "count": len(ids), "max_model_len": 128}
     assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": PROMPT}  # with special tokens
     bodies: list[Any] = [{"tokens": [99]}, {"tokens": "a"}, {"tokens": [True]}]
     for bad in [*bodies, {"tokens": [1], "model": "other"}]:
@@ -418,8 +418,8 @@ def test_unprintable_or_long_field_names_are_rejected(server: Served) -> None:
 
 
 def test_unknown_paths_and_methods(server: Served) -> None:
-    for asked, status in ("GET /v1/nothing", 404), ("GET /v1/completions", 405), ("POST /", 405):
-        method, path = asked.split()
+    for request_line, status in ("GET /v1/nothing", 404), ("GET /v1/completions", 405), ("POST /", 405):
+        method, path = request_line.split()
         response = httpx.request(method, server.url + path)
         assert response.status_code == status
         assert response.json()["error"]["message"]

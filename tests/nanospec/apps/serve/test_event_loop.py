@@ -112,8 +112,8 @@ def test_job_that_can_be_neither_queued_nor_aborted(held: Any, monkeypatch: pyte
     async def run() -> str:
         loop.start()
         go.set()
-        found = await end_of(loop.submit([ids, ids], PARAMS))
+        result = await end_of(loop.submit([ids, ids], PARAMS))
         await loop.stop()
-        return found
+        return result
 
     assert asyncio.run(run()) == FAILED

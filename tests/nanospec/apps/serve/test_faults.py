@@ -80,10 +80,10 @@ def test_disconnect_frees_blocks_before_next_step(server: Served, stream: bool, 
 
     def counted() -> Any:
         steps.append(len(engine.scheduler.running))
-        found = step()
+        actual = step()
         if len(steps) == 1:
             server.gate.clear()
-        return found
+        return actual
 
     engine.step = counted  # type: ignore[method-assign]
     connection = server.connect()
@@ -243,12 +243,12 @@ def test_exception_fails_running_requests_only(
 
     server.gate.clear()
     with ThreadPoolExecutor(6) as pool:
-        asked = [{**LONG, "stream": i % 2 == 1, "prompt": after("abcd") + "x" * i} for i in range(6)]
-        found = [pool.submit(server.post, "/v1/completions", body) for body in asked]
+        bodies = [{**LONG, "stream": i % 2 == 1, "prompt": after("abcd") + "x" * i} for i in range(6)]
+        actual = [pool.submit(server.post, "/v1/completions", body) for body in bodies]
         server.wait_until(lambda: server.app.engine.num_outputs == 12)
         setattr(owner, where, failing)
         server.gate.set()
-        responses = [future.result() for future in found]
+        responses = [future.result() for future in actual]
     failed = [r for r in responses if "engine failed" in r.text]
     assert failed
     assert len(calls) >= nth
@@ -389,7 +389,7 @@ def test_server_ends_when_engine_is_dead(
     folder: Path, monkeypatch: pytest.MonkeyPatch, cleans_up: bool
 ) -> None:
     """Until the server has ended, running and new requests are answered with an error."""
-    llm, told, lines = make(folder), list[str](), io.StringIO()
+    llm, messages, lines = make(folder), list[str](), io.StringIO()
     app = App(llm, ServeConfig(port=0), "m")
     listener = listen(app.config)
     url = "http://{}:{}".format(*listener.getsockname())
@@ -410,8 +410,10 @@ def test_server_ends_when_engine_is_dead(
             for name in ("step", "abort_all"):
                 monkeypatch.setattr(llm.engine, name, fail)
             answers = [httpx.post(url + "/v1/completions", json=SHORT, timeout=20) for _ in range(2)]
-            told.extend(f"{found.status_code}: {found.json()['error']['message']}" for found in answers)
-        told.append(httpx.get(url + "/health").json()["status"])
+            messages.extend(
+                f"{actual.status_code}: {actual.json()['error']['message']}" for actual in answers
+            )
+        messages.append(httpx.get(url + "/health").json()["status"])
         seen.set()
 
     monkeypatch.setattr(Server, "on_tick", later)
@@ -422,5 +424,5 @@ def test_server_ends_when_engine_is_dead(
     assert asyncio.run(run(app, listener)) == 1
     asking.join()
     failed = "500: The engine failed while processing this request; try again."
-    assert told == [*([] if cleans_up else [failed] * 2), "failed"]
+    assert messages == [*([] if cleans_up else [failed] * 2), "failed"]
     assert lines.getvalue().count("Rank 1 is gone." if cleans_up else "restart the server") == 1

@@ -67,8 +67,8 @@ def test_outputs_under_load_match_offline(server: Served, offline: LLM) -> None:
         return texts
 
     with ThreadPoolExecutor(24) as pool:
-        found = list(pool.map(one, range(48)))
-    for i, texts in enumerate(found):
+        actual = list(pool.map(one, range(48)))
+    for i, texts in enumerate(actual):
         body = request_body(i)
         [expected] = offline.generate(body.pop("prompt"), SamplingParams(**body))
         assert texts == [done.text for done in expected.outputs], i
@@ -76,14 +76,14 @@ def test_outputs_under_load_match_offline(server: Served, offline: LLM) -> None:
 
 def metrics_of(server: Served) -> dict[tuple[str, ...], float]:
     """Return the metrics' values by name and labels other than the model's."""
-    found = {}
+    actual = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
             labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
             assert sample.labels.get("model_name", MODEL) == MODEL
             key = (sample.name.removeprefix("nanospec:"), *labels.values())
-            found[key] = sample.value
-    return found
+            actual[key] = sample.value
+    return actual
 
 
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
@@ -102,30 +102,30 @@ def test_metrics_add_up(folder: Path, mode: str) -> None:
             server.gate.set()
             running.result()
         server.settle()
-        found, spec = metrics_of(server), server.llm.engine.metrics.spec
-    assert found["request_success_total", "length"] + found["request_success_total", "stop"] == 15
-    assert found["http_requests_total", "/v1/completions", "429"] == 1
-    assert found["http_requests_total", "/v1/completions", "200"] == 13
+        actual, spec = metrics_of(server), server.llm.engine.metrics.spec
+    assert actual["request_success_total", "length"] + actual["request_success_total", "stop"] == 15
+    assert actual["http_requests_total", "/v1/completions", "429"] == 1
+    assert actual["http_requests_total", "/v1/completions", "200"] == 13
     for name in ("queue", "prefill", "decode"):
-        assert found[f"request_{name}_time_seconds_count",] == 15
-        assert found[f"request_{name}_time_seconds_sum",] >= 0
+        assert actual[f"request_{name}_time_seconds_count",] == 15
+        assert actual[f"request_{name}_time_seconds_sum",] >= 0
     for name in ("time_to_first_token", "e2e_request_latency"):
-        assert found[f"{name}_seconds_count",] == 15
-    assert found["generation_tokens_total",] == spec.num_tokens == found["request_generation_tokens_sum",]
-    assert found["spec_decode_num_draft_tokens_total",] == spec.num_drafted
-    assert found["spec_decode_num_accepted_tokens_by_drafter_total", "ngram"] == spec.num_accepted > 0
-    by_k = {int(key[1]): n for key, n in found.items() if key[0] == "spec_decode_steps_by_k_total"}
+        assert actual[f"{name}_seconds_count",] == 15
+    assert actual["generation_tokens_total",] == spec.num_tokens == actual["request_generation_tokens_sum",]
+    assert actual["spec_decode_num_draft_tokens_total",] == spec.num_drafted
+    assert actual["spec_decode_num_accepted_tokens_by_drafter_total", "ngram"] == spec.num_accepted > 0
+    by_k = {int(key[1]): n for key, n in actual.items() if key[0] == "spec_decode_steps_by_k_total"}
     assert sum(by_k.values()) == spec.num_steps
     assert sum(k * n for k, n in by_k.items()) == spec.num_drafted
-    by_place = [n for key, n in found.items() if key[0] == "spec_decode_num_accepted_tokens_per_pos_total"]
+    by_place = [n for key, n in actual.items() if key[0] == "spec_decode_num_accepted_tokens_per_pos_total"]
     assert sum(by_place) == spec.num_accepted
-    assert found["prefix_cache_hits_total",] > 0
-    assert found["prefix_cache_queries_total",] > found["prefix_cache_hits_total",]
+    assert actual["prefix_cache_hits_total",] > 0
+    assert actual["prefix_cache_queries_total",] > actual["prefix_cache_hits_total",]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        assert found[name,] == 0
-    assert found["stage_seconds_total", "forward"] > 0 or mode != "plain"
-    buckets = [n for key, n in found.items() if key[0] == "steps_by_bucket_total"]
-    assert sum(buckets) == (found["steps_total",] if mode == "as-on-gpu" else 0)
+        assert actual[name,] == 0
+    assert actual["stage_seconds_total", "forward"] > 0 or mode != "plain"
+    buckets = [n for key, n in actual.items() if key[0] == "steps_by_bucket_total"]
+    assert sum(buckets) == (actual["steps_total",] if mode == "as-on-gpu" else 0)
 
 
 def test_running_and_waiting_requests_are_in_metrics(folder: Path) -> None:
@@ -134,10 +134,10 @@ def test_running_and_waiting_requests_are_in_metrics(folder: Path) -> None:
         step = engine.step
 
         def looking() -> Any:
-            found = step()
+            actual = step()
             figures = server.app.metrics.figures()
             shown.append({name: next(iter(values.values()), 0) for name, _, values, *_ in figures})
-            return found
+            return actual
 
         engine.step = looking  # type: ignore[method-assign]
         server.post("/v1/completions", {"prompt": after("a"), "n": 9, "max_tokens": 20})
@@ -154,9 +154,9 @@ def test_rejected_drafts_are_streamed_when_tracing(folder: Path) -> None:
             "stream_options": {"include_drafts": True, "include_usage": True},
         }  # fmt: skip
         chunks = events(server.post("/v1/completions", body).text)[:-1]
-    told = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
+    steps = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
     usage = chunks[-1]["usage"]["speculation"]
-    rejected = [text for each in told for text in each["rejected"]]
+    rejected = [text for each in steps for text in each["rejected"]]
     assert len(rejected) == usage["num_drafted"] - usage["num_accepted"] > 0
     assert all(set(text) <= set(ALPHABET + "<e>!\ufffd") for text in rejected)
 
@@ -164,14 +164,14 @@ def test_rejected_drafts_are_streamed_when_tracing(folder: Path) -> None:
 def test_dashboard_uses_existing_metrics(folder: Path) -> None:
     dashboard = (Path(__file__).parents[4] / "docs" / "grafana.json").read_text(encoding="utf-8")
     panels = [panel for panel in json.loads(dashboard)["panels"] if panel["type"] != "row"]
-    asked = {target["expr"] for panel in panels for target in panel["targets"]}
-    names = {name for expression in asked for name in re.findall(r"nanospec:\w+", expression)}
+    expressions = {target["expr"] for panel in panels for target in panel["targets"]}
+    names = {name for expression in expressions for name in re.findall(r"nanospec:\w+", expression)}
     with serving(make(folder, **MODES["as-on-gpu"])) as server:
         server.post("/v1/completions", request_body(1))
         there = set(re.findall(r"^nanospec:\w+", server.get("/metrics").text, re.MULTILINE))
     assert names <= there
     assert len(names) > 20
-    assert "sum(rate(nanospec:steps_total[$__rate_interval]))" in asked
+    assert "sum(rate(nanospec:steps_total[$__rate_interval]))" in expressions
 
 
 def test_real_model_in_bf16_is_bitwise_identical_under_load(smollm2: Path) -> None:
@@ -184,17 +184,17 @@ def test_real_model_in_bf16_is_bitwise_identical_under_load(smollm2: Path) -> No
 
     spec = SpecConfig(num_speculative_tokens=5)  # "auto" may see that the machine is busy
     llm = LLM(smollm2, spec=spec, max_num_seqs=6, max_model_len=512, max_num_batched_tokens=64)
-    found: dict[int, Any] = {}
+    actual: dict[int, Any] = {}
     with serving(llm) as server, ThreadPoolExecutor(6) as pool:
 
         def ask_for(i: int) -> None:
-            found[i] = server.post("/v1/completions", body(i)).json()["choices"][0]
+            actual[i] = server.post("/v1/completions", body(i)).json()["choices"][0]
 
         list(pool.map(ask_for, range(9)))
     num_accepted = 0
-    for i, choice in found.items():
-        asked = body(i)
-        [alone] = llm.generate(asked.pop("prompt"), SamplingParams(**asked))
+    for i, choice in actual.items():
+        request = body(i)
+        [alone] = llm.generate(request.pop("prompt"), SamplingParams(**request))
         assert choice["text"] == alone.text
         own = [at[token].logprob for token, at in zip(alone.token_ids, alone.logprobs)]
         assert choice["logprobs"]["token_logprobs"] == own

@@ -50,7 +50,7 @@ def show(browser: Any, server: Fake) -> Iterator[Open]:
         page = contexts[-1].new_page()
         page.set_default_timeout(10_000)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda said: None if expected in said.text else wrong.append(said.text))
+        page.on("console", lambda line: None if expected in line.text else wrong.append(line.text))
         page.on("dialog", lambda dialog: wrong.append(dialog.message))
         page.on("request", note)
         page.goto(server.url)

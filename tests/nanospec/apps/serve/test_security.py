@@ -151,8 +151,8 @@ def test_logs_contain_neither_text_nor_keys(guarded: Served) -> None:
     logger.setLevel("DEBUG")
 
     def logged() -> dict[str | int, dict[str, Any]]:  # an earlier test's request may be logged late
-        found = map(json.loads, lines.getvalue().splitlines())
-        return {key: line for line in found for key in (line["id"], line["status"])}
+        result = map(json.loads, lines.getvalue().splitlines())
+        return {key: line for line in result for key in (line["id"], line["status"])}
 
     try:
         headers = {**bearer(ALICE), "x-request-id": "this-one"}

@@ -29,25 +29,25 @@ CHOICES = ["true", "tr", "red or green", "ab", "é\n\"'\\"]
 
 
 def json_is_right(text: str) -> bool:
-    found = json.loads(text)
+    result = json.loads(text)
     return (
-        list(found) == list("abcde")
-        and type(found["a"]) is bool
-        and found["b"] in ("red", "green", "blue", "re")
-        and type(found["c"]) is int
-        and -5 <= found["c"] <= 120
-        and len(found["d"]) <= 3
-        and set(found["d"]) <= {"ab", "abab", 12}
-        and isinstance(found["e"], str)
-        and len(found["e"]) <= 4
+        list(result) == list("abcde")
+        and type(result["a"]) is bool
+        and result["b"] in ("red", "green", "blue", "re")
+        and type(result["c"]) is int
+        and -5 <= result["c"] <= 120
+        and len(result["d"]) <= 3
+        and set(result["d"]) <= {"ab", "abab", 12}
+        and isinstance(result["e"], str)
+        and len(result["e"]) <= 4
     )
 
 
 def grammar_is_right(text: str) -> bool:
     items = text.removeprefix("<").removesuffix(">").split(",")
     item = re.compile(r"(\(*)(ab|[0-9]{2,4})(\)*)")
-    found = [item.fullmatch(each) for each in items]
-    return len(items) <= 2 and all(m is not None and len(m[1]) == len(m[3]) for m in found)
+    result = [item.fullmatch(each) for each in items]
+    return len(items) <= 2 and all(m is not None and len(m[1]) == len(m[3]) for m in result)
 
 
 REGEX = "(ab|red){1,4}-[0-9]+x"
@@ -60,8 +60,8 @@ FORMATS: tuple[tuple[Mapping[str, Any], Callable[[str], bool]], ...] = (
 )
 
 
-def is_right(text: str, asked: Mapping[str, Any]) -> bool:
-    return next(right for known, right in FORMATS if known == asked)(text)
+def is_right(text: str, fmt: Mapping[str, Any]) -> bool:
+    return next(right for known, right in FORMATS if known == fmt)(text)
 
 
 def guided_jobs(rng: random.Random, count: int, all_of_them: bool = False, max_tokens: int = 60) -> list[Job]:
@@ -69,11 +69,11 @@ def guided_jobs(rng: random.Random, count: int, all_of_them: bool = False, max_t
     jobs = []
     for job in random_jobs(rng, 270, count, max_tokens=max_tokens):
         if all_of_them or rng.random() < 0.7:
-            asked, _ = FORMATS[rng.choice((0, 0, 0, 1, 2, 3, 4))]
+            fmt, _ = FORMATS[rng.choice((0, 0, 0, 1, 2, 3, 4))]
             heat = rng.choice(
                 (0.0, 1.0, 5.0, 100.0)
             )  # the last samples almost uniformly from all allowed tokens
-            params = replace(job.params, response_format=asked, min_tokens=0, temperature=heat)
+            params = replace(job.params, response_format=fmt, min_tokens=0, temperature=heat)
             if rng.random() < 0.7:
                 params = replace(params, max_tokens=max_tokens)
             job = Job(job.prompt, params)

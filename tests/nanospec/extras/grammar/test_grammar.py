@@ -49,9 +49,9 @@ def masks_of(guide: Guide) -> bytes:
     return guide.plan([1], 0, 1, 4).masks[0]
 
 
-def accepts(grammars: Grammars, asked: dict[str, Any], tokens: Sequence[int]) -> bool:
+def accepts(grammars: Grammars, fmt: dict[str, Any], tokens: Sequence[int]) -> bool:
     """Return whether the grammar allows these tokens in sequence, followed by EOS."""
-    guide = grammars.guide(asked)
+    guide = grammars.guide(fmt)
     for token in tokens:
         if guide.ended or token not in allowed(masks_of(guide)):
             return False
@@ -64,22 +64,22 @@ def accepts(grammars: Grammars, asked: dict[str, Any], tokens: Sequence[int]) ->
 def test_lookup_matches_ngram_kernel(text: list[int], least: int, more: int) -> None:
     """Also for ids that are surrogates in UTF-16."""
     starts, n = ngram.matches(torch.tensor(text, dtype=torch.int32), least, least + more)
-    wanted = (int(starts[0]), n) if n else (-1, 0)
-    assert look_up(text, least, least + more) == wanted
+    expected = (int(starts[0]), n) if n else (-1, 0)
+    assert look_up(text, least, least + more) == expected
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 10**9), st.sampled_from([asked for asked, _ in FORMATS]))
-def test_plan_has_no_side_effects(grammars: Grammars, tokenizer: Tokenizer, seed: int, asked: Any) -> None:
+@given(st.integers(0, 10**9), st.sampled_from([fmt for fmt, _ in FORMATS]))
+def test_plan_has_no_side_effects(grammars: Grammars, tokenizer: Tokenizer, seed: int, fmt: Any) -> None:
     """Each mask of a plan equals that of a fresh guide advanced by the preceding tokens."""
     rng, output = random.Random(seed), list[int]()
     text = tokenizer.encode('<ab>, {"a": true, "b": "red", "c": 100, "d": ["ab"]} redred-12')
-    guide = grammars.guide(asked)
+    guide = grammars.guide(fmt)
     while not guide.ended and len(output) < 40:
         draft = guide.plan(text + output, rng.randint(0, 9), 1, 4)
         assert len(draft.tokens) == len(draft.sources) == len(draft.masks) - 1
         for i, mask in enumerate(draft.masks):
-            fresh = grammars.guide(asked)
+            fresh = grammars.guide(fmt)
             assert fresh.advance(output + draft.tokens[:i]) == len(output) + i
             assert mask == (fresh._matcher.compute_bitmask() if fresh.ended else masks_of(fresh))
             assert max(allowed(mask)) < tokenizer.vocab_size
@@ -99,7 +99,7 @@ def test_plan_has_no_side_effects(grammars: Grammars, tokenizer: Tokenizer, seed
 
 
 @pytest.mark.parametrize(
-    ("asked", "right", "wrong"),
+    ("fmt", "right", "wrong"),
     [
         (schema(SCHEMA), '{"a": true, "b": "re", "c": -5, "d": ["ab", 12], "e": "x"}', '{"a":true'),
         (schema({"const": {"a": 1}, "x-guidance": {"key_separator": ":"}}), '{"a":1}', '{"a": 1}'),
@@ -112,14 +112,14 @@ def test_plan_has_no_side_effects(grammars: Grammars, tokenizer: Tokenizer, seed
     ids=["schema", "style", "object", "regex", "choice", "lark", "gbnf"],
 )
 def test_allowed_texts(
-    grammars: Grammars, tokenizer: Tokenizer, asked: dict[str, Any], right: str, wrong: str
+    grammars: Grammars, tokenizer: Tokenizer, fmt: dict[str, Any], right: str, wrong: str
 ) -> None:
-    assert accepts(grammars, asked, tokenizer.encode(right))
-    assert not accepts(grammars, asked, tokenizer.encode(wrong))
+    assert accepts(grammars, fmt, tokenizer.encode(right))
+    assert not accepts(grammars, fmt, tokenizer.encode(wrong))
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("fmt", "sentence"),
     [
         ({"type": "regex", "regex": "(a"}, "this regex cannot be compiled: .*unclosed group"),
         ({"type": "regex", "regex": r"[^\x00-\U0010FFFF]"}, "this regex .* no text matches it"),
@@ -137,10 +137,10 @@ def test_allowed_texts(
     ids=lambda value: str(value)[:50],
 )
 def test_invalid_grammar_is_reported_in_one_line(
-    grammars: Grammars, asked: dict[str, Any], sentence: str
+    grammars: Grammars, fmt: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^response_format: .*{sentence}") as caught:
-        grammars.check(SamplingParams(response_format=asked))
+        grammars.check(SamplingParams(response_format=fmt))
     assert len(str(caught.value)) < 300
     assert "\n" not in str(caught.value)
 
@@ -181,8 +181,8 @@ def test_disallowed_token_is_reported(grammars: Grammars, tokenizer: Tokenizer) 
 def test_parser_limit_in_lookahead_and_advance(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an ambiguous grammar, parsing cost grows with the text."""
     monkeypatch.setitem(grammar.LIMITS, "step_max_items", 100)
-    asked = {"type": "grammar", "grammar": 'start: x ";"\nx: "a" | x x'}
-    guide, alone = (Grammars(tokenizer, VOCAB).guide(asked) for _ in range(2))
+    fmt = {"type": "grammar", "grammar": 'start: x ";"\nx: "a" | x x'}
+    guide, alone = (Grammars(tokenizer, VOCAB).guide(fmt) for _ in range(2))
     [a] = tokenizer.encode("a", add_special_tokens=False)
     output: list[int] = []
     lost = 0
@@ -207,8 +207,8 @@ def test_panic_during_compilation_is_a_grammar_error(
 
     monkeypatch.setattr("llguidance.LLMatcher", panic)
     panic.grammar_from_regex = str  # type: ignore[attr-defined]
-    said = r"^response_format: this regex is not valid: index out of bounds\.$"
-    with pytest.raises(ValueError, match=said):
+    message = r"^response_format: this regex is not valid: index out of bounds\.$"
+    with pytest.raises(ValueError, match=message):
         Grammars(tokenizer, VOCAB).check(SamplingParams(response_format={"type": "regex", "regex": "a"}))
 
 
@@ -232,19 +232,19 @@ def test_real_tokenizer(smollm2: Path) -> None:
 def test_many_choices(tokenizer: Tokenizer) -> None:
     """More choices than the parser's limit: exactly these texts are allowed."""
     odd = ["a.*", "b|c", "d\ne", "-~/\\^$#& é", "ab", "abab"]
-    asked = {"type": "choice", "choice": [*odd, *odd, *map(str, range(3000))]}
+    fmt = {"type": "choice", "choice": [*odd, *odd, *map(str, range(3000))]}
     grammars, ids = Grammars(tokenizer, VOCAB), tokenizer.backend.get_vocab()
     for text in (*odd, "7", "2999"):
         spelled = [ids[BYTE_OF[byte]] for byte in text.encode()]
-        assert accepts(grammars, asked, spelled), text
+        assert accepts(grammars, fmt, spelled), text
     for text in ("axx", "b", "3000", "aba"):
         spelled = [ids[BYTE_OF[byte]] for byte in text.encode()]
-        assert not accepts(grammars, asked, spelled), text
+        assert not accepts(grammars, fmt, spelled), text
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "asked",
+    "fmt",
     [
         {"type": "regex", "regex": "a{1000000}"},
         {"type": "regex", "regex": "(a|b)*a(a|b){200}"},
@@ -263,17 +263,17 @@ def test_many_choices(tokenizer: Tokenizer) -> None:
         {"type": "grammar", "grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
         {"type": "grammar", "grammar": 'start: start "a"'},
     ],
-    ids=lambda asked: str(asked)[:60],
+    ids=lambda fmt: str(fmt)[:60],
 )
-def test_adversarial_formats_do_not_hang(grammars: Grammars, asked: dict[str, Any]) -> None:
-    said = ""
+def test_adversarial_formats_do_not_hang(grammars: Grammars, fmt: dict[str, Any]) -> None:
+    message = ""
     try:
-        grammars.check(SamplingParams(response_format=asked))
-        guide = grammars.guide(asked)
+        grammars.check(SamplingParams(response_format=fmt))
+        guide = grammars.guide(fmt)
         for _ in range(4):
             if not guide.ended and not guide.error:
                 guide.advance(allowed(masks_of(guide))[-1:])
     except ValueError as error:
-        said = str(error)
-    assert len(said) < 1000
-    assert "\n" not in said
+        message = str(error)
+    assert len(message) < 1000
+    assert "\n" not in message

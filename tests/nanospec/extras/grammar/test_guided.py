@@ -30,7 +30,7 @@ from tests.random_weights import random_heads
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model, tiny_tokenizer
 
-JSON, REGEX, _, CHOICE, _ = (asked for asked, _ in FORMATS)
+JSON, REGEX, _, CHOICE, _ = (fmt for fmt, _ in FORMATS)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,10 @@ def assert_formats_followed(requests: list[Request]) -> int:
     """Check that all complete outputs follow their format, and return how many there are."""
     count = 0
     for request in requests:
-        asked = request.params.response_format
+        fmt = request.params.response_format
         by_grammar = request.finish_reason == "stop" and request.stop_reason is None
-        if asked is not None and by_grammar:
-            assert is_right(request.text, asked), (request.text, asked)
+        if fmt is not None and by_grammar:
+            assert is_right(request.text, fmt), (request.text, fmt)
             count += 1
         assert request.error is None
     return count
@@ -67,10 +67,12 @@ def assert_formats_followed(requests: list[Request]) -> int:
 
 def test_many_outputs_follow_format_with_and_without_speculation(make: Callable[..., Engine]) -> None:
     rng = random.Random(1)
-    heats, jobs = (0.0, 1.0, 8.0, 100.0), []
+    temperatures, jobs = (0.0, 1.0, 8.0, 100.0), []
     for i in range(400):
-        asked = FORMATS[i % 4][0]
-        params = SamplingParams(temperature=rng.choice(heats), seed=i, max_tokens=70, response_format=asked)
+        fmt = FORMATS[i % 4][0]
+        params = SamplingParams(
+            temperature=rng.choice(temperatures), seed=i, max_tokens=70, response_format=fmt
+        )
         jobs.append(Job(rng.choices(range(1, 270), k=6) + list(range(30, 40)), params))
     options = {"max_num_seqs": 64, "enable_prefix_caching": False}
     plain, speculative = (run(make(k, **options), jobs) for k in (None, 6))
@@ -98,25 +100,25 @@ def test_guided_requests_in_mixed_batches_with_preemption(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "way",
+    "setup",
     [
         "ngram-tree", "draft", "draft by rejection", "draft by typical", "medusa-tree", "ngram-tree+medusa",
     ],
 )  # fmt: skip
 def test_guided_rows_next_to_every_drafter(
-    make: Callable[..., Engine], model: Model, tokenizer: Tokenizer, way: str, mode: str
+    make: Callable[..., Engine], model: Model, tokenizer: Tokenizer, setup: str, mode: str
 ) -> None:
-    jobs = guided_jobs(random.Random(way), 14)
-    rule = way.split(" ")[-1] if "by" in way else "exact"
+    jobs = guided_jobs(random.Random(setup), 14)
+    rule = setup.split(" ")[-1] if "by" in setup else "exact"
     if rule != "exact":  # unguided requests would change under this rule
         jobs = [job for job in jobs if job.params.response_format is not None]
     spec = {
-        "method": way.replace("-tree", "").split(" ")[0],
-        "tree_width": 3 if "tree" in way else 1,
+        "method": setup.replace("-tree", "").split(" ")[0],
+        "tree_width": 3 if "tree" in setup else 1,
         "acceptance": rule,
     }
-    draft = tiny_model(3, vocab_size=VOCAB) if "draft" in way else None
-    heads = random_heads(model, 3, vocab=40) if "medusa" in way else None
+    draft = tiny_model(3, vocab_size=VOCAB) if "draft" in setup else None
+    heads = random_heads(model, 3, vocab=40) if "medusa" in setup else None
     engine = make(4, spec=spec, draft_model=draft, heads=heads, **MODES[mode])
     others = [Job(job.prompt, replace(job.params, response_format=None)) for job in jobs[:4]]
     requests = run(engine, [*jobs, *others])[: len(jobs)]
@@ -153,16 +155,16 @@ def test_captured_guided_steps_freeze_no_host_values(
 
 def test_more_drafts_than_a_captured_step_can_hold(make: Callable[..., Engine]) -> None:
     """64 rows of 17 tokens exceed the largest captured step, so fewer drafts are verified."""
-    asked = {"type": "choice", "choice": ["red or green or blue or red again"]}
-    jobs = [Job([i, 2], SamplingParams(max_tokens=40, response_format=asked)) for i in range(64)]
+    fmt = {"type": "choice", "choice": ["red or green or blue or red again"]}
+    jobs = [Job([i, 2], SamplingParams(max_tokens=40, response_format=fmt)) for i in range(64)]
     options = {"max_num_seqs": 64, "max_model_len": 48}
     plain, speculative = (run(make(k, **options, **MODES["as-on-gpu"]), jobs) for k in (None, 16))
     assert [r.output_ids for r in speculative] == [r.output_ids for r in plain]
 
 
-@pytest.mark.parametrize("asked", [JSON, REGEX, CHOICE], ids=["json", "regex", "choice"])
-def test_max_tokens_cuts_anywhere(make: Callable[..., Engine], asked: dict[str, Any]) -> None:
-    whole = SamplingParams(temperature=3, seed=5, response_format=asked, max_tokens=100)
+@pytest.mark.parametrize("fmt", [JSON, REGEX, CHOICE], ids=["json", "regex", "choice"])
+def test_max_tokens_cuts_anywhere(make: Callable[..., Engine], fmt: dict[str, Any]) -> None:
+    whole = SamplingParams(temperature=3, seed=5, response_format=fmt, max_tokens=100)
     engines = [make(k, enable_prefix_caching=False) for k in (None, 5)]
     [full] = run(engines[0], [Job([1, 2, 3], whole)])
     assert full.finish_reason == "stop"
@@ -178,8 +180,8 @@ def test_stop_strings_and_tokens_end_guided_output(make: Callable[..., Engine], 
     text = '", "b'
     params = SamplingParams(temperature=2, seed=1, max_tokens=80, response_format=JSON)
     comma = tokenizer.encode(", ", add_special_tokens=False)
-    ways: list[dict[str, Any]] = [{"stop": [text]}, {"stop": "c"}, {"stop_token_ids": comma}]
-    jobs = [Job([1, 2], replace(params, **way)) for way in ways] + [Job([1, 2], params)]
+    variants: list[dict[str, Any]] = [{"stop": [text]}, {"stop": "c"}, {"stop_token_ids": comma}]
+    jobs = [Job([1, 2], replace(params, **variant)) for variant in variants] + [Job([1, 2], params)]
     plain, speculative = (run(make(k), jobs) for k in (None, 6))
     for a, b in zip(plain, speculative, strict=True):
         assert (a.output_ids, a.text, a.stop_reason) == (b.output_ids, b.text, b.stop_reason)
@@ -261,17 +263,17 @@ def test_unguided_requests_skip_masks_and_rows_are_reset(
     monkeypatch.setattr(Grammar, "change", never)
     assert outcome(run(engine, plain)[0]) == wanted
     monkeypatch.undo()
-    beside = Job([1], SamplingParams(max_tokens=40, response_format=JSON))
+    neighbor = Job([1], SamplingParams(max_tokens=40, response_format=JSON))
     engine = make(3, max_num_seqs=2)
-    run(engine, [beside, beside])
-    assert outcome(run(engine, [*plain, beside])[0]) == wanted  # in a row that had a grammar before
+    run(engine, [neighbor, neighbor])
+    assert outcome(run(engine, [*plain, neighbor])[0]) == wanted  # in a row that had a grammar before
 
 
 def test_invalid_formats_are_rejected(
     make: Callable[..., Engine], model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asks(asked: dict[str, Any]) -> SamplingParams:
-        return SamplingParams(response_format=asked)
+    def asks(fmt: dict[str, Any]) -> SamplingParams:
+        return SamplingParams(response_format=fmt)
 
     with pytest.raises(ValueError, match="response_format needs a tokenizer"):
         make_engine(model, 2).add([1], asks({"type": "json_object"}))
@@ -296,8 +298,8 @@ def test_trace_shows_grammar_drafts(make: Callable[..., Engine]) -> None:
 @pytest.mark.parametrize("width", [1, 3])
 def test_forced_tokens_are_accepted_in_one_step(make: Callable[..., Engine], width: int) -> None:
     """Also as a chain in a tree."""
-    asked = {"type": "choice", "choice": ["red or green or blue"]}
-    job = Job([1], SamplingParams(temperature=1, max_tokens=50, response_format=asked))
+    fmt = {"type": "choice", "choice": ["red or green or blue"]}
+    job = Job([1], SamplingParams(temperature=1, max_tokens=50, response_format=fmt))
     [request] = run(make(16, spec={"tree_width": width}), [job])
     assert request.text == "red or green or blue"
     assert request.stats.num_accepted == request.stats.num_drafted == len(request.output_ids)
@@ -305,36 +307,36 @@ def test_forced_tokens_are_accepted_in_one_step(make: Callable[..., Engine], wid
 
 
 def test_grammar_drafts_respect_limits(make: Callable[..., Engine]) -> None:
-    asked = {"type": "choice", "choice": ["red or green or blue"]}
+    fmt = {"type": "choice", "choice": ["red or green or blue"]}
     engine = make(3, enable_prefix_caching=False)
-    found = []
+    result = []
     for most, own in ((1, None), (3, None), (4, None), (7, None), (6, 2)):
-        params = SamplingParams(max_tokens=most, response_format=asked, num_speculative_tokens=own)
+        params = SamplingParams(max_tokens=most, response_format=fmt, num_speculative_tokens=own)
         [request] = run(engine, [Job([1], params)])
-        found.append((request.stats.num_drafted, request.stats.num_accepted, request.stats.num_steps))
-    assert found == [(0, 0, 1), (2, 2, 1), (3, 3, 1), (5, 5, 2), (4, 4, 2)]
+        result.append((request.stats.num_drafted, request.stats.num_accepted, request.stats.num_steps))
+    assert result == [(0, 0, 1), (2, 2, 1), (3, 3, 1), (5, 5, 2), (4, 4, 2)]
 
 
 def test_draft_model_runs_for_unguided_rows_only(make: Callable[..., Engine]) -> None:
-    asked: list[list[int]] = []
+    limits_seen: list[list[int]] = []
 
     class Spy(Policy):
         def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
-            asked.append(sorted(of_drafters.values()))
+            limits_seen.append(sorted(of_drafters.values()))
             return super().choose(limits, of_drafters, context, waiting)
 
     draft = tiny_model(3, vocab_size=VOCAB)
     engine = make(3, spec={"method": "draft"}, draft_model=draft, enforce_eager=True)
     engine.policy = Spy()
-    ways: list[dict[str, Any]] = [{}, {"response_format": REGEX}, {"num_speculative_tokens": 0}]
-    for way in ways:
-        engine.add([1, 2, 3], SamplingParams(max_tokens=9, **way))
+    variants: list[dict[str, Any]] = [{}, {"response_format": REGEX}, {"num_speculative_tokens": 0}]
+    for variant in variants:
+        engine.add([1, 2, 3], SamplingParams(max_tokens=9, **variant))
     finish(engine)
-    assert asked[0] == [0, 0, 3]
+    assert limits_seen[0] == [0, 0, 3]
 
 
 def test_drafters_skip_guided_rows(make: Callable[..., Engine]) -> None:
-    told: list[int] = []
+    learned: list[int] = []
     wanted: list[int] = []
 
     class Again(Drafter):
@@ -343,15 +345,15 @@ def test_drafters_skip_guided_rows(make: Callable[..., Engine]) -> None:
             return make_proposal(torch.full((len(rows), k), 5, dtype=torch.int32), room(table, rows, k))
 
         def learn(self, table: Table, proposal: Proposal, *_: Any) -> None:
-            told.extend(proposal.drafter.tolist())
+            learned.extend(proposal.drafter.tolist())
 
-    asked = SamplingParams(temperature=1, max_tokens=30, response_format=JSON)
+    guided = SamplingParams(temperature=1, max_tokens=30, response_format=JSON)
     engine = make(3, drafter=Again())
-    run(engine, [Job([1], asked)])
-    assert (set(told), any(wanted)) == ({NO_DRAFTER}, False)
+    run(engine, [Job([1], guided)])
+    assert (set(learned), any(wanted)) == ({NO_DRAFTER}, False)
     assert set(engine.metrics.spec.by_drafter) == {"grammar"}
     run(engine, [Job([1], SamplingParams(max_tokens=5))])
-    assert set(told) == {NO_DRAFTER, 0}
+    assert set(learned) == {NO_DRAFTER, 0}
 
 
 def test_real_model_extracts_json(smollm2: Path) -> None:
@@ -365,14 +367,14 @@ def test_real_model_extracts_json(smollm2: Path) -> None:
         "required": ["name", "age"],
         "additionalProperties": False,
     }
-    asked = {"type": "json_schema", "json_schema": {"schema": schema}}
+    fmt = {"type": "json_schema", "json_schema": {"schema": schema}}
     chats = [[{"role": "user", "content": f"{name} is {age}. Say name and age as JSON."}] for name, age in
              (("Anna Miller", 34), ("Tom", 7))]  # fmt: skip
-    found = []
+    result = []
     for k in (0, None):
-        params = SamplingParams(temperature=0, max_tokens=40, response_format=asked, num_speculative_tokens=k)
-        found.append([output.outputs[0] for output in llm.chat(chats, params)])
+        params = SamplingParams(temperature=0, max_tokens=40, response_format=fmt, num_speculative_tokens=k)
+        result.append([output.outputs[0] for output in llm.chat(chats, params)])
     texts = ['{"name": "Anna Miller", "age": 34}', '{"name": "Tom", "age": 7}']
-    assert [done.text for done in found[0]] == texts
-    assert [done.token_ids for done in found[1]] == [done.token_ids for done in found[0]]
-    assert found[1][0].stats.num_steps < found[0][0].stats.num_steps
+    assert [done.text for done in result[0]] == texts
+    assert [done.token_ids for done in result[1]] == [done.token_ids for done in result[0]]
+    assert result[1][0].stats.num_steps < result[0][0].stats.num_steps

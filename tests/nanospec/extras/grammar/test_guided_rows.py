@@ -60,40 +60,40 @@ def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
     each = ints(3, 2, 1, 3), drafts - 10, ints(4, 5, 6, 7), ints(1, 0, 1, 0)
     given = Proposal(drafts, *each, parents, logits)
     rows = ints(3, 0, 1, -1)
-    found = guided.propose(TABLE, rows, given)
-    assert found.drafts.tolist() == [[7, 8, 9], [23, 24, 25], found.drafts[2].tolist(), [29, 30, 31]]
-    assert found.num_drafts.tolist() == [3, 2, 0, 3]
-    assert found.source.tolist()[:2] == [[GUESSED, 1, 2], [13, 14, 15]]
-    assert found.match_len.tolist() == [64, 5, 0, 7]
-    assert found.drafter.tolist() == [CODE, 0, NO_DRAFTER, 0]
-    others, batch = guided.for_drafters(found, lay_out(TABLE, rows, found))
+    result = guided.propose(TABLE, rows, given)
+    assert result.drafts.tolist() == [[7, 8, 9], [23, 24, 25], result.drafts[2].tolist(), [29, 30, 31]]
+    assert result.num_drafts.tolist() == [3, 2, 0, 3]
+    assert result.source.tolist()[:2] == [[GUESSED, 1, 2], [13, 14, 15]]
+    assert result.match_len.tolist() == [64, 5, 0, 7]
+    assert result.drafter.tolist() == [CODE, 0, NO_DRAFTER, 0]
+    others, batch = guided.for_drafters(result, lay_out(TABLE, rows, result))
     assert others.drafter.tolist() == [NO_DRAFTER, 0, NO_DRAFTER, 0]
     assert batch.rows.tolist() == [-1, 0, -1, -1]
-    assert found.parents is None or found.parents.tolist()[:2] == [[0, 1, 2], [0, 0, 1]]
-    assert found.sampled is None or found.sampled.tolist() == [False, True, False, True]
-    assert (found.parents is None, found.sampled is None) == (not tree, tree)
-    assert all(t.dtype == torch.int32 for t in found[:5])
+    assert result.parents is None or result.parents.tolist()[:2] == [[0, 1, 2], [0, 0, 1]]
+    assert result.sampled is None or result.sampled.tolist() == [False, True, False, True]
+    assert (result.parents is None, result.sampled is None) == (not tree, tree)
+    assert all(t.dtype == torch.int32 for t in result[:5])
 
 
 def test_disallowed_tokens_are_masked(guided: Grammar) -> None:
     """Row 3 has two tokens and padding, row 0 three, row 1 one; padding has no row."""
     batch = Batch.of_grid(TABLE, ints(3, 0, -1, 1), ints(0, 0, 0, 0), ints(2, 3, 3, 1), 3)
     logits = torch.randn(12, V)
-    wanted = logits.clone()
+    expected = logits.clone()
     for t, may in ((0, [7]), (1, [8]), (9, [0, 35])):
-        kept = wanted[t, may]
-        wanted[t] = -math.inf
-        wanted[t, may] = kept
+        kept = expected[t, may]
+        expected[t] = -math.inf
+        expected[t, may] = kept
     guided.change(logits, batch)
-    assert torch.equal(logits, wanted)
+    assert torch.equal(logits, expected)
 
 
 def test_reassigned_row_has_no_mask(guided: Grammar) -> None:
     guided.admit(3)
     logits = torch.randn(1, V)
-    wanted = logits.clone()
+    expected = logits.clone()
     guided.change(logits, Batch.of_grid(TABLE, ints(3), ints(0), ints(1), 1))
-    assert torch.equal(logits, wanted)
+    assert torch.equal(logits, expected)
 
 
 def test_grammar_is_imported_lazily() -> None:

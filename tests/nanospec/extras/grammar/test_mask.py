@@ -36,12 +36,12 @@ def test_mask_matches_loop(backend: Backend, V: int, T: int, more: int, kind: in
     at = torch.randint(-1, 3, (T,), generator=generator).int()
     logits = torch.randn(T, V + 7, generator=generator).to(DTYPES[kind])[:, :V]
     logits[:, : len(ODD)] = ODD[:V]
-    wanted = logits.clone()
+    expected = logits.clone()
     for t, m in enumerate(at.tolist()):
         for i in range(V) if m >= 0 else ():
             word = int(allowed[m, i // 32]) if i // 32 < words else 0
             if not word >> (i % 32) & 1:
-                wanted[t, i] = -math.inf
+                expected[t, i] = -math.inf
     with forced(backend):
         mask(logits, allowed, at)
-    assert torch.equal(logits.nan_to_num(7.5), wanted.nan_to_num(7.5))
+    assert torch.equal(logits.nan_to_num(7.5), expected.nan_to_num(7.5))

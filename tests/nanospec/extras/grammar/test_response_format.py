@@ -50,10 +50,10 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "sentence"), BAD, ids=lambda value: str(value)[:60])
-def test_invalid_response_format_is_rejected(asked: Any, sentence: str) -> None:
+@pytest.mark.parametrize(("fmt", "sentence"), BAD, ids=lambda value: str(value)[:60])
+def test_invalid_response_format_is_rejected(fmt: Any, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
-        checked(asked)
+        checked(fmt)
     assert sentence in str(caught.value)
 
 
@@ -65,11 +65,11 @@ def test_params_incompatible_with_grammar_are_rejected(other: dict[str, Any]) ->
 
 
 def test_format_is_copied_and_text_means_none() -> None:
-    asked: Any = schema(["a"], name="x", strict=None, description=None)
-    copied = checked(asked)
-    assert copied == asked
-    asked["json_schema"]["schema"]["enum"].append("b")
-    assert copied != asked
+    fmt: Any = schema(["a"], name="x", strict=None, description=None)
+    copied = checked(fmt)
+    assert copied == fmt
+    fmt["json_schema"]["schema"]["enum"].append("b")
+    assert copied != fmt
     wide: Any = []
     for _ in range(50):
         wide = [wide, wide]

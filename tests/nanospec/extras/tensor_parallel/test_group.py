@@ -36,19 +36,19 @@ def place(rank: int, size: int, name: str) -> Place:
 def exchanged(rank: int) -> dict[str, Any]:
     group = Group(CPU, place(rank, SIZE, "together"), 30)
     x = torch.arange(12).view(SIZE, 2, 2) + 100 * rank
-    found: dict[str, Any] = {"numbers": group.gather(torch.tensor([rank, 7])).tolist()}
+    result: dict[str, Any] = {"numbers": group.gather(torch.tensor([rank, 7])).tolist()}
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
-        found[str(dtype)] = group.gather(x.to(dtype)), group.exchange(x.to(dtype))
-    found["columns"] = group.gather(x[0].T)  # not contiguous
-    found["nothing"] = group.gather(x[:0]).shape
-    found["commands"] = COMMANDS
+        result[str(dtype)] = group.gather(x.to(dtype)), group.exchange(x.to(dtype))
+    result["columns"] = group.gather(x[0].T)  # not contiguous
+    result["nothing"] = group.gather(x[:0]).shape
+    result["commands"] = COMMANDS
     if rank:
-        found["commands"] = [group.receive() for _ in COMMANDS]
+        result["commands"] = [group.receive() for _ in COMMANDS]
     else:
         for command in COMMANDS:
             group.send(command)
     group.close()
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +60,18 @@ def results() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
 def test_gather_and_exchange(results: list[dict[str, Any]], dtype: torch.dtype) -> None:
     given = torch.stack([torch.arange(12).view(SIZE, 2, 2) + 100 * rank for rank in range(SIZE)]).to(dtype)
-    for rank, found in enumerate(results):
-        whole, own = found[str(dtype)]
+    for rank, result in enumerate(results):
+        whole, own = result[str(dtype)]
         assert torch.equal(whole, given)
         assert torch.equal(own, given[:, rank])
 
 
 def test_other_shapes_and_commands(results: list[dict[str, Any]]) -> None:
-    for found in results:
-        assert found["numbers"] == [[0, 7], [1, 7], [2, 7]]
-        assert torch.equal(found["columns"][1], torch.tensor([[100, 102], [101, 103]]))
-        assert found["nothing"] == (SIZE, 0, 2, 2)
-        assert found["commands"] == COMMANDS
+    for result in results:
+        assert result["numbers"] == [[0, 7], [1, 7], [2, 7]]
+        assert torch.equal(result["columns"][1], torch.tensor([[100, 102], [101, 103]]))
+        assert result["nothing"] == (SIZE, 0, 2, 2)
+        assert result["commands"] == COMMANDS
 
 
 def test_missing_ranks_time_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,13 +94,13 @@ def test_interrupted_command_ends_job(job: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "said"), [("exit(3)", "exited with status 3"), ("os.kill(0, 9)", "was killed by signal 9")]
+    ("program", "message"), [("exit(3)", "exited with status 3"), ("os.kill(0, 9)", "was killed by signal 9")]
 )
-def test_dead_process_ends_job(program: str, said: str) -> None:
+def test_dead_process_ends_job(program: str, message: str) -> None:
     command = [sys.executable, "-c", f"import os; {program}"]
     job = Job([subprocess.Popen(command, start_new_session=True)], HashStore(), 30)
     with (
-        pytest.raises(RankFailed, match=f"^Rank 1 {said}, so all ranks were stopped\\.$"),
+        pytest.raises(RankFailed, match=f"^Rank 1 {message}, so all ranks were stopped\\.$"),
         job.command("step"),
     ):
         eventually(lambda: job.failure)

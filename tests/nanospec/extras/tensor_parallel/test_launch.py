@@ -161,14 +161,16 @@ def generate_forever(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "seconds", "said"),
+    ("number", "seconds", "message"),
     [
         (signal.SIGKILL, 8, r"Rank 1 was killed by signal 9, so all ranks were stopped\."),
         (signal.SIGSTOP, 12, r"A rank did not complete '\w+' within distributed_timeout=3 seconds"),
     ],
     ids=["killed", "hangs"],
 )
-def test_dead_or_hanging_rank_ends_job_in_time(folder: Path, number: int, seconds: float, said: str) -> None:
+def test_dead_or_hanging_rank_ends_job_in_time(
+    folder: Path, number: int, seconds: float, message: str
+) -> None:
     llm = make(folder, 2, distributed_timeout=3 if number == signal.SIGSTOP else 300)
     [rank] = ranks_of(llm)
     at = [0.0]
@@ -182,7 +184,7 @@ def test_dead_or_hanging_rank_ends_job_in_time(folder: Path, number: int, second
         generate_forever(llm)
     assert time.monotonic() - at[0] < seconds
     sentence = str(raised.value)
-    assert re.match(said, sentence)
+    assert re.match(message, sentence)
     assert_gone([rank])
     for _ in range(2):  # the second time at once
         with pytest.raises(RankFailed) as raised:
@@ -253,9 +255,9 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert torchrun_place() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    found = torchrun_place()
-    assert found == Place(11, 16, 3, 8)
-    return found
+    actual = torchrun_place()
+    assert actual == Place(11, 16, 3, 8)
+    return actual
 
 
 def test_torchrun_allows_one_llm_of_all_processes(

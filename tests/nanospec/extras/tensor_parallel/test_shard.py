@@ -118,5 +118,5 @@ def test_ranks_compute_logits_of_the_whole_model(variant: str, tmp_path: Path) -
         return pages.step({0: ids[30:]})[0]
 
     expected = logits(None)
-    for found in together(2, logits):
-        assert_close(found, expected, 1e-5)
+    for result in together(2, logits):
+        assert_close(result, expected, 1e-5)

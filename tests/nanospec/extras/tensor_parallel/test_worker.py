@@ -47,7 +47,7 @@ from tests.tiny import tiny_config, tiny_model
 VOCAB = 64
 # (ranks, query heads, KV heads): divided; one KV head on two ranks; padded with zeros.
 SHAPES = {"2-ranks": (2, 4, 2), "4-ranks": (4, 4, 2), "3-heads-on-2": (2, 6, 3)}
-WAYS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "none": {},
     "ngram": {"method": "ngram"},
     "ngram-tree": {"method": "ngram", "tree_width": 3},
@@ -58,7 +58,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-CASES = [("2-ranks", way, mode) for way, mode in zip(WAYS, [*MODES] * len(WAYS), strict=False)]
+CASES = [("2-ranks", setup, mode) for setup, mode in zip(SETUPS, [*MODES] * len(SETUPS), strict=False)]
 CASES += [("4-ranks", "ngram-tree+draft", "plain"), ("4-ranks", "medusa-tree", "as-on-gpu")]
 CASES += [("3-heads-on-2", "ngram+medusa", "plain"), ("3-heads-on-2", "ngram-tree", "as-on-gpu")]
 
@@ -94,10 +94,10 @@ class Drafters:
 
 
 def options_of(
-    size: int, of: Whole, way: str, k: Any, num_blocks: int | None = None, **more: Any
+    size: int, of: Whole, setup: str, k: Any, num_blocks: int | None = None, **more: Any
 ) -> EngineConfig:
     """Return options for `size` ranks with `num_blocks` blocks on each."""
-    spec = make_spec(None) if way == "none" else make_spec(k, **WAYS[way])
+    spec = make_spec(None) if setup == "none" else make_spec(k, **SETUPS[setup])
     if num_blocks is not None:
         local = Shard(of.config, groups_of(size)[0]).config
         per_token = local.kv_bytes_per_token(torch.float32)
@@ -114,21 +114,21 @@ def run_split(
     """Check that ranks generate the output of one device; return the number of accepted drafts."""
     size = options.tensor_parallel_size
     with split_engine(size, of.config, of.weights, options, drafter) as split:
-        found = [outcome(request) for request in run(split.engine, jobs)]
+        result = [outcome(request) for request in run(split.engine, jobs)]
     split.assert_equal()
-    for got, wanted in zip(found, run_alone(of.model, jobs), strict=True):
+    for got, wanted in zip(result, run_alone(of.model, jobs), strict=True):
         assert_same(got, wanted, context)
     return split.engine.metrics.spec.num_accepted
 
 
-@pytest.mark.parametrize(("shape", "way", "mode"), CASES, ids=str)
-def test_output_matches_one_device(shape: str, way: str, mode: str) -> None:
+@pytest.mark.parametrize(("shape", "setup", "mode"), CASES, ids=str)
+def test_output_matches_one_device(shape: str, setup: str, mode: str) -> None:
     """Greedy and seeded sampling, filters, penalties, logprobs, prefix hits, chunks, preemption."""
     size, *heads = SHAPES[shape]
-    of, jobs = whole(*heads), random_jobs(random.Random(f"{shape}{way}"), VOCAB, 5)
-    options = options_of(size, of, way, 5, 17, max_num_batched_tokens=32, **MODES[mode])
-    accepted = run_split(options, of, jobs, Drafters(options), (shape, way, mode))
-    assert way == "none" or accepted > 0
+    of, jobs = whole(*heads), random_jobs(random.Random(f"{shape}{setup}"), VOCAB, 5)
+    options = options_of(size, of, setup, 5, 17, max_num_batched_tokens=32, **MODES[mode])
+    accepted = run_split(options, of, jobs, Drafters(options), (shape, setup, mode))
+    assert setup == "none" or accepted > 0
 
 
 class Whim(SimpleDrafter):
@@ -143,17 +143,17 @@ class Whim(SimpleDrafter):
         return tokens[first : first + k]
 
 
-@pytest.mark.parametrize("way", ["whim", "whim behind lookup", "automatic k"])
-def test_ranks_agree_on_random_drafts_and_timed_k(way: str) -> None:
+@pytest.mark.parametrize("setup", ["whim", "whim after lookup", "automatic k"])
+def test_ranks_agree_on_random_drafts_and_timed_k(setup: str) -> None:
     """Random drafts, and numbers of drafts that depend on measured times."""
     of, jobs = whole(), random_jobs(random.Random(1), VOCAB, 5)
-    if way == "automatic k":
+    if setup == "automatic k":
         run_split(options_of(2, of, "ngram", "auto"), of, jobs)
         return
     options = options_of(2, of, "ngram", 4, trace=True)
 
     def make(model: Model, group: Group) -> Sequence[Drafter]:
-        return (NgramDrafter(options.spec), Whim(group.rank)) if "lookup" in way else (Whim(group.rank),)
+        return (NgramDrafter(options.spec), Whim(group.rank)) if "lookup" in setup else (Whim(group.rank),)
 
     assert run_split(options, of, jobs, make) > 0
 
@@ -170,7 +170,7 @@ def test_vocabulary_padding_is_never_sampled() -> None:
 def test_aborts_do_not_affect_other_requests(mode: str) -> None:
     of, rng = whole(), random.Random(3)
     params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=30) for i in range(5)]
-    jobs = [Job(rng.choices(range(VOCAB), k=20) * 2, asked) for asked in params]
+    jobs = [Job(rng.choices(range(VOCAB), k=20) * 2, sampling) for sampling in params]
     wanted = run_alone(of.model, jobs)
     with split_engine(2, of.config, of.weights, options_of(2, of, "ngram", 4, **MODES[mode])) as split:
         engine = split.engine
@@ -199,8 +199,8 @@ def test_aborts_do_not_affect_other_requests(mode: str) -> None:
 def test_lossy_and_rejection_rules_match_one_device(rule: str) -> None:
     """Acceptance depends on the drafts, so both engines use the same drafter."""
     of = whole()
-    asked = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20) for seed in range(3)]
-    jobs = [Job([5, 9, 5, 9, 5], params) for params in asked]
+    sampling = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20) for seed in range(3)]
+    jobs = [Job([5, 9, 5, 9, 5], params) for params in sampling]
     speculation: dict[str, Any] = {"method": "draft", "acceptance": rule}
     one = make_engine(of.model, 4, spec=speculation, draft_model=tiny_model(num_layers=1))
     wanted = [outcome(request).token_ids for request in run(one, jobs)]

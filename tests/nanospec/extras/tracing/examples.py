@@ -18,14 +18,14 @@ def step(
 ) -> StepRecord:
     """Return a step whose drafts come from n-gram lookup, unless `fields` override it."""
     K = len(drafts)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "at": 0.0, "ms": MS, "batch": 1, "tokens": list(tokens), "method": "ngram" if K else "",
         "match_len": 2 if K else 0, "drafts": list(drafts), "sources": list(range(3, 3 + K)),
         "parents": list(range(K)), "verified": K, "accepted": list(accepted),
         "reason": "pays" if K else "no match",
         "promised": 1.0 + 0.1 * K, "plain_ms": 10.0,
     }  # fmt: skip
-    return StepRecord(**{**found, **fields})
+    return StepRecord(**{**result, **fields})
 
 
 def steps() -> list[StepRecord]:

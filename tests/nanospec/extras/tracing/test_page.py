@@ -76,8 +76,8 @@ def test_keyboard_navigation(show: Open) -> None:
     page = show(example())
 
     def selected() -> str | None:
-        found: str | None = page.locator('.step[aria-selected="true"]').get_attribute("id")
-        return found
+        result: str | None = page.locator('.step[aria-selected="true"]').get_attribute("id")
+        return result
 
     page.keyboard.press("Home")
     assert selected() == "step-0"

@@ -118,7 +118,7 @@ def test_captured_step_records_drafts_without_waiting(monkeypatch: pytest.Monkey
 def test_step_without_drafts_records_none(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(cycle_model(), 2, trace=True, **MODES[mode])
     ks = itertools.cycle(((2, 2), (0, 0)))
-    monkeypatch.setattr(Policy, "choose", lambda *asked: next(ks))
+    monkeypatch.setattr(Policy, "choose", lambda *args: next(ks))
     [request] = run(engine, [Job(cycle(0, 40), SamplingParams(temperature=0, max_tokens=12))])
     check(request)
     assert [len(step.drafts) for step in record_of(request).steps] == [2, 0] * 3
@@ -136,17 +136,17 @@ def test_rejected_and_unverified_drafts_are_recorded(model: Model) -> None:
 
 def test_reasons_for_number_of_drafts(model: Model) -> None:
     def reasons(engine: Engine, prompt: list[int], **params: Any) -> list[str]:
-        asked = SamplingParams(temperature=0, **{"max_tokens": 4, **params})
-        return [step.reason for step in record_of(run(engine, [Job(prompt, asked)])[0]).steps]
+        sampling = SamplingParams(temperature=0, **{"max_tokens": 4, **params})
+        return [step.reason for step in record_of(run(engine, [Job(prompt, sampling)])[0]).steps]
 
     fixed = make_engine(cycle_model(), 2, trace=True)
     assert reasons(fixed, [5], num_speculative_tokens=0) == ["off"] * 4
     assert reasons(fixed, [5], max_tokens=2) == ["no match", "end"]
     assert reasons(fixed, cycle(0, 40), max_tokens=3) == ["fixed"]
     auto = make_engine(cycle_model(), "auto", trace=True)
-    found = {*reasons(auto, cycle(0, 40), max_tokens=60), *reasons(auto, [1, 5, 1, 5, 1], max_tokens=20)}
-    assert found <= {"pays", "probe", "does not pay", "no match", "end"}
-    assert "pays" in found
+    result = {*reasons(auto, cycle(0, 40), max_tokens=60), *reasons(auto, [1, 5, 1, 5, 1], max_tokens=20)}
+    assert result <= {"pays", "probe", "does not pay", "no match", "end"}
+    assert "pays" in result
 
 
 def test_recorder_keeps_latest_requests(model: Model) -> None:
