@@ -128,7 +128,7 @@ def add_settings(parser: Parser, settings: type, title: str, full: bool, default
         default = defaults.get(name, field.default)
         text = help_texts.get(name, "").replace("`", "")
         text += "" if default in (None, MISSING, ()) else f" (default: {default})"
-        text = re.sub(r"\bNone( takes|:)", "without it:", text).replace("None", "none")
+        text = re.sub(r"\bNone(?: takes|:)|\b[Ii]f None,", "default:", text).replace("None", "none")
         flags = (flag, SHORT[name]) if name in SHORT else (flag,)
         dest = f"{settings.__name__}.{name}"
         action = group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, **arguments)
