@@ -1,13 +1,13 @@
-"""Compare two checkouts: speed, seconds of a start, and outputs to the bit.
+"""Compare two checkouts: speed, startup time, and whether outputs are bitwise identical.
 
     python bench/before_after.py BEFORE AFTER [--rounds 5] [--prompts 16] [--max-tokens 32] [--out FOLDER]
 
-BEFORE and AFTER are folders of checkouts of any age, as only the names that `nanospec` exports are used. In
-each round a new process of each checkout loads SmolLM2-135M twice, plain and with n-gram lookup, and runs 1,
-4 and 16 requests at once, greedy and seeded. The two processes take turns batch by batch, since the speed of
-a shared machine drifts within seconds. The ratio of a round is the median of AFTER over BEFORE over its
-turns; medians over the rounds are reported with their range. The exit status is 1 if an output differs
-between the checkouts or between n-gram and plain. Nothing else should run meanwhile.
+BEFORE and AFTER are folders of checkouts, also old ones: only public names of `nanospec` are used. In each
+round, a new process of each checkout loads SmolLM2-135M twice, plain and with n-gram lookup, and runs batches
+of 1, 4 and 16 requests, greedy and seeded. The two processes alternate batch by batch, since the
+speed of a shared machine drifts within seconds. The ratio of a round is the median of AFTER / BEFORE over its
+turns; medians and ranges over the rounds are reported. The exit status is 1 if an output differs between the
+checkouts or between n-gram and plain. Requires an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import common
 
 Json = dict[str, Any]
-LEAST = 0.98  # a ratio of speeds below this is reported as slower
-TURNS = 4  # of a case in a round, at least
+LEAST = 0.98  # a speed ratio below this is reported as slower
+TURNS = 4  # minimum number of turns per case and round
 CASES = [
     {"way": way, "mode": mode, "batch": batch}
     for way in ("plain", "n-gram")
     for mode in ("greedy", "seeded")
     for batch in (1, 4, 16)
 ]
-CHAT = (  # as the model's template has it, so that checkouts need no method for it
+CHAT = (  # the model's chat template, so that checkouts need no method for it
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
@@ -66,7 +66,7 @@ for line in sys.stdin:
 
 
 class Checkout:
-    """A process of a checkout, which answers one case at a time."""
+    """A process of a checkout that runs one case at a time."""
 
     def __init__(self, folder: Path, asked: Json) -> None:
         self.process = subprocess.Popen(
@@ -86,18 +86,18 @@ class Checkout:
         self.process.stdin.write(json.dumps(line) + "\n")
         self.process.stdin.flush()
         for answer in self.process.stdout:
-            if answer.startswith("{"):  # not a message of the checkout
+            if answer.startswith("{"):  # skip other output of the checkout
                 found: Json = json.loads(answer)
                 return found
-        raise SystemExit(f"The process of {self.folder} ended with status {self.process.wait()}.")
+        raise SystemExit(f"The process of {self.folder} exited with status {self.process.wait()}.")
 
     def close(self) -> None:
         self.process.communicate()
 
 
 def run_round(folders: list[Path], asked: Json, cases: list[Json]) -> list[Json]:
-    """Return, for each folder, the seconds of its starts, and by the name of a case its seconds and outputs:
-    lists with one item per turn. The folders alternate in going first."""
+    """Return for each folder its startup times, and by case its seconds and outputs, which are lists with one
+    item per turn. The folders alternate in running first."""
     running = [Checkout(folder, asked) for folder in folders]
     found: list[Json] = [{"start": each.start, "seconds": {}, "outputs": {}} for each in running]
     for case in cases:
@@ -118,7 +118,7 @@ def name_of(case: Json) -> str:
 
 
 def compare(rounds: list[tuple[Json, Json]]) -> Json:
-    """Return a row per case and start from the (before, after) of each round."""
+    """Return a row for each case and startup, from the (before, after) pairs of all rounds."""
     table: Json = {}
     for way in rounds[0][0]["start"]:
         seconds = [[side["start"][way] for side in pair] for pair in rounds]
@@ -136,7 +136,7 @@ def compare(rounds: list[tuple[Json, Json]]) -> Json:
 
 
 def row(pairs: list[list[float]], ratios: list[float], faster_is: str) -> Json:
-    """Return the medians of both sides, and the spread of the ratios."""
+    """Return the medians of both sides and the spread of the ratios."""
     before, after = (round(statistics.median(side), 2) for side in zip(*pairs))
     return {"before": before, "after": after, "faster_is": faster_is, "ratio": common.spread(ratios)}
 
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     asked = {"model": str(args.model.resolve()), "prompts": prompts, "max_tokens": args.max_tokens}
     folders, rounds = [args.before.resolve(), args.after.resolve()], []
     for i in range(args.rounds):
-        turn = -1 if i % 2 else 1  # the second goes first every other time
+        turn = -1 if i % 2 else 1  # reverse the order every other round
         before, after = run_round(folders[::turn], asked, CASES)[::turn]
         rounds.append((before, after))
         print(f"round {i + 1} of {args.rounds} done", flush=True)

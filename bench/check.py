@@ -1,7 +1,8 @@
-"""Check that a kernel computes what `naive` computes, for any case of `bench/cases`.
+"""Compare a kernel with its `naive` reference, for any case of `bench/cases`.
 
-A case is built twice with the same seed, and run by the kernel with its outputs poisoned and by `naive`. What
-both return, and the tensors that their calls hold and may have changed, are compared.
+A case is built twice with the same seed, and run once by the kernel, with poisoned outputs, and once by
+`naive`. The return values are compared, and also all tensors in the closures of the calls, which a call may
+modify in place.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor
 from bench.cases import Built
 from nanospec.kernels.launch import Backend, forced
 
-LIMIT = 2e-2  # of the error of bf16 results
-TIES = ("sample", "accept")  # probabilities within rounding of each other: see tests/gpu
-FEW = 0.25  # share of their results that may differ, as there may be five in all
-PARTIAL = ("layout",)  # kernels that leave unwritten what is not read: pages behind a text's end
+LIMIT = 2e-2  # maximum relative error of bf16 results
+TIES = ("sample", "accept")  # kernels whose results may differ where probabilities tie within rounding
+FEW = 0.25  # maximum fraction of their results that may differ; a case may have only five
+PARTIAL = ("layout",)  # kernels that leave unused outputs unwritten, such as blocks after a row's end
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """New memory holds NaN, or the largest integer, until it is written."""
+    """Fill newly allocated memory with NaN, or with the maximum integer, in the context."""
     settings: Any = torch.utils.deterministic
     was, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -39,7 +40,7 @@ def poisoned() -> Iterator[None]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return all tensors of a result, or of what a function holds, in order."""
+    """Return all tensors in a result or in the closure of a function, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, types.FunctionType):
@@ -52,9 +53,9 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def difference(actual: Tensor, expected: Tensor, partial: bool = False) -> float:
-    """Return the relative error of floats by norm, or the share of other values that differ.
+    """Return the relative error (by norm) of floats, or the fraction of other values that differ.
 
-    `partial`: integers that were not written do not count."""
+    If `partial`, unwritten integers are ignored."""
     if actual.shape != expected.shape:
         return float("inf")
     if not actual.is_floating_point():
@@ -69,7 +70,7 @@ def difference(actual: Tensor, expected: Tensor, partial: bool = False) -> float
 def compare(
     build: Callable[[str], Built], device: str, kernel: str = "", how: Backend = "triton"
 ) -> dict[str, float]:
-    """Return the largest `error` of floats and the largest share of other values that are `differing`."""
+    """Return the maximum relative `error` of floats and the maximum fraction of `differing` other values."""
     found = []
     ways: tuple[tuple[Backend, Any], ...] = ((how, poisoned), ("naive", torch.no_grad))
     for backend, memory in ways:
@@ -86,6 +87,6 @@ def compare(
 
 
 def is_wrong(found: dict[str, float], kernel: str) -> bool:
-    """Return whether a difference is too large, or NaN."""
+    """Return whether a difference is NaN or above the limit."""
     few = FEW if kernel in TIES else 0.0
     return not (found["error"] <= LIMIT and found["differing"] <= few)

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine it ran on, evaluation prompts, medians, results as JSON."""
+"""Helpers shared by all benchmarks: machine information, evaluation prompts, medians, JSON results."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ import torch
 from nanospec.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-# Evaluation text, not part of the repository: beside it, or inside as an untracked folder.
+# Evaluation data is not part of the repository: an untracked folder in it, or next to it.
 _DATA = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
 DATA = next((path for path in _DATA if path.is_dir()), ROOT)
 RESULTS = ROOT / "bench" / "results"
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser that shows a script's docstring and has --out, the folder of results."""
-    plain = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=doc, formatter_class=plain)
-    made.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    return made
+    """Return a parser with a script's docstring as its description, and the option --out."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    result = argparse.ArgumentParser(description=doc, formatter_class=formatter)
+    result.add_argument("--out", type=Path, default=RESULTS, help="output folder (default: %(default)s)")
+    return result
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions and commit."""
+    """Return the machine, package versions, commit and date."""
     versions = {}
     for package in ("torch", "triton", "transformers", "tokenizers", "numpy"):
         try:
@@ -73,7 +73,7 @@ def _cpu_name() -> str:
 
 
 def commit(folder: Path = ROOT) -> str:
-    """Return the commit that is measured, "unknown" in a copy without git."""
+    """Return the commit of a checkout, or "unknown" without git."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=True
@@ -96,7 +96,7 @@ def write(name: str, result: dict[str, Any], out: Path = RESULTS) -> None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, and the smallest and largest value."""
+    """Return the median, minimum and maximum."""
     return {
         "median": round(statistics.median(values), 4),
         "min": round(min(values), 4),
@@ -105,9 +105,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def is_looping(tokens: Sequence[int], period: int = 32, repeats: int = 4) -> bool:
-    """Whether the output ends in a stretch of at most `period` tokens said `repeats` times over.
+    """Return whether the output ends with `repeats` repetitions of a sequence of at most `period` tokens.
 
-    Such text makes any speculation look good; benchmarks count and name it.
+    Speculation looks too good on such outputs, so benchmarks report their number.
     """
     return any(
         len(tokens) >= p * repeats
@@ -117,7 +117,7 @@ def is_looping(tokens: Sequence[int], period: int = 32, repeats: int = 4) -> boo
 
 
 def distinct_ratio(tokens: Sequence[int]) -> float:
-    """Distinct 4-grams / 4-grams: 1 for text that never repeats itself."""
+    """Return the fraction of distinct 4-grams: 1 for text without repetition."""
     grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
     return len(set(grams)) / max(len(grams), 1)
 
@@ -128,23 +128,23 @@ def distinct_ratio(tokens: Sequence[int]) -> float:
 def _lines(name: str) -> list[dict[str, Any]]:
     path = DATA / name
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; this benchmark reads its prompts from it.")
+        raise FileNotFoundError(f"{path} not found; this benchmark reads its prompts from it.")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def chat_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The token ids of a chat of this one message."""
+    """Return the token ids of a chat with a single user message."""
     chat = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     return tokenizer.encode(chat, add_special_tokens=False)
 
 
 def code_edits(count: int) -> list[str]:
-    """Instruction and code; the answer repeats most of the code. The longest inputs of the set."""
+    """Return the `count` longest code-editing prompts. Answers repeat most of the code."""
     return [message for message, _ in code_edit_pairs(count)]
 
 
 def code_edit_pairs(count: int) -> list[tuple[str, str]]:
-    """`code_edits` with the edited code as the answer."""
+    """Return pairs of (prompt, reference answer) of `code_edits`."""
     rows = sorted(_lines("code_edits.jsonl"), key=lambda row: -len(row["input"]))[:count]
     return [
         (
@@ -156,15 +156,15 @@ def code_edit_pairs(count: int) -> list[tuple[str, str]]:
 
 
 def shakespeare() -> str:
-    """1.1 MB of it."""
+    """Return 1.1 MB of Shakespeare."""
     path = DATA / "shakespeare.txt"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; this benchmark reads its prompts from it.")
+        raise FileNotFoundError(f"{path} not found; this benchmark reads its prompts from it.")
     return path.read_text(encoding="utf-8")
 
 
 def quotations(count: int) -> list[str]:
-    """The first sentences of a news article to repeat."""
+    """Return prompts that ask to repeat the first sentences of a news article."""
     found = []
     for article in spec_bench(count, "summarization"):
         text = ""
@@ -177,7 +177,7 @@ def quotations(count: int) -> list[str]:
 
 
 def spec_bench(count: int, group: str) -> list[str]:
-    """First turns of one group: chat, translation, summarization, qa, math_reasoning or rag."""
+    """Return first turns of a Spec-Bench group: chat, translation, summarization, qa, math_reasoning, rag."""
     chat = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
     rows = [
         r

@@ -1,36 +1,36 @@
-"""Compile every production configuration of every kernel for GPUs that need not be there.
+"""Compile every production configuration of every kernel for several GPU architectures. Needs no GPU.
 
     python bench/compile.py [--only attention] [--targets sm_90 gfx942] [--jobs 2]
                             [--known bench/results] [--out bench/results]
 
-The cases of `bench/cases` are run on `meta` tensors while Triton's launch is replaced by a recorder,
-so what is compiled is exactly what a launch compiles: same types, alignment hints, constants, warps
-and stages. Each distinct kernel is then compiled per target down to machine code, and read:
+The cases of `bench/cases` run on `meta` tensors with a recorder in place of Triton's launcher. Kernels are
+therefore compiled with the same types, alignment hints, constants, warps and stages as in a real launch. Each
+distinct kernel is compiled to machine code for each target, and analyzed:
 
-    registers, spills   per thread; spills are bytes of local memory (NVIDIA: stack frame plus local
-                        memory by cuobjdump; AMD: spilled registers, from the assembly's metadata)
+    registers, spills   per thread; spills in bytes of local memory (NVIDIA: stack frame plus local memory
+                        from cuobjdump; AMD: spilled registers, from the metadata of the assembly)
     shared              bytes of shared memory per program
-    mma                 the tensor-core instructions in it
-    main loop, order    on NVIDIA: how it loads, and when it waits for the kernel before (`machine_code.py`)
-    fingerprint         of the kernel in Triton's own representation, inlined and simplified, without the
-                        order of its constants and lines of source, and of the options
-    source              of what that was made from: the text of the kernel and of what it calls, the types and
-                        constants it was launched with, and the options
+    mma                 the tensor-core instructions
+    main loop, order    NVIDIA only: how it loads, and when it waits for the previous kernel
+                        (`machine_code.py`)
+    fingerprint         hash of the options and of Triton's IR after inlining and simplification, without the
+                        order of constants and source lines
+    source              hash of the options, the source of the kernel and its callees, and the types and
+                        constants of the launch
 
-`--known` takes the rows of kernels with the same source or fingerprint from a table that the same triton
-wrote, and compiles only the others: a quarter of a minute instead of ten, a few where all sources have
-changed and no fingerprint, as when a kernel is divided into functions. Leave it out after a change to what is
-read.
+`--known` reuses rows with the same source or fingerprint from a table written by the same Triton version, and
+compiles only the other kernels: 15 seconds instead of 10 minutes. (It takes a few minutes if all sources have
+changed but no fingerprints, as after splitting a kernel into functions.) Omit it after changes to the
+analysis.
 
-`--out` writes the table to `compile.json` and keeps the rows that another triton left there. The GPU
-machines do not all have the newest triton, so the committed table is of several: run it once in an
-environment of each before committing a change to a kernel,
+`--out` writes the table to `compile.json` and keeps the rows of other Triton versions. The committed table
+covers several versions. Before committing a change to a kernel, run it in an environment of each version:
 
     python bench/compile.py --known bench/results --out bench/results          (triton 3.9 and 3.7)
     OTHER/bin/python bench/compile.py --known bench/results --out bench/results  (triton 3.6, torch 2.11)
 
-and a problem in one, or rows of different kernels, fails all. Problems are printed, one a
-line, and counted in the last line, which is JSON.
+Problems of any version, including rows of different kernels, make the run fail. They are printed one per
+line, and the last line is JSON with their number.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # compiled kernels, whatever the caller tests
+os.environ.pop("TRITON_INTERPRET", None)  # the caller may have set it
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -87,17 +87,17 @@ class _Recorded:
     kwargs: dict[str, Any]
 
 
-_Job = tuple[Case, _Recorded, str]  # what to compile, for which target
+_Job = tuple[Case, _Recorded, str]  # case, launch, target
 _work: list[_Job] = []
 _known: dict[str, Result] = {}  # by source and by fingerprint
 
-# Triton counts the line at which a function begins to its source.
+# Triton hashes a function's first line number with its source; make it constant.
 JITFunction.starting_line_number = property(lambda self: 0, lambda self, line: None)
 
 
 @contextmanager
 def recording() -> Iterator[list[_Recorded]]:
-    """Collect launches instead of making them."""
+    """Record launches instead of running them, in the context."""
     recorded: list[_Recorded] = []
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -112,7 +112,7 @@ def recording() -> Iterator[list[_Recorded]]:
 
 
 def launches(case: Case, target: str) -> list[_Recorded]:
-    """The launches that `case` makes on `target`."""
+    """Return the launches of `case` on `target`."""
     with launch.forced("triton", target), recording() as recorded:
         case.build("meta").run()
     if not recorded:
@@ -121,7 +121,7 @@ def launches(case: Case, target: str) -> list[_Recorded]:
 
 
 def _source(item: _Recorded, target: str) -> tuple[Any, dict[str, Any]]:
-    """What Triton's own launch would hand to its compiler."""
+    """Return the arguments (source, options) that Triton's launcher would pass to its compiler."""
     backend = make_backend(TARGETS[target])
     kwargs = dict(item.kwargs, debug=False, instrumentation_mode="")
     binder = create_function_from_signature(item.fn.signature, item.fn.params, backend)
@@ -131,7 +131,7 @@ def _source(item: _Recorded, target: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _fingerprint(source: ASTSource, options: dict[str, Any], target: str) -> str:
-    """Return a hash of what is compiled: the same for the same code in other functions, files and folders."""
+    """Return a hash of the compiled code that does not depend on functions, files and folders."""
     backend = make_backend(TARGETS[target])
     parsed = backend.parse_options(dict(options))
     context = ir.context()
@@ -145,7 +145,7 @@ def _fingerprint(source: ASTSource, options: dict[str, Any], target: str) -> str
 
 
 def _canonical(code: str) -> str:
-    """Write constants where they are used, and number all other values in order."""
+    """Inline constants, and number all other values in order."""
     constants, names = dict(CONSTANT.findall(code)), dict[str, str]()
     return VALUE.sub(
         lambda value: constants.get(value[0]) or names.setdefault(value[0], f"%{len(names)}"),
@@ -209,7 +209,7 @@ def compile_one(case: Case, item: _Recorded, target: str) -> Result:
 
 
 def _in_table(code: machine_code.MachineCode) -> dict[str, Any]:
-    """The fields of `Result` that machine code tells."""
+    """Return the fields of `Result` that are derived from machine code."""
     fields: dict[str, Any] = {"order": " ".join(code.order)}
     if code.loop is not None:
         found = {name: getattr(code.loop, name) for name in ("in_flight", "per_step", "early")}
@@ -218,20 +218,20 @@ def _in_table(code: machine_code.MachineCode) -> dict[str, Any]:
 
 
 def _short(instruction: str) -> str:
-    """wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 -> wgmma m64n16k16"""
+    """Abbreviate wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 to wgmma m64n16k16."""
     family = "mfma" if instruction.startswith("v_mfma") else instruction.split(".")[0]
     shape = SHAPE.search(instruction)
     return f"{family} {shape[0]}" if shape else family
 
 
 def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack frame and local memory) per thread."""
+    """Return (registers, bytes of stack frame and local memory) per thread."""
     values = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", _cuobjdump("-res-usage", cubin))}
     return values["REG"], values["STACK"] + values["LOCAL"]
 
 
 def sass(cubin: bytes) -> str:
-    """The machine code of a kernel for NVIDIA GPUs as text."""
+    """Return the machine code of a kernel for NVIDIA GPUs as text."""
     return _cuobjdump("-sass", cubin)
 
 
@@ -244,13 +244,13 @@ def _cuobjdump(option: str, cubin: bytes) -> str:
 
 
 def unmatched(parts: Sequence[str]) -> list[str]:
-    """Those of `parts` of names that no case has."""
+    """Return the members of `parts` that no case name contains."""
     cases = [f"{case.kernel}-{case.label}" for case in all_cases()]
     return [part for part in parts if not any(part in name for name in cases)]
 
 
 def distinct(targets: list[str], only: Sequence[str] = ("",)) -> list[_Job]:
-    """The kernels that the cases launch whose name contains one of `only`, each once per target."""
+    """Return the distinct kernels per target, for the cases whose name contains one of `only`."""
     found: dict[str, _Job] = {}
     for target in targets:
         for case in all_cases():
@@ -262,30 +262,30 @@ def distinct(targets: list[str], only: Sequence[str] = ("",)) -> list[_Job]:
 
 
 def _compile_nth(n: int) -> Result | str:
-    """The row, or what is wrong."""
+    """Return the row, or an error message."""
     case, item, target = _work[n]
     try:
         return compile_one(case, item, target)
-    except Exception as error:  # of the compiler, of any kind: the others shall be compiled all the same
+    except Exception as error:  # compiler errors of any type; continue with the other kernels
         what = f"{item.fn.__name__} of {case.kernel} {case.label} on {target}"
         return f"{what} does not compile: {cause(error)}"
 
 
 def cause(error: BaseException) -> str:
-    """What a compiler's error is about, on one line: it names the call in each function around it, and a
-    long excerpt of the source of each, before what went wrong in the innermost."""
+    """Return the root cause of a compiler error on one line, without the call stack and source excerpts that
+    Triton puts before it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = getattr(error, "error_message", None) or str(error)  # Triton's own, without the excerpt
+    text = getattr(error, "error_message", None) or str(error)  # Triton's message without the excerpt
     lines = [line.strip() for line in str(text).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:4])}"[:400]
 
 
 def compile_all(targets: list[str], only: Sequence[str], jobs: int) -> tuple[list[Result], list[str]]:
-    """Compile all distinct kernels of the cases whose name contains one of `only`; the rest says what did
-    not compile."""
+    """Compile all distinct kernels of the cases whose name contains one of `only`. Return the rows and the
+    error messages."""
     torch.set_num_threads(1)
-    _work[:] = distinct(targets, only)  # for the processes to inherit: launches cannot be pickled
+    _work[:] = distinct(targets, only)  # inherited by the processes, since launches cannot be pickled
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
         results = list(pool.map(_compile_nth, range(len(_work))))
     rows = [r for r in results if isinstance(r, Result)]
@@ -294,11 +294,11 @@ def compile_all(targets: list[str], only: Sequence[str], jobs: int) -> tuple[lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of cases' names")
+    parser.add_argument("--only", nargs="+", default=[""], help="substrings of case names")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--known", type=Path, help="folder of a table whose rows need not be made again")
-    parser.add_argument("--out", type=Path, help="folder for compile.json")
+    parser.add_argument("--known", type=Path, help="folder of a compile.json whose rows are reused")
+    parser.add_argument("--out", type=Path, help="output folder of compile.json")
     arguments = parser.parse_args()
     if missing := unmatched(arguments.only):
         parser.error(f"no case matches {', '.join(missing)}.")

@@ -1,4 +1,4 @@
-"""The table of `bench/compile.py`: a row per kernel, target and triton; what no row may have."""
+"""The table of `bench/compile.py`, with a row per kernel, target and Triton version, and its checks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-# Bytes that a known row may spill. Here two registers, once, in attention of prompts with heads of 96: half
-# the columns mend it and read the cache twice as often.
+# Known spills in bytes. Prefill attention with head dimension 96 spills two registers once; tiles of half the
+# width would avoid it, but read the cache twice as often.
 SPILLED = {
     ("_attend", "phi-3-mini-B1-q2048-L4096", "sm_90", "3.9"): 8,
 }
@@ -23,10 +23,10 @@ class Result:
     Attributes:
         triton: the version that compiled it.
         spills: bytes of local memory per thread.
-        shared: bytes per program.
-        mma: tensor-core instructions; with needs_mma there must be some.
-        source, fingerprint: of what was compiled, see `compile.py`.
-        loop, narrowest, in_flight, per_step, early, order: of NVIDIA's machine code, see `machine_code.py`.
+        shared: bytes of shared memory per program.
+        mma: the tensor-core instructions; must not be empty if `needs_mma`.
+        source, fingerprint: hashes of the kernel, see `compile.py`.
+        loop, narrowest, in_flight, per_step, early, order: see `machine_code.py`; NVIDIA only.
     """
 
     kernel: str
@@ -53,7 +53,7 @@ class Result:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What distinguishes rows of one triton."""
+        """The identity of a row among those of one Triton version."""
         return self.kernel, self.function, self.case, self.constants, self.target
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Result:
 
 
 def problems(results: Iterable[Result]) -> list[str]:
-    """What no production configuration may have."""
+    """Return a message for each row that spills, exceeds shared memory or lacks tensor-core instructions."""
     found = []
     keys = defaultdict(set)
     for r in results:
@@ -76,15 +76,15 @@ def problems(results: Iterable[Result]) -> list[str]:
             limit = SHARED_LIMIT[r.target]
             found.append(f"{r} needs {r.shared} bytes of shared memory; the limit is {limit}.")
         if r.needs_mma and not r.mma:
-            found.append(f"{r} has no tensor-core instruction.")
+            found.append(f"{r} has no tensor-core instructions.")
     if len({frozenset(one) for one in keys.values()}) > 1:
         versions = " and ".join(sorted(keys))
-        found.append(f"The rows of triton {versions} are of different kernels: run both again.")
+        found.append(f"The rows of triton {versions} have different kernels; run all versions again.")
     return found
 
 
 def load(folder: Path) -> list[Result]:
-    """The table in `folder`; of one written by an older version of this file, nothing."""
+    """Return the rows in `folder`, without those that have other fields than `Result`."""
     path = folder / "compile.json"
     rows = json.loads(path.read_text()) if path.is_file() else []
     names = {field.name for field in fields(Result)}
@@ -92,7 +92,7 @@ def load(folder: Path) -> list[Result]:
 
 
 def save(results: list[Result], folder: Path) -> list[Result]:
-    """Write the table, keeping the rows of other versions of triton; returns all its rows."""
+    """Write the table, keeping the rows of other Triton versions. Returns all rows."""
     versions = {r.triton for r in results}
     kept = [r for r in load(folder) if r.triton not in versions]
     table = sorted([*results, *kept], key=lambda r: (*r.key, r.triton))

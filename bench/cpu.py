@@ -1,25 +1,24 @@
-"""Decoding speed on a CPU against vLLM, transformers and llama.cpp, each in an environment of its own.
+"""Compare the decoding speed on a CPU with vLLM, transformers and llama.cpp, each in its own environment.
 
     make peers
     python bench/cpu.py [--parts short sampled long] [--rounds 5] [--prompts 8] [--batch 1 4 16]
                         [--peers vllm transformers llama.cpp] [--name cpu] [--out bench/results]
 
-Every system runs in processes of its own, one without guessing and one with n-gram lookup, on the same
-prompts. They take turns, case by case, in an order that rotates from round to round, while the others
-sleep. Ratios are taken within a round; medians over the rounds are reported with their range. A peer guesses
-what was fastest for it, case by case, of all that `peers/worker.py` lists, nothing included; nanospec chooses
-by itself.
+Each system runs in two processes, one without speculation and one with n-gram lookup, on the same prompts.
+The systems alternate after each case, in an order that rotates every round; idle processes sleep. Ratios are
+computed per round; medians and ranges over the rounds are reported. For each case, a peer uses the fastest
+of its speculation settings in `peers/worker.py` (including none); nanospec uses automatic K.
 
-Parts, each of which replaces itself in the JSON that is there:
+Parts (a run replaces the results of its parts in an existing JSON file):
     short    chat prompts of 81 to 265 tokens (code edits, function bodies, maths), greedy
     sampled  the same at temperature 1, seeded, EOS ignored
-    long     prompts of 4000 tokens, code and a play, up to 4 at once, answers half as long
+    long     prompts of 4000 tokens (code and a play), at most 4 at once, outputs half as long
 
-Nothing else should run meanwhile. Needs evaluation text that is not part of the repository, in `shared/data`
-inside it or beside it: `code_edits.jsonl` (lines with `instruction`, `input`, `output`), `spec_bench.jsonl`
-(Spec-Bench's `question.jsonl`) and for `long` `shakespeare.txt`. The environments are found in `.peers`, or
-in the folder that the environment variable PEERS names. Transformers and llama.cpp answer one request at a
-time and take part in `short` alone; `--peers` without a name measures nanospec alone.
+Requires an otherwise idle machine, and evaluation data that is not part of the repository, in `shared/data`
+in it or next to it: `code_edits.jsonl` (lines with `instruction`, `input`, `output`), `spec_bench.jsonl`
+(Spec-Bench's `question.jsonl`) and, for `long`, `shakespeare.txt`. The environments are in `.peers`, or in
+the folder given by the environment variable PEERS. Transformers and llama.cpp run one request at a time and
+only `short`. `--peers` without a name measures nanospec alone.
 """
 
 from __future__ import annotations
@@ -43,36 +42,36 @@ from nanospec.models import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-Lane = tuple[str, Any]  # a system and what it guesses, None for nothing
+Lane = tuple[str, Any]  # a system and its speculation setting, None for no speculation
 FOLDERS = {"vllm": "vllm", "transformers": "hf", "llama.cpp": "llama"}
 PARTS: dict[str, Json] = {
     "short": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "seed": 7, "ignore_eos": True},
     "long": {"temperature": 0.0},
 }
-SHORT, LONG = (81, 265), 4000  # tokens of a prompt
-TRIES = 2  # of which the faster counts, when the best guess is looked for
+SHORT, LONG = (81, 265), 4000  # prompt lengths in tokens
+TRIES = 2  # runs per speculation setting when the best is chosen; the faster one counts
 
 
 # ---- prompts -------------------------------------------------------------------------------------------
 
 
 def short_texts() -> list[str]:
-    """Code edits, function bodies to complete, and maths in turn."""
+    """Return prompts that alternate between code edits, functions to complete, and maths."""
     pairs = common.code_edit_pairs(100)
     kinds = [asked for asked, _ in pairs], [unfinished(answer) for _, answer in pairs]
     return list(chain(*zip(*kinds, common.spec_bench(80, "math_reasoning"))))
 
 
 def unfinished(answer: str) -> str:
-    """The first half of some code, to complete."""
+    """Return a prompt to complete the first half of some code."""
     lines = answer.removeprefix("```python\n").removesuffix("\n```").strip().splitlines()
     half = "\n".join(lines[: -(-len(lines) // 2)])
     return f"Complete this function, and return all of it.\n\n```python\n{half}\n```"
 
 
 def long_texts(tokenizer: Tokenizer, count: int) -> list[str]:
-    """By turns many functions, one of them to edit, and a part of a play; nearly `LONG` tokens each."""
+    """Return prompts of about `LONG` tokens that alternate between code to edit and part of a play."""
     answers, room = [answer for _, answer in common.code_edit_pairs(100)], LONG - 120
     play = tokenizer.encode(common.shakespeare()[: 6 * count * LONG])
     found = []
@@ -87,18 +86,20 @@ def long_texts(tokenizer: Tokenizer, count: int) -> list[str]:
 
 
 def read_prompts(tokenizer: Tokenizer, part: str, count: int) -> list[list[int]]:
-    """Chat prompts as token ids."""
+    """Return `count` chat prompts of a part as token ids."""
     texts = long_texts(tokenizer, count) if part == "long" else short_texts()
     found = [common.chat_prompt(tokenizer, text) for text in texts]
     if part != "long":
         found = [prompt for prompt in found if SHORT[0] <= len(prompt) <= SHORT[1]]
     if len(found) < count:
-        raise SystemExit(f"The evaluation text has {len(found)} prompts of {SHORT} tokens, not {count}.")
+        raise SystemExit(
+            f"The evaluation data has {len(found)} prompts of {SHORT} tokens; {count} are needed."
+        )
     return found[:count]
 
 
 def make_cases(part: str, tokenizer: Tokenizer, args: argparse.Namespace) -> list[Json]:
-    """As `worker.py` reads them."""
+    """Return the cases of a part, in the format of `peers/worker.py`."""
     most = {"long": 4}.get(part, max(args.batch))
     batches = [batch for batch in args.batch if batch <= most]
     prompts = read_prompts(tokenizer, part, max([*batches, args.prompts if part != "long" else 2]))
@@ -120,17 +121,17 @@ def make_cases(part: str, tokenizer: Tokenizer, args: argparse.Namespace) -> lis
 
 
 def python_of(system: str) -> Path:
-    """The interpreter of a system's environment."""
+    """Return the Python interpreter of a system's environment."""
     if system == "nanospec":
         return Path(sys.executable)
     python = Path(os.environ.get("PEERS", common.ROOT / ".peers")) / FOLDERS[system] / "bin" / "python"
     if not python.exists():
-        raise SystemExit(f"{python} is not there; `make peers PEER={FOLDERS[system]}` installs {system}.")
+        raise SystemExit(f"{python} not found; install {system} with: make peers PEER={FOLDERS[system]}")
     return python
 
 
 class System:
-    """One process of a system with one way of guessing (`peers/worker.py`)."""
+    """A process of a system with one speculation setting (`peers/worker.py`)."""
 
     def __init__(self, lane: Lane, work: Json) -> None:
         self.name, python = lane[0], python_of(lane[0])
@@ -158,7 +159,7 @@ class System:
                 found: Json = json.loads(line.removeprefix(MARK))
                 return found
         self._log.seek(0)
-        raise SystemExit(f"The process of {self.name} has ended:\n{self._log.read()[-4000:]}")
+        raise SystemExit(f"The process of {self.name} exited:\n{self._log.read()[-4000:]}")
 
     def close(self) -> None:
         self._process.communicate()
@@ -167,21 +168,21 @@ class System:
 
 
 class Race:
-    """The processes of all systems, and the order of their turns."""
+    """Runs the cases of a part on the processes of all systems, in turn."""
 
     def __init__(self, part: str, cases: list[Json], systems: Sequence[str], work: Json) -> None:
         self.cases, self.work = cases, work
         self.systems = [s for s in systems if s in ("nanospec", "vllm") or part == "short"]
         self.running: dict[Lane, System] = {}
         self.about: dict[str, Json] = {}
-        self.tried: dict[str, dict[str, float]] = {}  # by system and case: tokens per second by guess
-        self.best: dict[tuple[str, str], Any] = {}  # by system and case: the guess that is fastest
+        self.tried: dict[str, dict[str, float]] = {}  # by system and case: tokens per second by setting
+        self.best: dict[tuple[str, str], Any] = {}  # by system and case: the fastest setting
 
     def takes_part(self, system: str, case: Json) -> bool:
         return case["batch"] == 1 or system in ("nanospec", "vllm")
 
     def choose(self) -> None:
-        """Find the fastest guess of every system for every case."""
+        """Find the fastest speculation setting of every system for every case."""
         for system in self.systems:
             guesses = GUESSES[system]
             cases = [case for case in self.cases if self.takes_part(system, case)]
@@ -190,13 +191,13 @@ class Race:
                     speed = max(rate(self.run((system, guess), case)) for _ in range(TRIES))
                     self.tried.setdefault(f"{system} {case['name']}", {})[guess_name(guess)] = round(speed, 1)
                 if guess is not None and len(guesses) > 1:
-                    self.running.pop((system, guess)).close()  # each takes gigabytes
+                    self.running.pop((system, guess)).close()  # each process uses gigabytes
             for case in cases:
                 speeds = self.tried.get(f"{system} {case['name']}", {})
                 self.best[system, case["name"]] = max(guesses, key=lambda g: speeds.get(guess_name(g), 0.0))
 
     def round(self, number: int) -> dict[tuple[str, str, str], Json]:
-        """Every case on every system, plain and with guesses, by (system, way, case)."""
+        """Run every case on every system, with and without speculation. Keys are (system, way, case)."""
         found = {}
         for case in self.cases:
             taking = [system for system in self.systems if self.takes_part(system, case)]
@@ -225,19 +226,19 @@ class Race:
 
 
 def rate(run: Json) -> float:
-    """Tokens per second, prompts included."""
+    """Return the output tokens per second, including prefill."""
     return float(sum(map(len, run["outputs"])) / run["seconds"])
 
 
 def guess_name(guess: Any) -> str:
-    """What was guessed: nothing, K, or K with the lengths of text that were looked up."""
+    """Return the name of a speculation setting: K, and for vLLM the n-gram lengths of the lookup."""
     if guess is None:
         return "K = 0"
     return f"K = {guess[0]}, {guess[1]}–{guess[2]}" if isinstance(guess, tuple) else f"K = {guess}"
 
 
 def table(rounds: Sequence[dict[tuple[str, str, str], Json]]) -> list[Json]:
-    """A row for each system, way and case: rates, ratios within a round, equal outputs."""
+    """Return a row for each system, way and case: rates, ratios per round, number of equal outputs."""
     rows = []
     for system, way, case in rounds[0]:
         runs = [r[system, way, case] for r in rounds]
@@ -271,17 +272,17 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=["short"])
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--gguf", help="what llama.cpp runs: the original file with 4-bit weights")
+    parser.add_argument("--gguf", help="model file for llama.cpp (default: the original 4-bit weights)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=8, help="at least, per case of short prompts")
+    parser.add_argument("--prompts", type=int, default=8, help="minimum number of short prompts per case")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--peers", nargs="*", choices=FOLDERS, default=["vllm"])
     parser.add_argument("--name", default="cpu")
     args = parser.parse_args()
     systems = ["nanospec", *args.peers]
-    for system in systems:  # before anything is measured
-        python_of(system)
+    for system in systems:
+        python_of(system)  # fail before the measurement starts
     folder = resolve_model(args.model).resolve()
     tokenizer, file = Tokenizer(folder), args.out / f"{args.name}.json"
     result: Json = json.loads(file.read_text()) if file.is_file() else {}
@@ -302,7 +303,7 @@ def main() -> None:
             "table": table(rounds),
         }
         show(result[part]["table"])
-        common.save(args.name, result, args.out)  # after each part: a later one may fail
+        common.save(args.name, result, args.out)  # after each part, in case a later part fails
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Every way of guessing, side by side: tokens per step and speed-up by kind of text, on a CPU.
+"""Compare all drafters: tokens per step and speedup by kind of text, on a CPU.
 
     python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--systems ngram medusa]
                              [--name drafters] [--draft-model smollm2-135m-draft] [--out bench/results]
 
-One process and one copy of the weights; every system on every prompt in turn, the kinds of text in turn, all
-of it repeated. Ratios to no speculation are taken within a repeat, prompts included; their median is
-reported. Greedy, one request at a time, EOS honoured; cached pages are dropped before each repeat. Kinds:
-Spec-Bench's six groups (first turns) and code edits. Without a draft model its systems are left out.
+One process with one copy of the weights runs every system on every prompt, alternating between kinds of text
+and systems. Speedups over no speculation are computed per repeat, including prefill; medians are reported.
+Decoding is greedy, one request at a time, until EOS; the prefix cache is cleared before each repeat. Kinds of
+text are the six groups of Spec-Bench (first turns) and code edits. Without a draft model, its systems are
+skipped.
 
-The last part compares what the rules of acceptance accept at temperature 1. Needs the evaluation text;
-nothing else should run meanwhile.
+The last part compares the acceptance rules at temperature 1. Requires the evaluation data and an otherwise
+idle machine.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ RULES = (
 
 
 class Run(NamedTuple):
-    """One prompt on one system."""
+    """The result of one prompt on one system."""
 
     token_ids: list[int]
     seconds: float
@@ -71,7 +72,7 @@ class Run(NamedTuple):
 
 
 class Makers:
-    """Engines that share the target, the draft model and the heads."""
+    """Creates engines that share the target, the draft model and the Medusa heads."""
 
     def __init__(self, llm: LLM, model_name: str, draft_model: str) -> None:
         self.llm, model = llm, llm.engine.worker.model
@@ -80,7 +81,7 @@ class Makers:
         try:
             folder = resolve_model(draft_model)
         except FileNotFoundError as error:
-            print(f"without a draft model: {error}")
+            print(f"Skipping systems with a draft model: {error}")
         else:
             self.draft = load_model(folder, model.dtype, model.device)
 
@@ -95,7 +96,7 @@ class Makers:
         if "medusa" in config.spec.methods:
             ready["medusa"] = MedusaDrafter(config.spec, self.heads, model)
         methods, target = resolve_drafters(config.spec, None), Target(model)
-        drafters = [ready.get(who.name) or who.load(config.spec, target) for who in methods]
+        drafters = [ready.get(each.name) or each.load(config.spec, target) for each in methods]
         return Engine(config, Worker(config, model, drafters), self.llm.engine.tokenizer)
 
 
@@ -110,7 +111,7 @@ def run(engine: Engine, prompt: list[int], params: SamplingParams) -> Run:
 
 
 def figures(runs: list[Run]) -> dict[str, float]:
-    """Return tokens per step over all steps, and accepted over drafted tokens."""
+    """Return the tokens per step, over all steps, and the acceptance rate."""
     tokens, drafted = sum(len(r.token_ids) for r in runs), max(sum(r.drafted for r in runs), 1)
     return {
         "tokens_per_step": round(tokens / sum(r.steps for r in runs), 3),
@@ -121,15 +122,15 @@ def figures(runs: list[Run]) -> dict[str, float]:
 def compare(
     prompts: dict[str, list[list[int]]], systems: dict[str, Engine], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return by kind and system the figures, the speed-up over none, and outputs that differ from none's."""
+    """Return by kind and system the figures, the speedup, and the number of outputs that differ."""
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
     for engine in systems.values():
-        run(engine, prompts["chat"][0], params)  # to warm up
+        run(engine, prompts["chat"][0], params)  # warm-up
     ratios: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in prompts for name in systems}
     for _ in range(args.repeats):
         last: dict[tuple[str, str], list[Run]] = {key: [] for key in ratios}
         for engine in systems.values():
-            engine.abort_all()  # drops its cached pages
+            engine.abort_all()  # clears the prefix cache
         for i in range(args.prompts):
             for kind, given in prompts.items():
                 for name, engine in systems.items():
@@ -153,8 +154,8 @@ def compare(
 
 
 def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) -> dict[str, Any]:
-    """Sampled at temperature 1: what each rule accepts, and how likely the target finds what comes out, which
-    grows where a rule changes the output."""
+    """Return the figures of each acceptance rule at temperature 1, and the mean log-probability of the output
+    under the target, which increases if a rule changes the distribution."""
     found: dict[str, Any] = {}
     for method, rule in RULES:
         if makers.can(method):
@@ -172,10 +173,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--draft-model", default="smollm2-135m-draft")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=4, help="per kind of text")
+    parser.add_argument("--prompts", type=int, default=4, help="number of prompts per kind of text")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
-    parser.add_argument("--name", default="drafters", help="of the file of results")
+    parser.add_argument("--name", default="drafters", help="name of the results file")
     args = parser.parse_args()
     none = SpecConfig(method="none")
     llm = LLM(args.model, spec=none, dtype="bfloat16", max_model_len=2048, max_num_seqs=1)

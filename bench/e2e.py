@@ -1,12 +1,12 @@
-"""Tokens per second of the running engine, on random weights with outputs of real text.
+"""Measure the engine's tokens per second with random weights and replayed outputs of real text.
 
     python bench/e2e.py [--shape qwen3-0.6b] [--batches 1 16 64] [--max-tokens 200] [--out bench/results]
 
-The output of each request is a given text (`ReplayWorker`), while the device does all the work of
-decoding, so n-gram lookup finds and the target accepts what it would in real text. Texts are this
-repository's: `code edits` repeats a file with one name changed, `prose` goes on with the last part of a page
-of the documents. A token is a word or a sign. K = 0, fixed and automatic K take turns; ratios to K = 0 are
-taken within a round.
+The output of each request is a reference text (`ReplayWorker`), while the device does all the work of
+decoding, so the matches and acceptance rates are those of real text. The texts are from this repository:
+`code edits` repeats a file with one name changed, and `prose` continues a page of the documentation. A token
+is a word or a punctuation mark. K = 0, fixed K and automatic K alternate; speedups over K = 0 are computed
+per round.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from nanospec.kernels.transfer import write
 from nanospec.models.decoder import Model
 
 Text = tuple[list[int], list[int]]
-"""A prompt and its output, in tokens."""
+"""The token ids of a prompt and of its output."""
 SYSTEMS: dict[str, int | str] = {"K=0": 0, "K=4": 4, "auto": "auto"}
 
 
 class ReplayStep(Step):
-    """A step whose targets are those of reference texts in place of the model's.
+    """A step that replaces the model's target tokens with those of reference texts.
 
     Attributes:
-        texts, lengths: prompt and reference output by request row, like `tokens` and `num_tokens` of `Table`.
+        texts, lengths: prompts with reference outputs by request row, and their lengths.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -62,9 +62,9 @@ class ReplayStep(Step):
         self.texts = torch.zeros_like(self.table.tokens)
         self.lengths = torch.zeros_like(self.table.num_tokens)
 
-    def __call__(self, *given: Any, **named: Any) -> StepResult:
+    def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         with patch.object(nanospec.device.step, "sample", self._replayed):
-            return super().__call__(*given, **named)
+            return super().__call__(*args, **kwargs)
 
     def _replayed(self, logits: Tensor, table: Table, batch: Batch) -> Tensor:
         t = torch.arange(batch.num_tokens, device=batch.q_start.device, dtype=batch.q_start.dtype)
@@ -75,8 +75,8 @@ class ReplayStep(Step):
 
 
 class ReplayWorker(Worker):
-    """The output of a request is its reference text, by prompt; after its end, the model's own. Results
-    say so (`simulated`)."""
+    """A worker that outputs a request's reference text, and continues with the model's own tokens after its
+    end. Results are marked as `simulated`."""
 
     _step: ReplayStep
 
@@ -87,7 +87,7 @@ class ReplayWorker(Worker):
         drafters: Sequence[Drafter],
         references: Mapping[tuple[int, ...], Sequence[int]],
     ) -> None:
-        """`references`: prompt ids -> the output's ids."""
+        """Create the worker. `references` maps prompt ids to output ids."""
         self.references = references
         with patch.object(nanospec.device.worker, "Step", ReplayStep):
             super().__init__(config, model, drafters)
@@ -101,7 +101,7 @@ class ReplayWorker(Worker):
 
 
 def texts(vocab_size: int, count: int, length: int) -> dict[str, list[Text]]:
-    """Return prompts of at most `length` tokens and outputs by kind."""
+    """Return `count` prompts of at most `length` tokens, with their outputs, by kind of text."""
     ids: dict[str, int] = {}
 
     def tokens(text: str) -> list[int]:
@@ -149,7 +149,7 @@ def make_engine(
 def compare(
     out: Rows, engines: dict[str, Engine], what: str, asked: list[Text], args: argparse.Namespace
 ) -> None:
-    """Write a row for each engine; a first round, in which steps are captured, does not count."""
+    """Write a row for each engine. The first round, which captures the steps, is not counted."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for _ in range(args.repeats + 1):
         for name, engine in engines.items():
@@ -167,7 +167,7 @@ def compare(
 
 
 def run(engine: Engine, asked: list[Text], max_tokens: int) -> dict[str, float]:
-    """Run all requests at once."""
+    """Run all requests as one batch."""
     steps, start = engine.metrics.num_forward_steps, time.perf_counter()
     requests = []
     for prompt, output in asked:
@@ -188,9 +188,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", choices=[*roofline.MODELS, "tiny"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens at most")
+    parser.add_argument("--prompt", type=int, default=1024, help="maximum number of prompt tokens")
     parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=15.0, help="that one batch size may take, about")
+    parser.add_argument("--seconds", type=float, default=15.0, help="approximate time per batch size")
     run_rows("e2e", measure, parser, argv)
 
 

@@ -1,4 +1,4 @@
-"""Time on a GPU by its own clock: device events, CUDA graphs of many calls, and the machine's two limits."""
+"""GPU timing with device events and CUDA graphs, and measurement of the memory bandwidth and FLOP rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 Call = Callable[[], object]
-REPLAY_MS = 4.0  # least time of a measurement, well above the resolution of the clock
+REPLAY_MS = 4.0  # minimum duration of a measurement, well above the timer resolution
 
 
 def time_ms(run: Call, calls: int = 1) -> float:
@@ -22,9 +22,9 @@ def time_ms(run: Call, calls: int = 1) -> float:
 
 
 def capture(calls: Sequence[Call]) -> tuple[Call, int]:
-    """Capture several rounds over `calls`, as many as take `REPLAY_MS`, in a graph.
+    """Capture a CUDA graph of repeated rounds over `calls` that takes about `REPLAY_MS`.
 
-    Returns the function that replays it and the number of calls that it makes."""
+    Returns a function that replays the graph, and the number of calls in it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compile and allocate outside of the capture
@@ -45,7 +45,7 @@ def capture(calls: Sequence[Call]) -> tuple[Call, int]:
 
 
 def interleaved(runs: Mapping[str, tuple[Call, int]], repeats: int) -> dict[str, list[float]]:
-    """Return the milliseconds per call of each run, which take turns, one value per repeat."""
+    """Alternate between the runs. Return the milliseconds per call of each, one value per repeat."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, (run, calls) in runs.items():
@@ -54,7 +54,7 @@ def interleaved(runs: Mapping[str, tuple[Call, int]], repeats: int) -> dict[str,
 
 
 def limits(device: torch.device) -> dict[str, float]:
-    """Measure bytes per second of a copy (read plus written) and FLOPs per second of a bf16 product."""
+    """Measure the bytes per second of a copy (read plus write) and the FLOPs per second of a bf16 matmul."""
     size, n = (1 << 16, 32) if device.type == "cpu" else (2 << 30, 8192)
     found = torch.zeros(size, dtype=torch.uint8, device=device)
     a = torch.randn(n, n, device=device, dtype=torch.bfloat16)

@@ -1,12 +1,12 @@
-"""Check and time everything that needs a GPU, in parts of at most nine minutes. Needs no network.
+"""Run all tests and benchmarks that require a GPU, in parts of at most nine minutes. Needs no network.
 
     python bench/gpu.py [tests|kernels|steps|e2e|all] [--out DIR] [--cpu]
 
-A part is a list of groups, the most important first, each a process of its own, so that an illegal access or
-a crash loses one item of one group: the group starts again behind the item that ended it. Processes append
-their rows to DIR/PART.jsonl (`bench/rows.py`), and print to DIR/PART.log, so that a run that is killed keeps
-what it had. At the end come a summary of at most 9,000 characters and a line of JSON. The exit status is 1
-if a test failed, a result was wrong, or a group did not end well. `--cpu` is a dry run on tiny shapes.
+A part is a list of groups, most important first. Each group is a process, which is restarted after an item
+that crashed it, so that a crash loses only one item. Processes append rows to DIR/PART.jsonl and print to
+DIR/PART.log, so that an interrupted run keeps its results (`bench/rows.py`). A run ends with a summary of at
+most 9,000 characters and a line of JSON. The exit status is 1 if a test failed, a result was wrong, or a
+group did not complete. `--cpu` is a dry run with tiny shapes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-NEEDS = ("torch", "triton", "numpy", "safetensors", "tokenizers")  # and the part `tests`: pytest
+NEEDS = ("torch", "triton", "numpy", "safetensors", "tokenizers")  # the part `tests` also needs pytest
 
 
 def check_for(modules: Sequence[str]) -> None:
-    """Exit with a sentence if this Python lacks one of these modules."""
+    """Exit with an error message if a module is not installed."""
     if missing := [name for name in modules if find_spec(name) is None]:
-        raise SystemExit(f"bench/gpu.py needs {', '.join(missing)}, which {sys.executable} does not have.")
+        raise SystemExit(f"bench/gpu.py requires {', '.join(missing)}: not installed for {sys.executable}.")
 
 
 check_for(NEEDS)
@@ -42,15 +42,15 @@ import torch  # noqa: E402
 from bench import common, rows  # noqa: E402
 
 PART_SECONDS = 530.0
-GRACE = 6.0  # seconds between a group's own deadline and its end by force
-LEAST = 20.0  # seconds without which a group is not started
+GRACE = 6.0  # seconds between a group's deadline and the time it is killed
+LEAST = 20.0  # minimum seconds left to start a group
 RESTARTS = 8
 SUMMARY = 9000  # characters
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process: arguments for Python, the seconds that it may take, and whether it writes rows."""
+    """A process: its arguments for Python, its time limit in seconds, and whether it writes rows."""
 
     name: str
     command: tuple[str, ...]
@@ -60,7 +60,7 @@ class Group:
 
 @dataclass
 class Outcome:
-    """How a group ended: "ok", "failed" (by exit status), "crashed", "stopped" (over time) or "left out"."""
+    """How a group ended: "ok", "failed" (exit status), "crashed", "stopped" (time limit) or "left out"."""
 
     name: str
     status: str
@@ -73,13 +73,13 @@ class Outcome:
 
 
 def groups(part: str, cpu: bool) -> list[Group]:
-    """Return the groups of a part, the most important first. Kernels are compiled on all cores first, since
-    compiling each at its launch takes minutes."""
+    """Return the groups of a part, most important first. The first group compiles the kernels on all cores,
+    since compiling each one at its first launch takes minutes."""
 
     def group(name: str, limit: float, script: str, *options: str) -> Group:
         return Group(name, (f"bench/{script}.py", *options), limit)
 
-    if part == "tests":  # need a GPU
+    if part == "tests":  # none in a dry run: they require a GPU
         tests = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
         plugin = ("-q", "--tb=short", "-p", "bench.gpu_tests", "-p", "no:cacheprovider", "-o", "timeout=0")
         found = [] if cpu else [Group(path.stem, ("-m", "pytest", str(path), *plugin), 240) for path in tests]
@@ -112,11 +112,11 @@ def groups(part: str, cpu: bool) -> list[Group]:
 
 
 def run_group(group: Group, part: str, out: Path, until: float, cpu: bool = False) -> Outcome:
-    """Run a group until it is done; start it again behind an item that ended its process."""
+    """Run a group until it is done. Restart it after an item that crashed its process."""
     start, file, log = time.time(), out / f"{part}.jsonl", out / f"{part}.log"
     outcome = Outcome(group.name, "ok")
     if until - start < min(LEAST, group.limit):
-        outcome.status, outcome.why = "left out", "no time"
+        outcome.status, outcome.why = "left out", "out of time"
     end = min(start + group.limit, until)
     command = [sys.executable, *group.command]
     if group.writes_rows:
@@ -145,18 +145,18 @@ def run_group(group: Group, part: str, out: Path, until: float, cpu: bool = Fals
 
 
 def _wait(command: list[str], sink: Any, end: float) -> tuple[str, str]:
-    """Run a command until `end`; return how it ended, and why if that is known."""
+    """Run a command until `end`. Return its status and, if known, the reason."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
     env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # poisoned memory needs deterministic algorithms
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
-        preexec_fn=os.setpgrp,  # a group of its own to end, in the same session, which ends with ours
+        preexec_fn=os.setpgrp,  # a new process group, to kill all of it; the session stays the same
     )  # fmt: skip
     try:
         code = process.wait(max(end - time.time(), 0.1))
     except subprocess.TimeoutExpired:
-        return "stopped", "over its time"
-    finally:  # also after Ctrl-C, and for what the command left behind
+        return "stopped", "time limit"
+    finally:  # also after Ctrl-C, and for remaining child processes
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(process.pid, number)
@@ -171,7 +171,7 @@ def _wait(command: list[str], sink: Any, end: float) -> tuple[str, str]:
 
 
 def _tail(log: Path, begin: int) -> str:
-    """Return the last line of a group's output that says something: of a traceback, the error."""
+    """Return the last meaningful line of a group's output; for a traceback, the error."""
     lines = log.read_bytes()[begin:].decode(errors="replace").splitlines()
     said = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith(("{", "="))]
     return said[-1][:300] if said else ""
@@ -180,7 +180,7 @@ def _tail(log: Path, begin: int) -> str:
 def run_part(
     part: str, listed: list[Group], limit: float, out: Path, outcomes: list[Outcome], cpu: bool = False
 ) -> None:
-    """Run the groups of a part in turn within `limit` seconds; append to `outcomes` how each ended."""
+    """Run the groups of a part within `limit` seconds, and append to `outcomes`."""
     for old in (out / f"{part}.jsonl", out / f"{part}.log"):
         old.unlink(missing_ok=True)
     until = time.time() + limit
@@ -196,13 +196,11 @@ def run_part(
 
 
 def summary(found: dict[str, list[Outcome]], size: int = SUMMARY) -> str:
-    """Return of each part what did not end well, then its headlines; cut evenly where that is too long."""
+    """Return for each part its failures and then its headlines, truncated to `size` characters in all."""
     kept = []
     for part, outcomes in found.items():
         well = sum(outcome.status == "ok" for outcome in outcomes)
-        lines = [
-            f"== {part}: {well} of {len(outcomes)} groups well, {sum(o.seconds for o in outcomes):.0f} s"
-        ]
+        lines = [f"== {part}: {well} of {len(outcomes)} groups ok, {sum(o.seconds for o in outcomes):.0f} s"]
         lines += [f"  {o.name}: {o.status.upper()} {o.why}"[:260] for o in outcomes if o.status != "ok"]
         shown = [
             row for outcome in outcomes for row in outcome.rows if row.get("headline") or "left_out" in row
@@ -222,10 +220,10 @@ PARTS = ("tests", "kernels", "steps", "e2e")
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
-    parser.add_argument("--cpu", action="store_true", help="a dry run on tiny shapes, without a GPU")
+    parser.add_argument("--cpu", action="store_true", help="dry run with tiny shapes, without a GPU")
     args = parser.parse_args(argv)
     if not args.cpu and not torch.cuda.is_available():
-        raise SystemExit("bench/gpu.py needs a GPU; --cpu makes a dry run without one.")
+        raise SystemExit("bench/gpu.py requires a GPU; use --cpu for a dry run.")
     parts, out = PARTS if args.part == "all" else [args.part], args.out.resolve()
     if "tests" in parts:
         check_for(["pytest"])
@@ -234,8 +232,10 @@ def main(argv: list[str] | None = None) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise SystemExit(f"bench/gpu.py cannot write to {out}: {error.strerror}; see --out.") from None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the running group ends, too
+        raise SystemExit(
+            f"Cannot write to {out}: {error.strerror}; choose another folder with --out."
+        ) from None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # also stops the running group
     found: dict[str, list[Outcome]] = {}
     try:
         for part in parts:

@@ -1,7 +1,8 @@
-"""A pytest plugin for `bench/gpu.py`: a row for each test as it begins and ends.
+"""A pytest plugin for `bench/gpu.py` that writes a row when a test starts and when it ends.
 
-Tests that an earlier process of the group began are left out, so that a file goes on behind a test that ended
-the process. A test that takes longer than `EACH` seconds or leaves the GPU unusable ends it, too.
+Tests that an earlier process of the group has started are skipped, so that a restarted file continues after
+the test that crashed the process. A test that takes more than `EACH` seconds, or leaves the GPU unusable,
+also ends the process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ EACH = 90.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--out", type=Path)
     parser.addoption("--group")
-    parser.addoption("--until")  # the driver ends the process
+    parser.addoption("--until")  # unused: the driver stops the process
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Notes:
-    """Writes rows, and knows which tests of this group began before."""
+    """Writes the rows of a group and skips tests that have a row already."""
 
     def __init__(self, path: Path, group: str) -> None:
         self.path, self.group, self.count = path, group, Counter[str]()
@@ -71,6 +72,6 @@ class Notes:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not self.count["passed"] and not self.begun:
-            session.exitstatus = 1  # a file of which all tests were skipped has checked nothing
-        said = ", ".join(f"{number} {outcome}" for outcome, number in self.count.items())
-        self.write(text=f"{self.group}: {said or 'no test'}", headline=True, done=True)
+            session.exitstatus = 1  # fail if all tests of a file were skipped
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in self.count.items())
+        self.write(text=f"{self.group}: {counts or 'no tests'}", headline=True, done=True)

@@ -1,12 +1,12 @@
-"""Check every kernel on this GPU against `naive`, and time it against what the hardware allows.
+"""Check every kernel on this GPU against `naive`, and time it against the hardware limit.
 
     python bench/kernels.py [--only REGEX ...] [--repeats 5] [--out bench/results]
 
-A case of `bench/cases` is compared with `naive` in float32 on the same inputs, its outputs poisoned
-(`bench/check.py`), then captured in a CUDA graph whose calls rotate over enough sets of inputs to overflow
-the L2 cache, and timed by replay. Kernel and peers (cuBLAS, torch's attention) take turns; medians are
-reported. `share` is the time that the least bytes and FLOPs take at the measured rates of copies and
-products, over the time taken.
+Each case of `bench/cases` is compared with `naive` in float32 on the same inputs, with poisoned outputs
+(`bench/check.py`). It is then captured in a CUDA graph whose calls rotate over enough input sets to overflow
+the L2 cache, and timed by replay. The kernel and its peers (cuBLAS, torch's attention) alternate; medians are
+reported. `share` is the lower bound of the time (minimum bytes and FLOPs at the measured bandwidth and FLOP
+rate) divided by the measured time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from bench import check, common, events, rows
 from bench.cases import Built, Case, all_cases
 from bench.rows import Rows
 
-MAX_SETS, MEMORY = 64, 0.5  # of inputs: how many, and the share of free memory that they may take
+MAX_SETS, MEMORY = 64, 0.5  # limits of input sets: their number, and their fraction of the free memory
 HEADLINES = re.compile(
     r"attention-qwen3-\S+-B(1|64)-q5-L(1024|16384)|ngram-B64-L4096|qwen3-8b-\w+-T(1|320)$|qwen3-0.6b-\w+-T1$"
 )
 
 
 def checked(out: Rows, case: Case) -> dict[str, Any]:
-    """Compare a case with `naive`. What does not fit in memory is not checked."""
+    """Compare a case with `naive`. Cases that do not fit in memory are not checked."""
     try:
         found: dict[str, Any] = check.compare(
             case.build, str(out.device), case.kernel, "naive" if out.cpu else "triton"
@@ -59,14 +59,14 @@ def times(out: Rows, case: Case, repeats: int) -> dict[str, float]:
     for name in built[0].peers:
         try:
             graphs[name] = events.capture([b.peers[name] for b in built])
-        except RuntimeError as error:  # a peer that this machine does not have
+        except RuntimeError as error:  # the peer is not available on this machine
             out.add(f"{case.kernel} {case.label}: {name} failed: {str(error).splitlines()[0]}", missing=name)
     found = events.interleaved(graphs, repeats)
     return {name: 1e3 * statistics.median(values) for name, values in found.items()}
 
 
 def one(out: Rows, case: Case, machine: dict[str, float], repeats: int) -> float:
-    """Check and time one case; write its row and return its share of the limit."""
+    """Check and time one case. Write its row and return its `share`."""
     name, found = f"{case.kernel}-{case.label}", checked(out, case)
     wrong = found.get("wrong", False)
     out.failed += wrong
@@ -100,7 +100,7 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
         if cases[found[0][1]].bytes:
             median, (least, where) = statistics.median(share for share, _ in found), min(found)
             text = (
-                f"{kernel}: {len(found)} cases, median {median:.0%} of the limit, least {least:.0%} ({where})"
+                f"{kernel}: {len(found)} cases, median {median:.0%} of the limit, min {least:.0%} ({where})"
             )
             out.add(text, headline=True, summary=kernel, median_share=median)
     out.add(f"{sum(map(len, shares.values()))} of {len(names)} kernels checked and timed", headline=True)
@@ -108,7 +108,7 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--only", nargs="+", default=[""], help="regular expressions for KERNEL-CASE")
+    parser.add_argument("--only", nargs="+", default=[""], help="regular expressions that match KERNEL-CASE")
     parser.add_argument("--repeats", type=int, default=5)
     rows.run("kernels", measure, parser, argv)
 

@@ -1,18 +1,18 @@
-"""Read what the compiler made of a kernel: whether loads are wide, overlap the products and start early.
+"""Analyze the machine code of a kernel: the width of its loads, and how they overlap with computation.
 
-Only machine code (SASS, the output of `cuobjdump -sass`) is read: ptxas moves, merges and drops what PTX asks
-for. The *main loop* is an innermost loop (a backward branch) with tensor-core instructions. Copies to shared
-memory (`cp.async`) are counted in groups, each committed by LDGDEPBAR and waited for by DEPBAR.
+Reads SASS (the output of `cuobjdump -sass`), not PTX, since ptxas moves, merges and drops instructions. The
+*main loop* is an innermost loop (a backward branch) with tensor-core instructions. Copies to shared memory
+(`cp.async`) are counted in groups, which LDGDEPBAR commits and DEPBAR waits for.
 
-    in_flight     the least number of groups that may still be under way after a wait in the main loop. 0:
-                  every tile is waited for as soon as it is asked for: loading and computing take turns
-    per_step      groups that one turn of the loop asks for: in_flight / per_step tiles load during a product
-    early         copies are issued while the loop's own products (wgmma) run, too, and not only after them
-    order         what a kernel does first of each: trigger (the next kernel may start), prefetch (to L2),
-                  wait (for the kernel before), read, write, exit. Programmatic dependent launch asks for
-                  trigger, prefetch and wait before write and exit
+    in_flight     the minimum number of groups that may be in flight after a wait in the main loop. If 0,
+                  every tile is awaited right after its copy was issued, so loads do not overlap computation
+    per_step      groups issued per loop iteration: in_flight / per_step tiles load during a matmul
+    early         whether copies are also issued while the matmuls (wgmma) of the loop are running
+    order         the order of the first trigger (the next kernel may start), prefetch (to L2), wait (for the
+                  previous kernel), read, write and exit. Programmatic dependent launch needs trigger,
+                  prefetch and wait before write and exit
 
-Order and loops are by address, so code that the compiler moved out of line counts where it lies.
+Order and loops are by address, so code that the compiler moved out of line counts at its new place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 TENSOR = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "IGMMA", "QGMMA", "IMMA", "QMMA", "DMMA")
-FIRSTS = {  # opcode -> what it does, for `order`
+FIRSTS = {  # opcode -> its name in `order`
     "PREEXIT": "trigger",
     "CCTL.E.PF2": "prefetch",
     "ACQBULK": "wait",
@@ -38,7 +38,7 @@ FIRSTS = {  # opcode -> what it does, for `order`
 
 class Instruction(NamedTuple):
     address: int
-    name: str  # with all its suffixes: LDGSTS.E.BYPASS.128
+    name: str  # with all suffixes, such as LDGSTS.E.BYPASS.128
     operands: str
 
     @property
@@ -47,7 +47,7 @@ class Instruction(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of a load or copy, per thread."""
+        """The width of a load or copy in bytes per thread."""
         width = re.search(r"\.(?:U|S)?(8|16|64|128)\b", self.name)
         return int(width[1]) // 8 if width else 4
 
@@ -57,7 +57,7 @@ class Loop:
     """A main loop; see the module docstring.
 
     Attributes:
-        loads, copies: bytes per thread of each global load to registers and each cp.async, ascending.
+        loads, copies: bytes per thread of each global load to registers and of each cp.async, sorted.
     """
 
     loads: tuple[int, ...]
@@ -68,11 +68,11 @@ class Loop:
 
     @property
     def narrowest(self) -> int | None:
-        """Bytes per thread of the smallest copy, or load where there are no copies."""
+        """The bytes per thread of the narrowest copy or, without copies, of the narrowest load."""
         return min(self.copies or self.loads, default=None)
 
     def __str__(self) -> str:
-        """What a table shows: "16 B, 9/3 in flight, early"."""
+        """Return a summary such as "16 B; 9/3; early" (widths; in_flight/per_step)."""
         kinds = {f"{n} B" for n in self.copies} | {f"{n} B loads" for n in self.loads}
         how = ", ".join(sorted(kinds)) or "no loads"
         return f"{how}; {self.in_flight}/{self.per_step}" + ("; early" if self.early else "")
@@ -80,9 +80,10 @@ class Loop:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """
+    """The properties of a kernel.
+
     Attributes:
-        loop: the main loop with least in flight, None without tensor cores or where it is unrolled whole.
+        loop: the main loop with the fewest groups in flight; None if there is none, or it is fully unrolled.
         order: see the module docstring.
     """
 
@@ -91,10 +92,10 @@ class MachineCode:
 
 
 def read(sass: str) -> MachineCode:
-    """Read the one kernel in `sass`."""
+    """Analyze the kernel in `sass`, which must contain exactly one."""
     code = [Instruction(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(sass)]
     if not code:
-        raise ValueError("There is no instruction in this machine code.")
+        raise ValueError("The machine code contains no instruction.")
     loops = [_loop(code, begin, end) for begin, end in _main_loops(code)]
     first: dict[str, None] = {}
     for instruction in code:
@@ -105,7 +106,7 @@ def read(sass: str) -> MachineCode:
 
 
 def _main_loops(code: list[Instruction]) -> list[tuple[int, int]]:
-    """Return (first, last) instruction of the innermost loops with tensor-core instructions."""
+    """Return the indices (first, last) of the innermost loops with tensor-core instructions."""
     index = {instruction.address: i for i, instruction in enumerate(code)}
     found = []
     for end, instruction in enumerate(code):
@@ -136,7 +137,7 @@ def _number(instruction: Instruction) -> int:
 def _early(body: list[Instruction]) -> bool:
     """Return whether a copy is issued between a group of wgmma and the wait for it."""
     running = 0
-    for instruction in body * 2:  # the second turn begins with what the first left running
+    for instruction in body * 2:  # the second iteration starts with the groups in flight after the first
         if instruction.opcode == "HGMMA" and "gsb0" in instruction.operands:
             running += 1
         elif instruction.name.startswith("WARPGROUP.DEPBAR"):

@@ -1,15 +1,15 @@
-"""What do more guesses cost and bring, and how many does the automatic choice take?
+"""Measure the cost and benefit of each speculation length K, and of automatic K.
 
     python bench/over_k.py [--ks 0 1 2 3 4 6 8 12 16 auto] [--batches 1 16] [--prompts 8] [--rounds 3]
                            [--name over_k] [--out bench/results]
 
-One process and one copy of the weights, an engine for each fixed K and one that chooses. They take turns
-after every step, so that whatever else happens on the machine slows all. Lookup, greedy, EOS honoured; of
-each kind of text the same prompts, so many at once. ms are those of steps without prompts. Speed-ups are
-taken within a round, until the last request is done (`speedup`) and until a request is done, on average
-(`sooner`); their median and range over the rounds is reported. `guesses` counts rows by their guesses.
-`python -m bench.pictures` draws it. What automatic K costs and brings: `--ks 0 auto --batches 1 4 16 64
---name automatic`. Needs the evaluation text.
+One process with one copy of the weights has an engine for each fixed K and one for automatic K. The engines
+alternate after every step, so that other load on the machine affects them equally. Drafts are from n-gram
+lookup; decoding is greedy, until EOS, with the same prompts for all. Times in ms exclude prefill. Speedups
+are computed per round, by the time until the last request has finished (`speedup`) and by the mean time until
+a request has finished (`sooner`); the median and range over the rounds are reported. `guesses` counts rows
+by their number of drafts. `python -m bench.pictures` draws the results. To measure automatic K alone, use
+`--ks 0 auto --batches 1 4 16 64 --name automatic`. Requires the evaluation data.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ KINDS: dict[str, Callable[[int], list[str]]] = {
     "chat": lambda count: common.spec_bench(count, "chat"),
 }
 KS = ("0", "1", "2", "3", "4", "6", "8", "12", "16", "auto")
-CACHE = 512 << 20  # bytes for each engine: 16 requests of a thousand tokens
-STAGES = ("propose", "forward", "verify", "wait", "host")  # of a step, but for prompts
+CACHE = 512 << 20  # bytes of KV cache per engine: 16 requests of a thousand tokens
+STAGES = ("propose", "forward", "verify", "wait", "host")  # all stages except prefill
 
 
 def make_engines(model_name: str, ks: Sequence[str]) -> tuple[dict[str, Engine], Tokenizer]:
-    """Make an engine for each K, all with the same weights."""
+    """Return an engine for each K, all with the same weights, and the tokenizer."""
     folder = resolve_model(model_name)
     model, tokenizer = load_model(folder, torch.bfloat16, "cpu"), Tokenizer(folder)
     engines = {}
@@ -59,17 +59,17 @@ def make_engines(model_name: str, ks: Sequence[str]) -> tuple[dict[str, Engine],
         )  # fmt: skip
         drafters = load_drafters(config.spec, Target(model, folder, tokenizer))
         engines[name] = Engine(config, Worker(config, model, drafters), tokenizer)
-        engines[name].worker.kv_cache.zero_()  # a system may take 5 ms for a page's first use, once
+        engines[name].worker.kv_cache.zero_()  # the first write to a memory page can take 5 ms
     return engines, tokenizer
 
 
 def spent(engine: Engine) -> float:
-    """ms of its steps so far, but for prompts."""
+    """Return the ms that an engine has spent so far, without prefill."""
     return 1e3 * sum(engine.worker.stages[stage].seconds for stage in STAGES)
 
 
 def race(engines: dict[str, Engine], prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Json]:
-    """All prompts at once on every engine, one step of each at a time."""
+    """Run all prompts as a batch on every engine, alternating after each step."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     start = {name: (spent(engine), engine.metrics.num_forward_steps) for name, engine in engines.items()}
     requests = {name: [engine.add(prompt, params) for prompt in prompts] for name, engine in engines.items()}
@@ -90,21 +90,21 @@ def race(engines: dict[str, Engine], prompts: Sequence[list[int]], max_tokens: i
             "steps": engine.metrics.num_forward_steps - start[name][1],
             "rows": sum(s.num_steps for s in stats),
             "tokens": sum(s.num_tokens for s in stats),
-            "drafted": [sum(at) for at in drafted],  # rows with more than so many guesses
+            "drafted": [sum(at) for at in drafted],  # [i]: the number of rows with more than i drafts
             "outputs": [request.output_ids for request in requests[name]],
         }
     return found
 
 
 def together(runs: Sequence[Json]) -> Json:
-    """Several waves of requests as one run."""
+    """Combine the runs of several batches into one."""
     found = {name: sum(run[name] for run in runs) for name in ("ms", "done_ms", "steps", "rows", "tokens")}
     drafted = [sum(at) for at in zip_longest(*(run["drafted"] for run in runs), fillvalue=0)]
     return {**found, "drafted": drafted, "outputs": [o for run in runs for o in run["outputs"]]}
 
 
 def summary(rounds: Sequence[dict[str, Json]]) -> list[Json]:
-    """A row for each K; what is guessed and accepted is the same in every round."""
+    """Return a row for each K. Drafts and outputs are the same in every round."""
     rows = []
     for name in rounds[0]:
         runs, plain = [r[name] for r in rounds], [r["0"] for r in rounds]
@@ -128,13 +128,13 @@ def summary(rounds: Sequence[dict[str, Json]]) -> list[Json]:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="a model's folder or name")
-    parser.add_argument("--ks", nargs="+", default=[*KS], help="0 among them, to compare with")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], help="requests at once")
-    parser.add_argument("--prompts", type=int, default=8, help="at least, of each kind")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="a checkpoint or a model's name")
+    parser.add_argument("--ks", nargs="+", default=[*KS], help="values of K; must include 0, the baseline")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], help="batch sizes")
+    parser.add_argument("--prompts", type=int, default=8, help="minimum number of prompts per kind of text")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--name", default="over_k", help="of the file of results")
+    parser.add_argument("--name", default="over_k", help="name of the results file")
     args = parser.parse_args()
     engines, tokenizer = make_engines(args.model, args.ks)
     rows = []

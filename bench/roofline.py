@@ -80,7 +80,7 @@ def account(config: ModelConfig, B: int, K: int, context: int = 1024) -> Step:
 
 
 def _shape(family: str, sizes: tuple[int, ...], tied: bool, window: int) -> ModelConfig:
-    """`sizes`: hidden, MLP, layers, heads, heads of keys, head dimension, vocabulary."""
+    """Return a config. `sizes`: hidden, intermediate, layers, heads, KV heads, head dimension, vocabulary."""
     names = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "vocab_size",

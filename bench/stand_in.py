@@ -1,6 +1,6 @@
-"""A stand-in for `torch.cuda`, so that benchmarks for a GPU run, without meaning, where there is none.
+"""A fake `torch.cuda` for dry runs of GPU benchmarks on machines without a GPU. Times are meaningless.
 
-Events read the host's clock. A graph runs its work once, when it is captured, and does nothing at a replay.
+Events read the host's clock. A graph runs its work once, during capture, and a replay does nothing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def _graph(cuda_graph: CUDAGraph) -> Iterator[None]:
 
 
 def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Replace what the benchmarks use of `torch.cuda`; `replace` may be that of a test, which undoes it."""
+    """Replace the parts of `torch.cuda` that the benchmarks use. Tests pass `monkeypatch.setattr`."""
     stream = Stream()
-    own: dict[str, Any] = {
+    fakes: dict[str, Any] = {
         "Event": Event,
         "Stream": Stream,
         "CUDAGraph": CUDAGraph,
@@ -62,6 +62,6 @@ def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
         "mem_get_info": lambda: (8 << 30, 16 << 30),
         "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=1 << 20),
     }
-    for name, value in own.items():
+    for name, value in fakes.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
         replace(torch.cuda, name, value)

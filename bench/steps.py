@@ -1,12 +1,12 @@
-"""Time whole steps by batch size and K, captured and not, as share of the roofline, on random weights.
+"""Time whole steps by batch size and K, with and without CUDA graphs, against the roofline.
 
     python bench/steps.py [--shape qwen3-0.6b] [--contexts 1024 8192] [--batches 1 8 64] [--ks 0 2 4 8]
                           [--out bench/results]
 
-Shapes are those of real models; a step's time does not depend on what the weights are. Every row has periodic
-text, which lookup drafts in full. Modes: `graph`, the captured step; `graph, no PDL`, captured without
-programmatic dependent launch; `eager`, launched kernel by kernel. Times are those of device events, medians;
-the limit is that of `bench/roofline.py` at the measured rates of copies and products.
+Models have real shapes and random weights, which do not affect the time of a step. Every row has a periodic
+text, for which lookup proposes K drafts. The modes are `graph` (captured), `graph, no PDL` (captured without
+programmatic dependent launch) and `eager` (kernels launched one by one). Times are medians of device events;
+the limit is that of `bench/roofline.py` at the measured bandwidth and FLOP rate.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from nanospec.models.families import config_of
 from tests.random_weights import random_model
 
 MODES = ("graph", "graph, no PDL", "eager")
-ROOM = 128  # tokens of a window behind the context
-SLOWEST = 8.0  # seconds that the steps of one batch size may take to be captured and timed
+ROOM = 128  # tokens of max_model_len after the context
+SLOWEST = 8.0  # seconds reserved to capture and time the steps of a batch size
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
@@ -44,13 +44,13 @@ TINY = {
 
 
 def load_shape(shape: str, out: Rows) -> Model:
-    """Return a model of a named shape with random weights; "tiny" for dry runs."""
+    """Return a model of a named shape ("tiny" for dry runs) with random weights."""
     config = config_of(TINY) if shape == "tiny" else roofline.MODELS[shape]
     return random_model(config, out.dtype, out.device)
 
 
 def engine_config(model: Model, batch: int, window: int, k: int | str, lazy: bool = True) -> EngineConfig:
-    """Return a configuration with room for `batch` rows of `window` tokens."""
+    """Return a config whose KV cache fits `batch` rows of `window` tokens."""
     return EngineConfig(
         spec=SpecConfig(num_speculative_tokens=k),  # type: ignore[arg-type]
         max_num_seqs=batch,
@@ -64,7 +64,7 @@ def engine_config(model: Model, batch: int, window: int, k: int | str, lazy: boo
 
 @contextmanager
 def rehearsal(worker: Worker, count: int, context: int) -> Iterator[None]:
-    """Fill rows with `context` tokens, looked up with the lengths that requests have by default."""
+    """Fill rows with `context` tokens and the default n-gram lengths, in the context."""
     with timing.rehearsal(worker.table, worker.num_blocks, count, context):
         table, spec = worker.table, worker.config.spec
         table.num_tokens[:count] = context
@@ -74,7 +74,7 @@ def rehearsal(worker: Worker, count: int, context: int) -> Iterator[None]:
 
 def measure(out: Rows, args: argparse.Namespace) -> None:
     model, machine = load_shape(args.shape, out), roofline.Machine(**events.limits(out.device))
-    out.add(f"copies {machine.bandwidth / 1e12:.2f} TB/s, products {machine.flops / 1e12:.0f} TFLOP/s", True)
+    out.add(f"copy {machine.bandwidth / 1e12:.2f} TB/s, matmul {machine.flops / 1e12:.0f} TFLOP/s", True)
     for context in args.contexts:
         for batch in args.batches:
             what = f"{args.shape} B={batch}, {context} tokens"
@@ -89,7 +89,7 @@ def one_batch(
     """Write a row for each K and mode."""
     config = engine_config(model, batch, context + ROOM, max(args.ks))
     worker = Worker(config, model, [NgramDrafter(config.spec)])
-    worker.kv_cache.normal_()  # zeros take less power, and so less time
+    worker.kv_cache.normal_()  # zeros would need less power and run faster
     graphs, base = worker.graphs, dict[str, float]()
     assert graphs is not None
     for k in (k for k in args.ks if k in graphs.ks_for(batch) or k < worker.max_k):
@@ -116,7 +116,7 @@ def one_batch(
 
 
 def eager(graphs: StepGraphs, bucket: Bucket) -> EagerCapture:
-    """Return a step that is launched kernel by kernel."""
+    """Return a step that launches its kernels one by one."""
     return EagerCapture(partial(graphs.step, graphs.rows[: bucket.batch], bucket.k, ()))
 
 

