@@ -1,6 +1,6 @@
 """Test the wheel as a user would install it, in new virtual environments:
 
-    make wheels PYTHONS="python3.10 python3.13" WITH="torch==2.8.0 triton==3.4.0"
+    make wheels PYTHONS="python3.10 python3.13" ALSO="torch==2.8.0 triton==3.4.0"
 
 Builds the wheel, installs it into INTO/NAME for each Python and runs its commands in an empty folder. Prints
 a table of installed versions, and the seconds each command took or FAILED. Environments are kept for later

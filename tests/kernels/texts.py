@@ -55,7 +55,7 @@ class Texts:
             table[r, :count] = order[start : start + count]
             start += count
             for side in cache:
-                scale = 1.0 + r  # every request has a distribution of its own
+                scale = 1.0 + r  # each request has its own distribution
                 text = torch.randn(num_kv_heads, lengths[r], head_dim, generator=g) * scale + r
                 for j in range(0, lengths[r], block_size):
                     page = text[:, j : j + block_size].to(dtype)

@@ -151,7 +151,7 @@ def test_train_command_writes_working_heads(
 ) -> None:
     text, out = tmp_path / "text.jsonl", tmp_path / "heads.safetensors"
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    lines = [{"text": f"a\u2028b {i}, " * 8} for i in range(20)]  # U+2028 ends no line
+    lines = [{"text": f"a\u2028b {i}, " * 8} for i in range(20)]  # U+2028 does not end a line
     text.write_text("".join(json.dumps(line) + "\n" for line in (*lines, {"messages": messages})))
     last = training.read_texts(text, Tokenizer(folder), 99)[-1]
     assert Tokenizer(folder).decode(last) == "user: Hi\nassistant: Hello\n"

@@ -141,7 +141,7 @@ def test_tokens_per_step_matches_simulation(chances: tuple[float, float, float],
 
 
 def first(estimator: Estimator, row: int, drafter: int = NGRAM, match: int = 0) -> float:
-    """The chance of a row's first draft."""
+    """Return the acceptance probability of a row's first draft."""
     return estimator.gains(Offer(row, drafter, 1, match))[0]
 
 

@@ -67,7 +67,7 @@ class Learner(SimpleDrafter):
         return result[1:]
 
 
-class Says(SimpleDrafter):
+class Stub(SimpleDrafter):
     """Drafts the return value of a function."""
 
     def __init__(self, answer: Callable[[list[int], int], Any]) -> None:
@@ -107,7 +107,7 @@ def test_arbitrary_drafts_do_not_change_output(
 ) -> None:
     params = SamplingParams(temperature=heat, seed=k, max_tokens=12, stop_token_ids=answers[0][:1])
     jobs = [Job([1, 2, 3], params), Job([4], params)]
-    engine = make_engine(model, k, drafter=Says(lambda tokens, _: answers[len(tokens) % len(answers)]))
+    engine = make_engine(model, k, drafter=Stub(lambda tokens, _: answers[len(tokens) % len(answers)]))
     run_and_compare(engine, model, jobs)
 
 
@@ -220,16 +220,16 @@ def test_drafts_without_drafter_index_count_for_their_drafter(mode: str) -> None
 def test_make_proposal_dtypes() -> None:
     drafts = torch.tensor([[5, 6], [7, 8]], dtype=torch.int32)
     result = make_proposal(drafts, torch.tensor([2, 0], dtype=torch.int32))
-    assert result.source.tolist() == [[-2, -2], [-2, -2]]  # without drafts it says nothing
+    assert result.source.tolist() == [[-2, -2], [-2, -2]]  # ignored in rows without drafts
     assert result.drafter.tolist() == [0, -1]
     assert all(part.dtype == torch.int32 for part in result[:5])
 
 
 def test_correct_drafts_are_accepted() -> None:
-    model, drafter = cycle_model(), Says(lambda tokens, k: cycle(tokens[-1] + 1, k))
+    model, drafter = cycle_model(), Stub(lambda tokens, k: cycle(tokens[-1] + 1, k))
     request = run(make_engine(model, 4, drafter=drafter), [JOB])[0]
     assert request.stats.tokens_per_step == 5
-    assert request.stats.by_drafter == {"Says": [4, 16, 16]}
+    assert request.stats.by_drafter == {"Stub": [4, 16, 16]}
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_correct_drafts_are_accepted() -> None:
     ids=["endless", "counting", "numpy", "torch", "range", "generator", "nothing"],
 )
 def test_drafts_may_be_any_iterable_of_integers(answer: Callable[[list[int], int], Any]) -> None:
-    request = run(make_engine(cycle_model(), 4, drafter=Says(answer)), [JOB])[0]
+    request = run(make_engine(cycle_model(), 4, drafter=Stub(answer)), [JOB])[0]
     assert request.output_ids == cycle(4, 20)
     assert request.stats.num_drafted <= 4 * request.stats.num_steps
 
@@ -254,19 +254,19 @@ def test_drafts_may_be_any_iterable_of_integers(answer: Callable[[list[int], int
 @pytest.mark.parametrize(
     ("answer", "error", "what"),
     [
-        (lambda *_: [31, 32], ValueError, "Says.draft returned 32; token ids must be integers from 0 to 31"),
+        (lambda *_: [31, 32], ValueError, "Stub.draft returned 32; token ids must be integers from 0 to 31"),
         (lambda *_: [-1], ValueError, "returned -1"),
         (lambda *_: [1.0], ValueError, "returned 1.0"),
         (lambda *_: [True], ValueError, "returned True"),
         (lambda *_: "abc", ValueError, "returned 'a'"),
         (lambda *_: [None], ValueError, "returned None"),
         (lambda *_: None, RuntimeError, "failed on 3 tokens, k=4: TypeError: 'NoneType' object is not iter"),
-        (lambda *_: 1 // 0, RuntimeError, "Says.draft failed on 3 tokens, k=4: ZeroDivisionError"),
+        (lambda *_: 1 // 0, RuntimeError, "Stub.draft failed on 3 tokens, k=4: ZeroDivisionError"),
         (lambda *_: (1 // n for n in (1, 0)), RuntimeError, "ZeroDivisionError"),
     ],
 )
 def test_invalid_drafts_are_reported(answer: Any, error: type[Exception], what: str) -> None:
-    engine = make_engine(cycle_model(), 4, drafter=Says(answer))
+    engine = make_engine(cycle_model(), 4, drafter=Stub(answer))
     request = engine.add(*JOB)
     with pytest.raises(error, match=what):
         finish(engine)
@@ -280,7 +280,7 @@ def test_draft_is_called_for_usable_drafts_only() -> None:
         arguments.append((tokens[0], len(tokens), k))
         return cycle(tokens[-1] + 1, k)
 
-    drafter = Says(answer)
+    drafter = Stub(answer)
     engine = make_engine(cycle_model(), 6, drafter=drafter, max_num_seqs=1)
     never = SamplingParams(max_tokens=9, num_speculative_tokens=0)
     run(engine, [JOB, Job([5], never), Job([9], SamplingParams(temperature=0, max_tokens=3))])
@@ -299,7 +299,7 @@ def test_slow_drafter_is_rarely_called() -> None:
         time.sleep(0.05)
         return cycle(tokens[-1] + 1, k)
 
-    engine = make_engine(cycle_model(), "auto", drafter=Says(slow))
+    engine = make_engine(cycle_model(), "auto", drafter=Stub(slow))
     request = run(engine, [Job([1, 2], SamplingParams(temperature=0, max_tokens=120))])[0]
     assert request.output_ids == cycle(3, 120)
     assert 3 <= len(calls) <= 6

@@ -107,7 +107,7 @@ class Simulation:
         first = len(tokens) - 1
         for position in range(first, first + drafts + 1):
             assert self.pool._references[request.blocks[position // SIZE]] == 1, "a shared slot"
-            self.write(request, position, -self.rng.randrange(1 << 60))  # until it is accepted
+            self.write(request, position, -self.rng.randrange(1 << 60))  # junk until accepted
         tokens += (new := [self.rng.randrange(2) for _ in range(accepted + 1)])
         for position in range(first, first + accepted + 1):
             self.write(request, position, contents(request, tokens)[position])
@@ -356,7 +356,7 @@ def test_forget_unwritten_unregisters_failed_chunk_only() -> None:
 def test_no_budget_is_reserved_for_inadmissible_prompt() -> None:
     simulation = Simulation(window=64, extra_blocks=0, num_rows=4, max_tokens=32, k=0)
     simulation.add(list(range(61)), 2)
-    simulation.add([7] * 21, 2)  # there are no blocks for it
+    simulation.add([7] * 21, 2)  # does not fit into the pool
     assert chunks(simulation.step()) == [32]
 
 

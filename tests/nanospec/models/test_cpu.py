@@ -256,7 +256,7 @@ def test_tree_nodes_match_chains_bitwise(name: str, seed: int) -> None:
             assert torch.equal(logits[start:][path], alone), (row, base[row], path)
 
 
-# ---- what is read and written --------------------------------------------------------------------
+# ---- memory accesses -----------------------------------------------------------------------------
 
 
 def test_write_kv_matches_forward(model: Model) -> None:

@@ -118,7 +118,7 @@ def test_gemma_3_multimodal_checkpoint_loads_as_text_model(tmp_path: Path) -> No
     assert torch.equal(*logits)
 
 
-# ---- what is refused, by the checkpoint's own names ------------------------------------------------
+# ---- errors give the checkpoint's names ------------------------------------------------------------
 
 
 QKV = "model.layers.1.self_attn.qkv_proj.weight"

@@ -180,7 +180,7 @@ def test_incomplete_character_is_held_back_until_flush(default: Tokenizer) -> No
     assert [detokenizer.push([i]) for i in ids] == [""] * (len(ids) - 1) + ["🤗"]
     detokenizer.push(ids[:-1])
     assert detokenizer.flush() == "\ufffd"
-    assert detokenizer.push(default.encode("ok")) == "ok"  # flush starts anew
+    assert detokenizer.push(default.encode("ok")) == "ok"  # flush resets the state
 
 
 def test_special_tokens_are_skipped_or_shown(default: Tokenizer) -> None:

@@ -85,16 +85,16 @@ def test_request_reaches_replica_and_answer_returns() -> None:
 
 
 def test_key_and_size_are_checked_before_forwarding() -> None:
-    def nothing(*_: object) -> Any:
-        raise AssertionError("a replica was asked")
+    def unreachable(*_: object) -> Any:
+        raise AssertionError("a request was forwarded")
 
-    assert run(nothing, "POST", URL, "{}", api_key=("secret-key",)).status_code == 401
+    assert run(unreachable, "POST", URL, "{}", api_key=("secret-key",)).status_code == 401
 
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b"x" * 1000
 
-    assert run(nothing, "POST", URL, parts(), max_body=2500).status_code == 413
+    assert run(unreachable, "POST", URL, parts(), max_body=2500).status_code == 413
 
 
 @pytest.mark.parametrize(

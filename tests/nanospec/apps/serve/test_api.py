@@ -180,7 +180,7 @@ def test_include_drafts_reports_source_of_each_token(server: Served) -> None:
     assert sum(each["drafted"] for each in steps) == usage["num_drafted"]
     assert sum(each["accepted"] for each in steps) == usage["num_accepted"] == len(copied)
     assert {each["drafter"] for each in steps if each["drafted"]} == {"ngram"}
-    body |= {"prompt": after(ALPHABET), "max_tokens": 9}  # with a step without text
+    body |= {"prompt": after(ALPHABET), "max_tokens": 9}  # includes a step without text
     chunks = events(server.post("/v1/completions", body).text)[:-1]
     steps = [chunk["speculation"] for chunk in chunks if "speculation" in chunk]
     assert sum(each["drafted"] for each in steps) == chunks[-1]["usage"]["speculation"]["num_drafted"] > 0

@@ -24,7 +24,7 @@ __all__ = ["folder"]
 
 @pytest.fixture(params=[("plain", None), ("as-on-gpu", None), ("plain", 200), ("plain", "traced")], ids=str)
 def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
-    """Also with so small_kv_cache memory that requests are preempted, and with tracing."""
+    """Also with so little memory that requests are preempted, and with tracing."""
     mode, memory = request.param
     options: dict[str, Any] = {**MODES[mode], "max_num_batched_tokens": 32}
     if memory == "traced":

@@ -272,16 +272,16 @@ def test_unguided_requests_skip_masks_and_rows_are_reset(
 def test_invalid_formats_are_rejected(
     make: Callable[..., Engine], model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asks(fmt: dict[str, Any]) -> SamplingParams:
+    def params(fmt: dict[str, Any]) -> SamplingParams:
         return SamplingParams(response_format=fmt)
 
     with pytest.raises(ValueError, match="response_format needs a tokenizer"):
-        make_engine(model, 2).add([1], asks({"type": "json_object"}))
+        make_engine(model, 2).add([1], params({"type": "json_object"}))
     with pytest.raises(ValueError, match=r"this regex cannot be compiled: .*unclosed group"):
-        make().check([1], asks({"type": "regex", "regex": "(a"}))
+        make().check([1], params({"type": "regex", "regex": "(a"}))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'nanospec\[grammar\]'"):
-        make().check([1], asks({"type": "json_object"}))
+        make().check([1], params({"type": "json_object"}))
 
 
 def test_trace_shows_grammar_drafts(make: Callable[..., Engine]) -> None:
