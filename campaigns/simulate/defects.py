@@ -206,7 +206,7 @@ DEFECTS: dict[str, Defect] = {
     "no guesses after a preemption": _row(_silent),
     "who comes last is admitted first": _instead(Scheduler, "add", _last_first),
     "who is short is admitted first": _instead(Scheduler, "_next", _short_first),
-    "a panic ends nothing": _instead(SharedEngine, "_whole", _no_panic),
+    "a panic ends nothing": _instead(SharedEngine, "_guarded", _no_panic),
     "the last of a stream is lost": _after(Request, "new_pieces", _short_stream),
     "salts are ignored": _after(Engine, "new", lambda request, *args: setattr(request, "salt", b"")),
     "a preempted request finds itself": _after(Scheduler, "_admit", _finds_itself),
