@@ -347,14 +347,14 @@ BAD_CALLS: dict[str, tuple[Any, Any, str]] = {
     "bad-id": ([[1], [2, 99]], None, "The prompt contains token id 99"),
     "fewer-params": (["ab", "cd"], [greedy()], "sampling_params (1) must match the number of prompts (2)"),
     "not-params": ("ab", [{"temperature": 0}], "must be of type SamplingParams, got {'temperature': 0}"),
-    "no-text": ({"prompt": None}, None, "{'prompt': None} needs a text as 'prompt' or token ids"),
-    "media": ({"prompt": "a", "multi_modal_data": 1}, None, "a prompt holds 'multi_modal_data'; known are"),
-    "bytes": (b"ab", None, "b'ab' needs a text as 'prompt' or token ids"),
-    "bytes-too": (["ab", b"ab"], None, "b'ab' needs a text as 'prompt' or token ids"),
-    "text-as-ids": ({"prompt_token_ids": "ab"}, None, "needs a text as 'prompt' or token ids"),
-    "one-number": (5, None, "5 needs a text as 'prompt' or token ids"),
-    "one-number-of-several": (["ab", 5], None, "5 needs a text as 'prompt' or token ids"),
-    "no-dimension": (torch.tensor(5), None, "needs a text as 'prompt' or token ids"),
+    "no-text": ({"prompt": None}, None, "prompt={'prompt': None} must be a string, token ids, or"),
+    "media": ({"prompt": "a", "multi_modal_data": 1}, None, "unknown key 'multi_modal_data' in a"),
+    "bytes": (b"ab", None, "prompt=b'ab' must be a string, token ids, or"),
+    "bytes-too": (["ab", b"ab"], None, "prompt=b'ab' must be a string, token ids, or"),
+    "text-as-ids": ({"prompt_token_ids": "ab"}, None, "must be a string, token ids, or a dict with"),
+    "one-number": (5, None, "prompt=5 must be a string, token ids, or"),
+    "one-number-of-several": (["ab", 5], None, "prompt=5 must be a string, token ids, or"),
+    "no-dimension": (torch.tensor(5), None, "must be a string, token ids, or a dict with"),
     "one-number-as-float": ([1.5], None, "The prompt contains token id 1.5"),
     "bad-stop-id": (["ab"], greedy(stop_token_ids=[77]), "stop_token_ids contains token id 77"),
 }
@@ -430,7 +430,7 @@ def test_draft_model_by_name_with_same_vocabulary(folder: Path, tmp_path: Path) 
     shutil.copytree(folder, other)
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace('"q":16', '"q":99').replace('"q": 16', '"q": 99'))
-    with pytest.raises(ValueError, match="'q', say, is 16 in the target and 99 in the draft"):
+    with pytest.raises(ValueError, match="'q' is 16 in the target's and 99 in the draft"):
         LLM(folder, spec=SpecConfig(method="draft", draft_model=str(other)), **options)
     with pytest.raises(ValueError, match="needs a draft model: set draft_model to one"):
         LLM(folder, spec=SpecConfig(method="draft"), **options)

@@ -189,7 +189,7 @@ def test_from_path(tmp_path: Path) -> None:
     assert read_config(tmp_path)[1] == parse()
     for content, words in [
         ("{", "config.json is not valid JSON"),
-        ("[]", "must hold a JSON object, not a list"),
+        ("[]", "must be a JSON object, not a list"),
         ("{}", f"{path}: architectures=None is not"),
     ]:
         path.write_text(content)
@@ -197,5 +197,7 @@ def test_from_path(tmp_path: Path) -> None:
             read_config(tmp_path)
     for broken in (b"\xff\xfe{", b"[" * 100_000):
         path.write_bytes(broken)
-        with pytest.raises(ValueError, match=r"config\.json is no.* (JSON|UTF-8).*; fetch it again\.$"):
+        with pytest.raises(
+            ValueError, match=r"config\.json is not valid (JSON|UTF-8).*; download it again\.$"
+        ):
             read_config(tmp_path)

@@ -158,10 +158,10 @@ def test_prompts_may_be_integer_arrays(llm: LLM, ids: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "sentence"),
     [
-        (None, "None needs a text as 'prompt' or token ids as 'prompt_token_ids'."),
+        (None, "prompt=None must be a string, token ids, or a dict with 'prompt' or"),
         ([1.5], "The prompt contains token id 1.5; ids are integers from 0 to 32."),
         (np.array([0.5]), "The prompt contains token id np.float64(0.5)"),
-        ({1, 2}, "prompts={1, 2} must be a text, token ids, or a list of these."),
+        ({1, 2}, "prompts={1, 2} must be a string, token ids, or a list of these."),
         (range(10**9), "The prompt has 1000000000 tokens, but max_model_len=128 must hold it"),
         ("a" * 10**6, "The prompt has 1000000 characters, too many for max_model_len=128."),
     ],

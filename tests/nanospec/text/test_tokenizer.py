@@ -29,17 +29,17 @@ def test_byte_level_round_trip(default: Tokenizer, text: str) -> None:
 
 
 def test_missing_tokenizer_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no tokenizer\.json; save"):
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json; save"):
         Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("tokenizer", '{"truncat', "is not a tokenizer .*fetch"),
-        ("tokenizer_config", '{"truncat', "is not valid JSON .*fetch"),
-        ("generation_config", "[]", "must hold a JSON object, not a list"),
-        ("config", "null", "must hold a JSON object, not a NoneType"),
+        ("tokenizer", '{"truncat', "is not a tokenizer .*download"),
+        ("tokenizer_config", '{"truncat', "is not valid JSON .*download"),
+        ("generation_config", "[]", "must be a JSON object, not a list"),
+        ("config", "null", "must be a JSON object, not a NoneType"),
     ],
 )
 def test_broken_file_is_reported(tmp_path: Path, name: str, content: str, words: str) -> None:
@@ -64,7 +64,7 @@ def test_inconsistent_tokenizer_is_rejected(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     content["post_processor"]["special_tokens"] = {}
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer .*; fetch it again"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer .*; download it again"):
         Tokenizer(tmp_path)
 
 

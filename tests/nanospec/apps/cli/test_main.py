@@ -274,7 +274,7 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--max-tokens", "many"], "--max-tokens 'many' must be an integer"),
         (["--num-speculative-tokens", "x"], "--num-speculative-tokens 'x' must be an integer or 'auto'"),
         (["--json=1"], "--json ignored explicit argument '1'"),
-        (["--kv-cache-memory", "4X"], "--kv-cache-memory '4X' is no number of bytes"),
+        (["--kv-cache-memory", "4X"], "--kv-cache-memory '4X' must be a number of bytes"),
         (["--temp", "1"], "unknown option --temp; did you mean --temperature?"),
         (["--prompt", "x", "-tp", "two"], "-tp 'two' must be an integer"),
         (["--"], "unknown option --. See"),
