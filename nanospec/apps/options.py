@@ -128,7 +128,7 @@ def add_settings(parser: Parser, settings: type, title: str, full: bool, default
         default = defaults.get(name, field.default)
         text = help_texts.get(name, "").replace("`", "")
         text += "" if default in (None, MISSING, ()) else f" (default: {default})"
-        text = re.sub(r"\bNone(?: takes|:)|\b[Ii]f None,", "default:", text).replace("None", "none")
+        text = text.replace("None", "none")  # as the command line spells it
         flags = (flag, SHORT[name]) if name in SHORT else (flag,)
         dest = f"{settings.__name__}.{name}"
         action = group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, **arguments)
@@ -146,6 +146,6 @@ def base_parser(full: bool, **options: Any) -> Parser:
     """Return a parser with --model and --help-all; `full` omits the hint at the latter."""
     parser = Parser(epilog="" if full else "Use --help-all to show every option.", **options)
     parser.add_argument("--help-all", action="help", help="show every option and exit")
-    model = "model folder, name of a fetched model, or Hugging Face id"
+    model = "local folder, name of a fetched model, or Hugging Face Hub id"
     parser.add_argument("--model", default="smollm2-135m-instruct", help=model)
     return parser

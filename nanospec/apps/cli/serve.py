@@ -47,7 +47,7 @@ def build_parser(full: bool = False) -> Parser:
     parser = base_parser(full, prog=f"{program()} serve", description=text)
     parser.add_argument("positional", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)  # as in vLLM
     parser.add_argument(
-        "--replicas", type=replicas, metavar="N|MIN:MAX", help="number of engines, run with Ray, or its range"
+        "--replicas", type=replicas, metavar="N|MIN:MAX", help="number of engines, run with Ray; or a range"
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     for settings, title in SETTINGS:

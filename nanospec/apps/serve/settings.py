@@ -23,7 +23,7 @@ class ServeConfig:
         api_key: key of at least 8 characters that clients must send as "Authorization: Bearer KEY". May be
             repeated; NANOSPEC_API_KEY adds comma-separated keys. Clients with different keys share no cached
             prefixes.
-        served_model_name: model name in the API; None: the name of the model folder.
+        served_model_name: model name in the API. Defaults to the name of the model folder.
         max_queue: maximum number of outputs waiting for one of the max_num_seqs rows; further requests are
             answered with status 429.
         max_body: maximum size of a request body in bytes.
