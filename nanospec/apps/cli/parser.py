@@ -75,8 +75,8 @@ def build_parser(full: bool = False) -> Parser:
     add = parser.add_argument_group("mode (exactly one is required)").add_argument
     add("--prompt", metavar="TEXT", help="answer a prompt; - reads it from standard input")
     add("--chat", action="store_true", help="start an interactive chat")
-    add("--input", metavar="FILE", help="run a batch of requests in JSON Lines; - reads standard input")
-    add("--output", metavar="FILE", help="write results of --input; requests that have one are skipped")
+    add("--input", metavar="FILE", help="run a batch of requests in JSON Lines (-: stdin)")
+    add("--output", metavar="FILE", help="results of the batch (-: stdout); resumes if it exists")
     add("--demo", action="store_true", help="run three requests with and without speculation")
     add("--explain", action="store_true", help="show what a step costs by number of tokens, and why")
     add = parser.add_argument_group("general").add_argument
