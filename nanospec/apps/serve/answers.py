@@ -73,7 +73,7 @@ class Answer:
             async for delta in self.job:
                 if delta is not None and delta.done is not None:
                     self._end(delta.done)
-            # In a thread, because with log-probabilities it may be large.
+            # In a thread, because a response with log-probabilities may be large.
             response = await asyncio.to_thread(self._response)
         except JobFailed as failure:
             response = self._failed(failure).response()
@@ -96,16 +96,16 @@ class Answer:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        """Yield the server-sent events of the stream, without its last one. Raises JobFailed."""
+        """Yield the server-sent events of the stream except the final one. Raises JobFailed."""
         include = self.request.include
         num_tokens: Counter[int] = Counter()  # so far, by output
         num_chars: Counter[int] = Counter()
 
         def to_event(choices: list[dict[str, Any]], **more: Any) -> bytes:
             if "include_usage" in include:
-                all_along = "continuous_usage_stats" in include  # as in vLLM
+                continuous = "continuous_usage_stats" in include  # as in vLLM
                 so_far = counts(self.request.num_prompt_tokens, num_tokens.total())
-                more = {"usage": so_far if all_along else None, **more}
+                more = {"usage": so_far if continuous else None, **more}
             return event({**self._head, "choices": choices, **more})
 
         async for delta in self.job:
@@ -113,7 +113,7 @@ class Answer:
                 yield QUIET
                 continue
             i, done = delta.choice, delta.done
-            # Sent with the first text, not before it: some clients time the first token by this event.
+            # The role is sent with the first text, not before: some clients take it for the first token.
             role = {} if i in num_tokens else {"role": "assistant"}
             # The last piece may be the remaining bytes of a character instead of a token.
             num_tokens[i] = len(done.token_ids) if done else num_tokens[i] + len(delta.pieces)
