@@ -126,9 +126,8 @@ def add_settings(parser: Parser, settings: type, title: str, full: bool, default
         if "read" in field.metadata:
             arguments = typed(field.metadata["read"], "", field.metadata["metavar"])
         default = defaults.get(name, field.default)
-        text = help_texts.get(name, "").replace("`", "")
+        text = help_texts.get(name, "").replace("`", "").replace("None", "none")
         text += "" if default in (None, MISSING, ()) else f" (default: {default})"
-        text = text.replace("None", "none")  # as the command line spells it
         flags = (flag, SHORT[name]) if name in SHORT else (flag,)
         dest = f"{settings.__name__}.{name}"
         action = group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, **arguments)
@@ -136,7 +135,7 @@ def add_settings(parser: Parser, settings: type, title: str, full: bool, default
         action.help = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
 
 
-def given(args: argparse.Namespace, settings: str) -> dict[str, Any]:
+def fields_set(args: argparse.Namespace, settings: str) -> dict[str, Any]:
     """Return the fields of a settings class that were set on the command line."""
     prefix = settings + "."
     return {name.removeprefix(prefix): v for name, v in vars(args).items() if name.startswith(prefix)}

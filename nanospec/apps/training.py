@@ -47,7 +47,7 @@ from ..text.chat import check_conversation
 from ..text.tokenizer import Tokenizer
 from .batch.lines import LineError, line_name, read_lines
 from .json_input import strict_json
-from .options import Parser, add_settings, given, in_flags
+from .options import Parser, add_settings, fields_set, in_flags
 
 WINDOW = 1024  # tokens; longer texts are truncated
 HELD_OUT = 16  # one of this many texts is held out for measuring
@@ -287,7 +287,7 @@ def main(argv: Sequence[str]) -> int:
     add_settings(parser, Settings, "training", full=True, defaults={})
     args = parser.parse_args(argv)
     try:
-        settings = Settings(**given(args, "Settings"))
+        settings = Settings(**fields_set(args, "Settings"))
     except ValueError as error:
         raise ValueError(in_flags(str(error), (Settings,))) from None
     print(json.dumps(run(args, settings)))

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from ...config import EngineConfig, SamplingParams
 from ..openai_format import choice, response_header, usage
-from ..options import given, in_flags
+from ..options import fields_set, in_flags
 from ..tasks import Task
 from .lines import Defaults, LineError, line_name, read_tasks
 
@@ -186,7 +186,7 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
     source, output = args.input, args.output
     if os.path.isfile(output) and os.path.isfile(source) and os.path.samefile(source, output):
         raise LineError(f"--input {source} and --output {output} are the same file; use another output.")
-    sampling = given(args, "SamplingParams")
+    sampling = fields_set(args, "SamplingParams")
     tasks = read_tasks(source, Defaults(params, sampling, args.system, args.raw, _fingerprint(args)))
     with nullcontext(sys.stdout.buffer) if output == "-" else results_file(output) as file:
         done = set() if output == "-" else indices_done(Path(output), tasks)
@@ -195,7 +195,7 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
 
 def _fingerprint(args: argparse.Namespace) -> str:
     """Return a fingerprint of the options and model files that affect results (for weights, their sizes)."""
-    spec, engine = given(args, "SpecConfig"), given(args, "EngineConfig")
+    spec, engine = fields_set(args, "SpecConfig"), fields_set(args, "EngineConfig")
     lossy = sorted(spec.items()) if spec.get("acceptance", "exact") != "exact" else []
     settings = [engine.get("dtype", "auto"), engine.get("max_model_len"), lossy]
     digest = hashlib.sha256(repr(settings).encode())

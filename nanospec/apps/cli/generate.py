@@ -16,7 +16,7 @@ from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput
 from ...outputs import LOSSY
 from ..batch.run import Batch, batch_summary, run_batch
-from ..options import given
+from ..options import fields_set
 from ..tasks import with_system
 from .chat import Chat, typed_messages
 from .console import DIM, Console, announce_ranks
@@ -27,7 +27,8 @@ from .explain import explain
 def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -> None:
     """Load the model and run the mode that the options select. Raises ValueError, TypeError or OSError."""
     console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
-    engine_options = {"spec": SpecConfig(**given(args, "SpecConfig")), **given(args, "EngineConfig")}
+    spec, engine = SpecConfig(**fields_set(args, "SpecConfig")), fields_set(args, "EngineConfig")
+    engine_options = {"spec": spec, **engine}
     if args.trace is not None:
         check_target(args.trace)  # before the model is loaded
         engine_options["trace"] = True

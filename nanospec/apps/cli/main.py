@@ -74,12 +74,12 @@ def _run(argv: list[str]) -> int:
 def _generate(argv: list[str]) -> int:
     """Run the mode that a command line without a command selects."""
     from ..batch.run import open_batch
-    from ..options import given
+    from ..options import fields_set
     from .console import announce
     from .parser import DEFAULTS, parse
 
     args = parse(argv, COMMANDS)
-    params = SamplingParams(**{**DEFAULTS, **given(args, "SamplingParams")})
+    params = SamplingParams(**{**DEFAULTS, **fields_set(args, "SamplingParams")})
     if args.prompt == "-":
         args.prompt = _standard_input()
     args.folder = resolve_model(args.model)

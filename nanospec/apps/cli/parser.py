@@ -10,7 +10,7 @@ from typing import Any
 from ... import __version__
 from ...models import program
 from ...text import shown
-from ..options import NUMBER, SETTINGS, Parser, add_settings, base_parser, did_you_mean, given
+from ..options import NUMBER, SETTINGS, Parser, add_settings, base_parser, did_you_mean, fields_set
 
 DESCRIPTION = """\
 Run a model on a prompt, in a chat, on a batch of requests, or in a demo.
@@ -52,7 +52,7 @@ def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
         (bool(args.input) != bool(args.output), "--input and --output must be used together"),
         (args.output == "-" and args.json, "--output - and --json both write to standard output; use one"),
         (args.raw and args.chat, "--raw cannot be used with --chat"),
-        (args.chat and given(args, "SamplingParams").get("n", 1) > 1, "--n must be 1 with --chat"),
+        (args.chat and fields_set(args, "SamplingParams").get("n", 1) > 1, "--n must be 1 with --chat"),
         (args.raw and bool(args.system), "--raw cannot be used with --system"),
         (traces and args.explain, "--trace cannot be used with --explain, which runs no requests"),
         (traces and args.trace in (args.input, args.output), f"--trace {args.trace} is also a batch file"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...config import EngineConfig, SpecConfig
 from ...models import program, resolve_model
 from ...text import shown
-from ..options import Parser, add_settings, base_parser, given, in_flags
+from ..options import Parser, add_settings, base_parser, fields_set, in_flags
 from ..serve.settings import ServeConfig
 
 DEFAULTS = {"max_num_batched_tokens": 512}  # limits how long a prompt delays other requests
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     of fields."""
     parser = build_parser("--help-all" in argv)
     args = parser.parse_args(argv)
-    options = given(args, "ServeConfig")
+    options = fields_set(args, "ServeConfig")
     if args.replicas is not None and "write_timeout" in options:
         parser.error("--write-timeout is not supported with --replicas, as Ray owns the connections")
     args.model = args.positional or args.model
@@ -72,7 +72,8 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Path) -> int:
     from .console import announce, announce_ranks
 
     log_to_stderr(args.log_level)
-    options = {"spec": SpecConfig(**given(args, "SpecConfig")), **DEFAULTS, **given(args, "EngineConfig")}
+    spec = SpecConfig(**fields_set(args, "SpecConfig"))
+    options = {"spec": spec, **DEFAULTS, **fields_set(args, "EngineConfig")}
     if args.replicas is not None:
         from ..cluster.start import need_ray
 

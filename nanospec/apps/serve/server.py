@@ -64,8 +64,7 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal or an engine failure. The first signal lets running requests finish, the second
-    aborts them."""
+    """Serves until a signal, after which running requests finish, a second signal, or an engine failure."""
 
     def __init__(self, app: App) -> None:
         settings = uvicorn.Config(

@@ -21,7 +21,8 @@ export async function ask(path, { body, key, signal } = {}) {
   const message = await response.json().then((data) => data.error?.message, () => null);
   const wait = response.headers.get("Retry-After");
   const sentence = message || `The server returned ${response.status} ${response.statusText}`.trim() + ".";
-  throw new ServerError(wait ? `${sentence} Try again in ${wait} s.` : sentence, response.status);
+  const hint = wait && !sentence.includes("try again") ? ` Try again in ${wait} s.` : "";
+  throw new ServerError(sentence + hint, response.status);
 }
 
 const broken = (error, message) => (error.name === "AbortError" ? error : new ServerError(message));

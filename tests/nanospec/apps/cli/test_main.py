@@ -225,18 +225,18 @@ def test_options_become_settings() -> None:
     given += " --top-k 3 --ignore-eos --seed 7 --stop-token-ids 5,6 --logit-bias"
     engine = "--no-enable-prefix-caching --device cpu --kv-cache-memory 4G"
     args = parser.parse([*given.split(), '{"3": 1}', "--demo", *engine.split()])
-    assert SpecConfig(**options.given(args, "SpecConfig")) == SpecConfig(
+    assert SpecConfig(**options.fields_set(args, "SpecConfig")) == SpecConfig(
         method="ngram+medusa", heads="FILE", tree_width=2, acceptance="typical", prompt_lookup_min=2,
         prompt_lookup_max=3,
     )  # fmt: skip
-    assert SamplingParams(**options.given(args, "SamplingParams")) == SamplingParams(
+    assert SamplingParams(**options.fields_set(args, "SamplingParams")) == SamplingParams(
         stop=("a", "b"), top_k=3, ignore_eos=True, seed=7, stop_token_ids=(5, 6), logit_bias={3: 1}
     )
     expected = {"enable_prefix_caching": False, "device": "cpu", "kv_cache_memory": 4 << 30}
-    assert options.given(args, "EngineConfig") == expected
+    assert options.fields_set(args, "EngineConfig") == expected
     plain = parser.parse(["--demo", "--max-tokens", "none"])
-    assert (options.given(plain, "SpecConfig"), options.given(plain, "EngineConfig")) == ({}, {})
-    assert options.given(plain, "SamplingParams") == {"max_tokens": None}
+    assert (options.fields_set(plain, "SpecConfig"), options.fields_set(plain, "EngineConfig")) == ({}, {})
+    assert options.fields_set(plain, "SamplingParams") == {"max_tokens": None}
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
