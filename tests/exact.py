@@ -65,7 +65,7 @@ def changed(logits: np.ndarray, prompt: Sequence[int], output: Output, params: S
     return x
 
 
-def may_come(x: np.ndarray, token: int, params: SamplingParams, slack: float = 1e-4) -> bool:
+def may_draw(x: np.ndarray, token: int, params: SamplingParams, slack: float = 1e-4) -> bool:
     """Return whether sampling may draw a token from changed scores that are off by at most `slack`."""
     above = x > x[token] + slack
     if params.temperature == 0 or not x[token] > -np.inf:
@@ -89,9 +89,9 @@ def joint(
             following = next_token(logits[output], prompt, output, params)
             following = following if change is None else change(following, output)
             for token in np.flatnonzero(following).tolist():
-                one_more = (*output, token)
+                extended = (*output, token)
                 ended = token in params.stop_token_ids or n + 1 == params.max_tokens
-                (done if ended else longer)[one_more] = p * float(following[token])
+                (done if ended else longer)[extended] = p * float(following[token])
         going = longer
     return done
 

@@ -59,7 +59,7 @@ def built(into: Path, *options: str) -> Path:
     return wheel
 
 
-def built_twice(into: Path, *options: str) -> int:
+def build_twice(into: Path, *options: str) -> int:
     """Build a wheel in `into` and print its hash; return 1 if a second build differs."""
     for left in into.glob("nanospec-*.whl"):
         left.unlink()
@@ -95,7 +95,7 @@ def install(python: str, wheel: Path, into: Path, also: list[str]) -> str:
     return str(own)
 
 
-def tried(python: str, cache: Path) -> tuple[str, bool]:
+def try_wheel(python: str, cache: Path) -> tuple[str, bool]:
     """Run the commands and return a row of the table, and whether all succeeded."""
     for library in cache.glob("nanospec/native-*"):
         library.unlink()  # each environment compiles its own
@@ -127,14 +127,14 @@ def main() -> int:
     parser.add_argument("--also", nargs="*", default=[], metavar="REQUIREMENT", help="installed with it")
     args = parser.parse_args()
     if args.twice:
-        return built_twice(args.twice, "--no-build-isolation", "--no-index")
+        return build_twice(args.twice, "--no-build-isolation", "--no-index")
     into = args.into.absolute()
     into.mkdir(parents=True, exist_ok=True)
     wheel = built(into)
     columns = ["Python", *PACKAGES, *COMMANDS, "C++ in the cache"]
     rows, failed = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"], 0
     for python in args.pythons:
-        row, fine = tried(install(python, wheel, into, args.also), into / "cache")
+        row, fine = try_wheel(install(python, wheel, into, args.also), into / "cache")
         failed += not fine
         rows.append(row)
         print(row, file=sys.stderr)

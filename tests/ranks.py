@@ -130,7 +130,7 @@ def split_engine(
         made = load_drafters(options.spec, Target(model)) if drafter is None else drafter(model, groups[rank])
         return options, model, made, create_extensions(options)
 
-    def be(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
             workers[rank] = Rank(groups[rank], None, *parts(rank))
             workers[rank].follow()
@@ -138,7 +138,7 @@ def split_engine(
             report_failure(job.store, rank, error)
             groups[rank].barrier.abort()
 
-    threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(1, size)]
+    threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(1, size)]
     for thread in threads:
         thread.start()
     with job.command("start"):

@@ -42,7 +42,7 @@ _SIZES: dict[str, Any] = {
 }
 
 
-class World(NamedTuple):
+class Models(NamedTuple):
     """The target's folder, the models, and `bigram` [V, V], logits after each token for custom drafters."""
 
     folder: Path
@@ -52,7 +52,7 @@ class World(NamedTuple):
     bigram: Tensor
 
 
-def make_world(folder: Path) -> World:
+def make_models(folder: Path) -> Models:
     target = checkpoint(folder / "target", "llama", **_SIZES)
     blurred = checkpoint(folder / "draft", "llama", **_SIZES)
     weights, generator = load_file(blurred / "model.safetensors"), torch.Generator().manual_seed(1)
@@ -61,10 +61,10 @@ def make_world(folder: Path) -> World:
     save_file(weights, blurred / "model.safetensors", metadata={"format": "pt"})
     model, draft = (load_model(path, torch.float32, torch.device("cpu")) for path in (target, blurred))
     bigram = torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
-    return World(target, model, draft, random_heads(model, 3), bigram)
+    return Models(target, model, draft, random_heads(model, 3), bigram)
 
 
-class Likely(SimpleDrafter):
+class BigramDrafter(SimpleDrafter):
     """A custom drafter of the likeliest tokens after the last one."""
 
     def __init__(self, bigram: Tensor) -> None:
@@ -77,7 +77,7 @@ class Likely(SimpleDrafter):
             yield token
 
 
-class Dice(Drafter):
+class SamplingDrafter(Drafter):
     """A custom drafter that samples with each request's parameters from `bigram`, with its own noise."""
 
     def __init__(self, bigram: Tensor) -> None:
@@ -116,7 +116,7 @@ class Setup(NamedTuple):
 
     fields: dict[str, Any]
     k: K = 3
-    custom: type[Likely] | type[Dice] | type[Fork] | None = None
+    custom: type[BigramDrafter] | type[SamplingDrafter] | type[Fork] | None = None
     before: tuple[str, ...] = ()
 
 
@@ -133,11 +133,11 @@ SETUPS: dict[str, Setup] = {
     "ngram tree+draft": Setup({"method": "ngram+draft", "prompt_lookup_min": 3, "tree_width": 2}, 4),
     "ngram+medusa": Setup({"method": "ngram+medusa", "prompt_lookup_min": 3}),
     "ngram tree+medusa tree": Setup({"method": "ngram+medusa", "prompt_lookup_min": 3, "tree_width": 2}, 5),
-    "custom": Setup({}, 3, Likely),
-    "custom sampling": Setup({}, 3, Dice),
+    "custom": Setup({}, 3, BigramDrafter),
+    "custom sampling": Setup({}, 3, SamplingDrafter),
     "custom tree": Setup({"tree_width": 2}, 6, Fork),
-    "ngram+custom": Setup({"prompt_lookup_min": 3}, 3, Likely, before=("ngram",)),
-    "ngram+custom sampling": Setup({"prompt_lookup_min": 3}, 3, Dice, before=("ngram",)),
+    "ngram+custom": Setup({"prompt_lookup_min": 3}, 3, BigramDrafter, before=("ngram",)),
+    "ngram+custom sampling": Setup({"prompt_lookup_min": 3}, 3, SamplingDrafter, before=("ngram",)),
 }
 
 # Sampling parameters other than temperature.
@@ -179,22 +179,22 @@ def params_for(name: str, temperature: float, rule: str) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=LENGTH, acceptance=rule, **SAMPLING[name])
 
 
-def engine_for(world: World, name: str, rule: str = "rejection", **options: Any) -> Engine:
+def engine_for(models: Models, name: str, rule: str = "rejection", **options: Any) -> Engine:
     """Return an engine whose requests choose between "exact" and `rule`."""
     setup = SETUPS[name]
     fields, given = {**setup.fields, "acceptance": rule}, dict[str, Any]()
     methods = setup.fields.get("method", "")
     if "draft" in methods:
-        given["draft_model"] = world.draft
+        given["draft_model"] = models.draft
     if "medusa" in methods:
-        given["heads"] = world.heads
+        given["heads"] = models.heads
     if setup.custom is not None:
-        given["drafter"] = [*setup.before, setup.custom(world.bigram)]
+        given["drafter"] = [*setup.before, setup.custom(models.bigram)]
     settings = {"max_num_seqs": 256, "max_model_len": 32, **options}
-    return make_engine(world.model, setup.k, spec=fields, **given, **settings)
+    return make_engine(models.model, setup.k, spec=fields, **given, **settings)
 
 
-class Drawn(NamedTuple):
+class OutputCounts(NamedTuple):
     """Counts of outputs among a sixteenth, a quarter and all of the requests, and the numbers of drafted and
     accepted tokens."""
 
@@ -205,7 +205,7 @@ class Drawn(NamedTuple):
 
 def draw(
     engines: Sequence[Engine], cells: Sequence[SamplingParams], samples: int, first_seed: int = 0
-) -> list[Drawn]:
+) -> list[OutputCounts]:
     """Draw `samples` outputs for each of the cells in mixed batches, each request with its own seed, using
     the engines in turn."""
     sizes = (samples // 16, samples // 4, samples)
@@ -222,4 +222,4 @@ def draw(
                     counter[tuple(request.output_ids)] += 1
             sums[c][0] += request.stats.num_drafted
             sums[c][1] += request.stats.num_accepted
-    return [Drawn(own, *both) for own, both in zip(counts, sums, strict=True)]
+    return [OutputCounts(own, *both) for own, both in zip(counts, sums, strict=True)]

@@ -158,11 +158,11 @@ def missing(text: str, near: Path) -> list[str]:
     ]
 
 
-def where(path: Path) -> str:
+def relative_path(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=where)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative_path)
 def test_names_in_a_document_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
@@ -176,7 +176,7 @@ def test_names_in_a_document_exist(document: Path) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=where)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=relative_path)
 def test_links_and_pictures_of_a_document_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!https?:|mailto:)([^)\s]*)", text) + re.findall(r'<img src="([^"]+)"', text)
@@ -200,7 +200,7 @@ def test_tour_links_to_every_page() -> None:
     assert [path.name for path in (ROOT / "docs").glob("[!R]*.md") if f"({path.name})" not in index] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=where)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative_path)
 def test_command_lines_of_a_document_are_valid(document: Path) -> None:
     for line in re.findall(r"(?:python run\.py|nanospec) (-[^`\n]*)", document.read_text(encoding="utf-8")):
         if not re.search(r"\[|\||-h\b|--help|--version", line):
@@ -221,7 +221,7 @@ LONG = ("extend-sampling.md", "extend-drafter.md")
 @pytest.mark.parametrize(
     "document",
     [pytest.param(p, marks=pytest.mark.long) if p.name in LONG else p for p in WITH_SNIPPETS],
-    ids=where,
+    ids=relative_path,
 )
 def test_snippets_of_a_document_run(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -36,7 +36,7 @@ READS = {
 MASKED = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 
 
-class Waits(AssertionError):
+class WaitError(AssertionError):
     """An operation would have waited."""
 
 
@@ -68,15 +68,15 @@ class NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if name in READS:
-            raise Waits(f"{name} waits for the device.")
+            raise WaitError(f"{name} waits for the device.")
         if name in MASKED and any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None):
-            raise Waits(f"{name} with a mask waits for the device.")
+            raise WaitError(f"{name} with a mask waits for the device.")
         if name in ("_to_copy", "copy_"):
             source = args[1] if name == "copy_" else args[0]
             leaves = tree_leaves((args, kwargs))
             on_gpu = any(t.type == "cuda" for t in map(_device_of, leaves) if t is not None)
             if on_gpu and not source.is_cuda and source.numel() > 1 and not source.is_pinned():
-                raise Waits("A copy from memory that is not pinned waits for the device.")
+                raise WaitError("A copy from memory that is not pinned waits for the device.")
         return func(*args, **(kwargs or {}))
 
 
@@ -96,7 +96,7 @@ def refused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_dispatch_stack() and (tensor.is_cuda or not torch.cuda.is_available()):
-            raise Waits(f"{name} waits for the device.")
+            raise WaitError(f"{name} waits for the device.")
         return function(tensor, *args, **kwargs)
 
     return run

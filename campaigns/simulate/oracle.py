@@ -170,7 +170,7 @@ class Oracle:
         """Whether sampling may draw a token after a text."""
         output = tuple(tokens[len(self.prompt) :])
         x = exact.changed(scores.double().numpy(), self.prompt, output, self._asked)
-        return exact.may_come(x, token, self._asked)
+        return exact.may_draw(x, token, self._asked)
 
     def _row(self) -> Table:
         """A row with what drawing reads."""

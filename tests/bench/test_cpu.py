@@ -17,7 +17,7 @@ from bench.peers import worker
 CASES = [{"name": f"B={batch}, 200", "batch": batch, "prompts": [[1]] * 4} for batch in (1, 4)]
 
 
-class Lane(cpu.Race):
+class FakeRace(cpu.Race):
     """A race without processes: `speeds` are tokens per second by system and speculation settings."""
 
     def __init__(self, speeds: dict[tuple[str, Any], float]) -> None:
@@ -36,7 +36,7 @@ class Lane(cpu.Race):
 def test_peers_use_fastest_settings_and_systems_alternate() -> None:
     vllm = {("vllm", guess): 30.0 for guess in worker.GUESSES["vllm"]} | {("vllm", (4, 1, 8)): 50.0}
     hf = {("transformers", guess): 10.0 for guess in worker.GUESSES["transformers"]}
-    race = Lane({("nanospec", None): 60.0, ("nanospec", "auto"): 100.0, **vllm, **hf})
+    race = FakeRace({("nanospec", None): 60.0, ("nanospec", "auto"): 100.0, **vllm, **hf})
     race.choose()
     assert race.best["vllm", "B=4, 200"] == (4, 1, 8)
     assert ("transformers", "B=4, 200") not in race.best  # runs one request at a time

@@ -22,7 +22,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(which_torch, "has_gpu", lambda: False)
 
-    def give(versions: dict[bool, str]) -> list[list[str]]:
+    def install(versions: dict[bool, str]) -> list[list[str]]:
         commands = []
 
         def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
         monkeypatch.setattr(which_torch, "reachable", lambda index: True in versions)
         return commands
 
-    return give
+    return install
 
 
 def test_pip_settings_have_priority(offer: Offer) -> None:

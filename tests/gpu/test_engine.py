@@ -138,16 +138,16 @@ def test_structured_output_with_and_without_speculation(
 
 
 def test_simple_drafter_runs_without_capture(model: Model) -> None:
-    class Again(SimpleDrafter):
+    class Repeat(SimpleDrafter):
         def draft(self, tokens: list[int], k: int) -> list[int]:
             return tokens[-1:] * k
 
     jobs = make_jobs(5)
     expected = outputs(model, 0, jobs, max_num_seqs=6, max_model_len=256)
-    engine = make_engine(model, 4, drafter=["ngram", Again()], max_num_seqs=6, max_model_len=256)
+    engine = make_engine(model, 4, drafter=["ngram", Repeat()], max_num_seqs=6, max_model_len=256)
     assert [request.output_ids for request in run(engine, jobs)] == expected
     assert engine.worker.graphs is None
-    assert engine.metrics.spec.by_drafter["Again"][2] > 0
+    assert engine.metrics.spec.by_drafter["Repeat"][2] > 0
 
 
 def test_dependent_launch_is_bitwise_identical(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def random_job(rng: random.Random, vocab_size: int, window: int) -> Job:
 
 
 @pytest.mark.parametrize("number", range(NUM_ENGINES))
-def test_random_engines_match_decoding_alone(number: int) -> None:
+def test_random_batches_match_single_requests(number: int) -> None:
     rng = random.Random(number)
     window = rng.choice((2, 3, 5, 16, 17, 33, 64, 65))
     model = random_model(rng, window)

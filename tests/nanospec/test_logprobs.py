@@ -52,7 +52,7 @@ def jobs() -> list[Job]:
 
 
 @lru_cache(maxsize=64)
-def truth(folder: Path, text: tuple[int, ...]) -> np.ndarray:
+def reference_logprobs(folder: Path, text: tuple[int, ...]) -> np.ndarray:
     """Return log-probabilities [T, V] in float64 after each token of a text."""
     logits = reference_logits(folder, torch.tensor(text))
     return logits.log_softmax(-1).numpy()
@@ -61,7 +61,7 @@ def truth(folder: Path, text: tuple[int, ...]) -> np.ndarray:
 def check(request: Request, folder: Path) -> None:
     """Check the token's value and rank and the five likeliest tokens, allowing near ties to swap."""
     text = (*request.prompt_ids, *request.output_ids)
-    rows = truth(folder, text)[len(request.prompt_ids) - 1 : -1]
+    rows = reference_logprobs(folder, text)[len(request.prompt_ids) - 1 : -1]
     assert len(request.logprobs) == len(rows) == LENGTH
     for token, entry, row in zip(request.output_ids, request.logprobs, rows, strict=True):
         assert next(iter(entry)) == token

@@ -31,7 +31,7 @@ from tests.exact import (
     joint,
     least_p,
     logits_by_output,
-    may_come,
+    may_draw,
     next_token,
 )
 from tests.setups import (
@@ -42,11 +42,11 @@ from tests.setups import (
     SETUPS,
     TEMPERATURES,
     VOCAB,
-    Likely,
-    World,
+    BigramDrafter,
+    Models,
     draw,
     engine_for,
-    make_world,
+    make_models,
     params_for,
     rules,
 )
@@ -55,13 +55,13 @@ BOUND = 1e-6  # seeds are fixed, so results are reproducible
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("world"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def logits(world: World) -> Logits:
-    return logits_by_output(world.folder, PROMPT, VOCAB, LENGTH)
+def logits(models: Models) -> Logits:
+    return logits_by_output(models.folder, PROMPT, VOCAB, LENGTH)
 
 
 # Setups that differ in sampling, layout, acceptance or sharing.
@@ -76,14 +76,14 @@ SOME_SETUPS = (
 SOME_SAMPLING = (("nothing", 1.0), ("filters", 1.7), ("penalties", 0.6), ("min_tokens", 1.7), ("all", 1.0))
 
 
-def test_outputs_follow_exact_distribution(world: World, logits: Logits) -> None:
+def test_outputs_follow_exact_distribution(models: Models, logits: Logits) -> None:
     """For several setups, parameters and both rules; total variation falls as 1 / sqrt(N)."""
     cells = [params_for(*what, rule) for rule in LOSSLESS for what in SOME_SAMPLING]
     counts = [[Counter[Output]() for _ in range(3)] for _ in cells]
     for i, setup in enumerate(SOME_SETUPS):
         own = cells[: len(rules(setup)) * len(SOME_SAMPLING)]
         result = draw(
-            [engine_for(world, setup, **MODES["as-on-gpu" if i % 2 else "plain"])], own, 40, i * 10**6
+            [engine_for(models, setup, **MODES["as-on-gpu" if i % 2 else "plain"])], own, 40, i * 10**6
         )
         fits = [fit(drawn.outputs[-1], joint(logits, PROMPT, cell)) for drawn, cell in zip(result, own)]
         assert combined(fits).p > BOUND, (setup, fits)
@@ -105,13 +105,13 @@ def test_outputs_follow_exact_distribution(world: World, logits: Logits) -> None
 @pytest.mark.statistics
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("setup", SETUPS)
-def test_every_setup_with_all_sampling_params(setup: str, world: World, logits: Logits) -> None:
+def test_every_setup_with_all_sampling_params(setup: str, models: Models, logits: Logits) -> None:
     grid = itertools.product(SAMPLING, TEMPERATURES, rules(setup))
     cells = [params_for(what, temperature, rule) for what, temperature, rule in grid]
     modes = (
-        ["plain"] if SETUPS[setup].custom is Likely else MODES
+        ["plain"] if SETUPS[setup].custom is BigramDrafter else MODES
     )  # drafts made on the host cannot be captured
-    engines = [engine_for(world, setup, **MODES[mode]) for mode in modes]
+    engines = [engine_for(models, setup, **MODES[mode]) for mode in modes]
     result = draw(engines, cells, 40, list(SETUPS).index(setup) * 10**9)
     fits = [fit(drawn.outputs[-1], joint(logits, PROMPT, cell)) for drawn, cell in zip(result, cells)]
     assert combined(fits).p > BOUND, fits
@@ -119,7 +119,7 @@ def test_every_setup_with_all_sampling_params(setup: str, world: World, logits: 
     assert 0.05 * drafted <= accepted <= 0.95 * drafted
 
 
-def test_may_come() -> None:
+def test_may_draw() -> None:
     """Also with ties at the boundary of top_k."""
     rng = np.random.default_rng(0)
     for _ in range(500):
@@ -127,7 +127,7 @@ def test_may_come() -> None:
         params = SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
         x = rng.integers(0, 6, 7) / 2
         chances = next_token(x, (), (), params)
-        assert [may_come(x, token, params, 1e-9) for token in range(7)] == (chances > 0).tolist()
+        assert [may_draw(x, token, params, 1e-9) for token in range(7)] == (chances > 0).tolist()
 
 
 def test_expected_tv() -> None:
@@ -167,11 +167,11 @@ def typical(after: list[int], epsilon: float, delta: float) -> Change:
     ids=["epsilon binds", "delta binds"],
 )
 def test_typical_outputs_follow_documented_distribution(
-    world: World, logits: Logits, after: list[int], temperature: float, without: tuple[float, float]
+    models: Models, logits: Logits, after: list[int], temperature: float, without: tuple[float, float]
 ) -> None:
     """A draft above the lower bound is always emitted, others only if the target draws them. `after` maps
     each token to its draft, chosen so that the bound matters for some."""
-    own = world._replace(bigram=torch.eye(VOCAB)[after])
+    own = models._replace(bigram=torch.eye(VOCAB)[after])
     cells = [params_for(what, temperature, "typical") for what in ("nothing", "all")]
     for drawn, cell in zip(draw([engine_for(own, "custom", "typical")], cells, 256), cells, strict=True):
         right = joint(logits, PROMPT, cell, typical(after, EPSILON, DELTA))
@@ -181,25 +181,25 @@ def test_typical_outputs_follow_documented_distribution(
             assert least_p(drawn.outputs[-1], joint(logits, PROMPT, cell, typical(after, *without))) < BOUND
 
 
-def outputs_of(world: World, seeds: list[int]) -> list[Output]:
-    engine = engine_for(world, "none")
+def outputs_of(models: Models, seeds: list[int]) -> list[Output]:
+    engine = engine_for(models, "none")
     jobs = [Job(PROMPT, SamplingParams(max_tokens=2, seed=seed)) for seed in seeds]
     return [tuple(request.output_ids) for request in run(engine, jobs)]
 
 
-def test_requests_with_different_seeds_are_independent(world: World, logits: Logits) -> None:
+def test_requests_with_different_seeds_are_independent(models: Models, logits: Logits) -> None:
     """Consecutive seeds, several outputs of one request, seeds that differ in sign or upper half."""
     n = 400
     alone = joint(logits, PROMPT, SamplingParams(max_tokens=2))
     both = {a + b: p * q for a, p in alone.items() for b, q in alone.items()}
-    first = outputs_of(world, [*range(n)])
+    first = outputs_of(models, [*range(n)])
     others: dict[str, Callable[[int], int]] = {
         "n=2": lambda seed: seed_of(seed, 1, 0),
         "without a seed": lambda seed: seed_of(None, 0, seed + 1),
         "upper half": lambda seed: seed + (1 << 32),
         "complement": lambda seed: ~seed,
     }
-    pairs = {what: zip(first, outputs_of(world, [*map(other, range(n))])) for what, other in others.items()}
+    pairs = {what: zip(first, outputs_of(models, [*map(other, range(n))])) for what, other in others.items()}
     pairs["neighbours"] = zip(first[::2], first[1::2])
     for what, drawn in pairs.items():
         assert fit(Counter(a + b for a, b in drawn), both).p > BOUND, what
@@ -291,9 +291,9 @@ SMALL_DEFECTS = {
 }  # fmt: skip
 
 
-def p_value_of(defect: Defect, world: World, logits: Logits) -> float:
+def p_value_of(defect: Defect, models: Models, logits: Logits) -> float:
     """Return the p-value of outputs of three tokens, which one step may emit; the drafter is inaccurate."""
-    sharp = world._replace(bigram=2 * world.bigram)
+    sharp = models._replace(bigram=2 * models.bigram)
     cell = replace(params_for(*defect.sampling), max_tokens=3)
     [drawn] = draw([engine_for(sharp, defect.setup)], [cell], defect.requests)
     assert 0.1 * drawn.drafted < drawn.accepted < 0.9 * drawn.drafted
@@ -301,18 +301,20 @@ def p_value_of(defect: Defect, world: World, logits: Logits) -> float:
 
 
 @pytest.mark.parametrize("name", [*DEFECTS, *(pytest.param(name, marks=HEAVY) for name in SMALL_DEFECTS)])
-def test_defect_is_detected(name: str, world: World, logits: Logits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defect_is_detected(
+    name: str, models: Models, logits: Logits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     defect = {**DEFECTS, **SMALL_DEFECTS}[name]
     monkeypatch.setattr(defect.module, defect.function, mutated(defect))
     if defect.module is not accept:  # accept has no C++ version
         monkeypatch.setattr(sample, "use_native", lambda *_: False)
-    assert p_value_of(defect, world, logits) < BOUND
+    assert p_value_of(defect, models, logits) < BOUND
 
 
 @pytest.mark.statistics
 @pytest.mark.parametrize("name", SMALL_DEFECTS)
-def test_no_false_alarm_without_defect(name: str, world: World, logits: Logits) -> None:
-    assert p_value_of(SMALL_DEFECTS[name], world, logits) > 1e-3
+def test_no_false_alarm_without_defect(name: str, models: Models, logits: Logits) -> None:
+    assert p_value_of(SMALL_DEFECTS[name], models, logits) > 1e-3
 
 
 @pytest.mark.statistics
@@ -324,10 +326,10 @@ def test_no_false_alarm_without_defect(name: str, world: World, logits: Logits) 
     ],
 )
 def test_total_variation_halves_with_four_times_the_samples(
-    setup: str, rule: str, what: str, temperature: float, world: World, logits: Logits
+    setup: str, rule: str, what: str, temperature: float, models: Models, logits: Logits
 ) -> None:
     cell = params_for(what, temperature, rule)
-    [drawn] = draw([engine_for(world, setup)], [cell], 16_000)
+    [drawn] = draw([engine_for(models, setup)], [cell], 16_000)
     expected = joint(logits, PROMPT, cell)
     fits = [fit(counter, expected) for counter in drawn.outputs]
     assert min(one.p for one in fits) > 1e-4

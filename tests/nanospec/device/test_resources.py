@@ -19,7 +19,7 @@ from tests.drive import Job, make_engine, run
 from tests.tiny import tiny_model
 
 
-class Entered:
+class DeviceRecorder:
     """Replaces `current` and records the devices entered and whether one is entered now."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ class Entered:
 class OnlyInside(TorchDispatchMode):
     """Rejects operations outside `current`."""
 
-    def __init__(self, entered: Entered) -> None:
+    def __init__(self, entered: DeviceRecorder) -> None:
         super().__init__()
         self._entered = entered
 
@@ -53,7 +53,7 @@ class OnlyInside(TorchDispatchMode):
 def test_worker_runs_on_its_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Allocation, capture, timing, and all verbs."""
     model = tiny_model(num_layers=1)
-    entered = Entered(monkeypatch)
+    entered = DeviceRecorder(monkeypatch)
     params = SamplingParams(temperature=0, max_tokens=9, presence_penalty=0.1, logprobs=1)
     with OnlyInside(entered):
         engine = make_engine(model, "auto", max_num_seqs=2, async_scheduling=True, **options)

@@ -19,7 +19,7 @@ from tests.drive import Job, make_engine, outcome, run, run_alone
 from tests.random_weights import random_heads
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.waiting import NoWaiting, Waits
+from tests.waiting import NoWaiting, WaitError
 
 JOBS = [
     Job([1, 2, 3] * 9, SamplingParams(temperature=0, max_tokens=7)),  # in two chunks
@@ -130,7 +130,7 @@ WAITING: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("how", WAITING)
 def test_no_waiting_rejects(how: str) -> None:
     x = torch.arange(4)
-    with NoWaiting(), pytest.raises(Waits):
+    with NoWaiting(), pytest.raises(WaitError):
         WAITING[how](x)
 
 

@@ -45,7 +45,7 @@ def report(drafted: int, accepted: int, drafter: int = NGRAM, match: int = 3) ->
     return RowReport([], drafted, accepted, drafter if drafted else NO_DRAFTER, match, 0, [])
 
 
-def teach(policy: Policy, row: int, accepted: int, drafted: int = 4, steps: int = 30) -> None:
+def observe_row(policy: Policy, row: int, accepted: int, drafted: int = 4, steps: int = 30) -> None:
     for _ in range(steps):
         policy.observe(row, report(drafted, accepted))
 
@@ -58,7 +58,7 @@ def choose(
     return policy.choose(limits, limits, context, waiting)[1]
 
 
-def usual(policy: Policy, rows: int, steps: int = 100) -> int:
+def usual_k(policy: Policy, rows: int, steps: int = 100) -> int:
     """Return the most frequent K, which excludes probes."""
     ks = [choose(policy, rows) for _ in range(steps)]
     return max(set(ks), key=ks.count)
@@ -202,11 +202,11 @@ def test_estimates_stay_probabilities(steps: list[tuple[int, int, int]]) -> None
 
 def test_fixed_policy_and_free_drafts() -> None:
     fixed, policy = Policy(), captured(FLAT)
-    teach(fixed, 0, 0)
+    observe_row(fixed, 0, 0)
     assert choose(fixed, {0: 3, 1: 16}) == 16
     assert cut(fixed, [3, 0, 16]) == [3, 0, 16]
     assert fixed.promised is None
-    teach(policy, 0, accepted=4)
+    observe_row(policy, 0, accepted=4)
     assert [choose(policy, 1, most) for most in (16, 5, 0)] == [16, 4, 0]
     assert policy.promised == 1
 
@@ -227,20 +227,20 @@ def test_k_pays_for_the_whole_batch(
 ) -> None:
     policy = captured(by_k)
     for row in range(rows):
-        teach(policy, row, *((accepted, 4) if row < copying else (0, 0)))
-    assert (usual(policy, rows) > 0) == pays
+        observe_row(policy, row, *((accepted, 4) if row < copying else (0, 0)))
+    assert (usual_k(policy, rows) > 0) == pays
 
 
 def test_limits_missing_ks_and_new_requests() -> None:
     policy = AutoPolicy(StepCosts(captured={1: HALF, 8: {0: 10.0, 2: 10.1}, 16: HALF}))
     for row in range(1, 32):
-        teach(policy, row, accepted=3)
+        observe_row(policy, row, accepted=3)
     assert choose(policy, range(1, 9)) == 2
     assert [choose(policy, range(1, 17), most) > 2 for most in (2, 16)] == [False, True]
     one = [choose(policy, {row: 16 if row == 1 else 0 for row in range(1, 17)}) for _ in range(50)]
     assert sorted(one)[25] == 0, "rows that may not draft gain nothing"
-    teach(policy, 0, accepted=0, steps=60)
-    assert usual(policy, 1) == 0
+    observe_row(policy, 0, accepted=0, steps=60)
+    assert usual_k(policy, 1) == 0
     policy.reset(0)
     assert choose(policy, 1) > 0
 
@@ -267,7 +267,7 @@ def test_cut_never_exceeds_offers(
 def test_cut_takes_drafts_that_pay() -> None:
     for ms, accepted, taken in ((CHEAP, 8, 16), (SLOPED, 0, 0), (LINEAR, 4, 0)):
         policy = packed(ms)
-        teach(policy, 0, accepted, drafted=8)
+        observe_row(policy, 0, accepted, drafted=8)
         assert cut(policy, [16]) == [taken]
 
 
@@ -299,7 +299,7 @@ def test_long_contexts_favor_drafts() -> None:
     taken = {}
     for context in (0, 4000):
         policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 514.0}, attention=(0.01, 0.0)))
-        teach(policy, 0, accepted=4, drafted=5)
+        observe_row(policy, 0, accepted=4, drafted=5)
         choose(policy, 1, context=context)
         [taken[context]] = policy.cut([Offer(0, NGRAM, 16, 3)])
     assert 0 < taken[0] < taken[4000]
@@ -316,7 +316,7 @@ def test_row_accounts() -> None:
 def test_rows_without_drafts_lose_little_to_others(waiting: bool) -> None:
     """Row 0 copies, 15 rows have no drafts. A draft costs 1 ms; each row that ends saves 0.8 ms a step."""
     policy, B, steps = packed(FREE_TO_4), 16, 400
-    teach(policy, 0, 8, drafted=8)
+    observe_row(policy, 0, 8, drafted=8)
     cost, taken = partial(policy.costs.cost, B), []
     for _ in range(steps):
         [n, *_] = cut(policy, [8] + [0] * 15, waiting=waiting)
@@ -357,7 +357,7 @@ def test_equal_rows_do_not_limit_each_other() -> None:
     for rows, waiting in product((1, 4), (True, False)):
         policy = packed(FREE_TO_4)
         for row in range(rows):
-            teach(policy, row, 8, drafted=8)
+            observe_row(policy, row, 8, drafted=8)
         assert all(taken == [8] * rows for taken in run(policy, (1.0,) * rows, 20, waiting))
 
 
@@ -423,7 +423,7 @@ def test_text_becoming_repetitive_is_noticed(by_k: dict[int, float], within: int
 def test_rows_without_drafts_are_probed_in_turn() -> None:
     policy = packed(SLOPED)
     for row in range(4):
-        teach(policy, row, accepted=0, steps=100)
+        observe_row(policy, row, accepted=0, steps=100)
     totals = [sum(column) for column in zip(*(cut(policy, [8] * 4) for _ in range(800)))]
     assert max(totals) - min(totals) <= 1
     assert 0 < sum(totals) <= 800 * SHARE * policy.costs.cost(4, 4), "each costs 1 ms"

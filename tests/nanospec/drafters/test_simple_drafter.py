@@ -320,7 +320,7 @@ def test_draft_times_include_calls_without_drafts() -> None:
     assert times(4, 4) == pytest.approx(2.0 * 12 / 3)
 
 
-def having(**attributes: Any) -> Drafter:
+def echo_with(**attributes: Any) -> Drafter:
     drafter = Echo()
     vars(drafter).update(attributes)
     return drafter
@@ -338,8 +338,8 @@ def test_resolve_drafters_checks_its_argument(model: Model) -> None:
         (plain, ["ngram", "draft"], r"drafter='draft' needs weights; use method=\.\.\. to load it"),
         (none, Learner(), "cannot be combined with method='none'"),
         (tree, Learner(), "tree_width=2 is not supported by Learner"),
-        (plain, having(max_drafts="4"), "Echo.max_drafts='4' must be an integer of at least 0"),
-        (plain, having(memory=5), "Echo.memory=5 must be a Memory"),
+        (plain, echo_with(max_drafts="4"), "Echo.max_drafts='4' must be an integer of at least 0"),
+        (plain, echo_with(memory=5), "Echo.memory=5 must be a Memory"),
     ):
         with pytest.raises(ValueError, match=what):
             resolve_drafters(spec, guessers)

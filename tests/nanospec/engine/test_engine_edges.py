@@ -281,7 +281,7 @@ POISON = 23  # the embedding of this token is NaN
 
 
 @pytest.fixture
-def poisoned() -> Model:
+def nan_model() -> Model:
     model = tiny_model(vocab_size=24)
     model.embedding = model.embedding.clone()
     model.embedding[POISON] = float("nan")
@@ -303,10 +303,10 @@ def healthy_jobs() -> list[Job]:
 
 @pytest.mark.parametrize("k", [0, 4], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("num_blocks", [9, 40], ids=lambda n: f"{n}-blocks")
-def test_nan_aborts_one_request_only(poisoned: Model, k: int, num_blocks: int) -> None:
+def test_nan_aborts_one_request_only(nan_model: Model, k: int, num_blocks: int) -> None:
     jobs = healthy_jobs()
-    expected = run_alone(poisoned, jobs)
-    engine = make_engine(poisoned, k, num_blocks=num_blocks)
+    expected = run_alone(nan_model, jobs)
+    engine = make_engine(nan_model, k, num_blocks=num_blocks)
     sick_prompt = [1, 2, 3, POISON, *range(20), 4, 5, 6]
     prompts = [sick_prompt, sick_prompt[:5], list(range(20)) * 2 + [POISON] * 30]
     for _ in range(2):  # the second time, every block has been used before
@@ -328,11 +328,11 @@ def test_nan_aborts_one_request_only(poisoned: Model, k: int, num_blocks: int) -
             assert_same(outcome(request), wanted)
 
 
-def test_nan_after_some_tokens_keeps_them(poisoned: Model) -> None:
+def test_nan_after_some_tokens_keeps_them(nan_model: Model) -> None:
     """The poisoned token is drawn from finite logits; the logits after it are NaN."""
     params = SamplingParams(temperature=0, logit_bias={POISON: 1e6}, max_tokens=9, logprobs=1)
     for k in (0, 4):
-        engine = make_engine(poisoned, k)
+        engine = make_engine(nan_model, k)
         [request] = run(engine, [Job([1, 2, 3], params)])
         assert request.output_ids == [POISON]
         assert len(request.logprobs) == 1

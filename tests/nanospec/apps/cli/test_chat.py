@@ -59,7 +59,7 @@ class Echo:
         on_finish(prompt)
 
 
-def talk(*messages: str, system: str | None = None) -> tuple[list[list[str]], str, int]:
+def run_chat(*messages: str, system: str | None = None) -> tuple[list[list[str]], str, int]:
     """Return the prompts the model received, the printed text and the number of complete answers."""
     llm: Any = Echo()
     stream = io.StringIO()
@@ -69,21 +69,21 @@ def talk(*messages: str, system: str | None = None) -> tuple[list[list[str]], st
 
 
 def test_conversation_is_kept_reset_and_undone() -> None:
-    shown, printed, _ = talk("a", "b", "/undo", "c", "/reset", "/undo", "d", " ")
+    shown, printed, _ = run_chat("a", "b", "/undo", "c", "/reset", "/undo", "d", " ")
     assert shown == [["a"], ["a", "1 seen", "b"], ["a", "1 seen", "c"], ["d"]]
     assert "Removed: b\n" in printed
     assert "Nothing to undo." in printed
 
 
 def test_system_message_persists() -> None:
-    shown, printed, _ = talk("a", "/system Be\nbrief.", "/system", "b", "/reset", "c", system="Be long.")
+    shown, printed, _ = run_chat("a", "/system Be\nbrief.", "/system", "b", "/reset", "c", system="Be long.")
     assert [each[0] for each in shown] == ["Be long.", "Be\nbrief.", "Be\nbrief."]
     assert printed.count("System message: Be\nbrief.") == 2
-    assert "No system message is set" in talk("/system")[1]
+    assert "No system message is set" in run_chat("/system")[1]
 
 
 def test_unanswered_messages_are_dropped() -> None:
-    shown, printed, whole = talk("a", "too long", "please stop", "b")
+    shown, printed, whole = run_chat("a", "too long", "please stop", "b")
     assert shown[-1] == ["a", "1 seen", "please stop", "3", "b"]
     assert "raise --max-model-len. Use /undo to remove the last message" in printed
     assert " [stopped]\n" in printed
@@ -91,7 +91,7 @@ def test_unanswered_messages_are_dropped() -> None:
 
 
 def test_commands_are_slash_and_whole_word() -> None:
-    shown, printed, _ = talk("/help", "/rest", "/usr/bin/env is what?", " /help me", "/exit", "b")
+    shown, printed, _ = run_chat("/help", "/rest", "/usr/bin/env is what?", " /help me", "/exit", "b")
     assert shown == [["/usr/bin/env is what?"], ["/usr/bin/env is what?", "1 seen", "/help me"]]
     assert "/system TEXT" in printed
     assert "Unknown command /rest; did you mean /reset?" in printed

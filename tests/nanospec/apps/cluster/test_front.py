@@ -107,14 +107,14 @@ def test_key_and_size_are_checked_before_forwarding() -> None:
     ids=["before-it-answers", "in-a-stream", "after-it"],
 )
 def test_dead_replica_is_reported_as_error(sent: list[bytes], status: int, text: str) -> None:
-    async def dies(*_: object) -> AsyncIterator[dict[str, Any]]:
+    async def fails(*_: object) -> AsyncIterator[dict[str, Any]]:
         if sent:
             yield begin()
         for data in sent:
             yield part(data, more=data != b"")
         raise RuntimeError("ActorDiedError")
 
-    response = run(dies, "POST", URL, "{}")
+    response = run(fails, "POST", URL, "{}")
     assert response.status_code == status
     assert response.text.startswith(text)
     if sent[-1:] != [b""]:
@@ -128,7 +128,7 @@ def test_disconnect_cancels_request() -> None:
         yield begin()
         await asyncio.sleep(60)
 
-    async def go_away() -> None:
+    async def close_early() -> None:
         client, ingress = front(never)
         task = asyncio.ensure_future(client.post(URL, content="{}"))
         await asyncio.sleep(0.05)
@@ -139,7 +139,7 @@ def test_disconnect_cancels_request() -> None:
         assert answer.is_cancelled
         assert not ingress._answers
 
-    asyncio.run(go_away())
+    asyncio.run(close_early())
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["in-time", "too-late"])

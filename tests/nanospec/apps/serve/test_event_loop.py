@@ -38,7 +38,7 @@ async def end_of(job: Job) -> str:
 
 
 @pytest.fixture
-def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, list[int], threading.Event]:
+def busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineLoop, list[int], threading.Event]:
     """An engine loop whose steps wait for an event, a prompt, and that event."""
     llm, go = make(folder), threading.Event()
     step = llm.engine.step
@@ -56,8 +56,8 @@ async def ends_of_two(loop: EngineLoop, ids: list[int], end: Callable[[], Awaita
     return list(await asyncio.gather(*map(end_of, jobs)))
 
 
-def test_jobs_submitted_during_and_after_the_last_step(held: Any) -> None:
-    loop, ids, go = held
+def test_jobs_submitted_during_and_after_the_last_step(busy: Any) -> None:
+    loop, ids, go = busy
 
     async def run() -> list[str]:
         loop.start()
@@ -74,8 +74,8 @@ def test_jobs_submitted_during_and_after_the_last_step(held: Any) -> None:
     assert (loop.num_outputs, loop._jobs) == (0, set())
 
 
-def test_jobs_submitted_during_a_step_whose_cleanup_fails(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, ids, go = held
+def test_jobs_submitted_during_a_step_whose_cleanup_fails(busy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, ids, go = busy
     llm: LLM = loop.llm
     monkeypatch.setattr(llm.shared, "step", lambda: (go.wait(20), fail()))
     monkeypatch.setattr(llm.engine, "abort_all", fail)
@@ -93,8 +93,8 @@ def test_jobs_submitted_during_a_step_whose_cleanup_fails(held: Any, monkeypatch
     assert loop.num_outputs == 0
 
 
-def test_job_that_can_be_neither_queued_nor_aborted(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, ids, go = held
+def test_job_that_can_be_neither_queued_nor_aborted(busy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, ids, go = busy
     engine, calls = loop.llm.engine, []
     new, abort = engine.new, engine.abort
 

@@ -133,13 +133,13 @@ def test_running_and_waiting_requests_are_in_metrics(folder: Path) -> None:
         engine, shown = server.llm.engine, []
         step = engine.step
 
-        def looking() -> Any:
+        def observed_step() -> Any:
             actual = step()
             figures = server.app.metrics.figures()
             shown.append({name: next(iter(values.values()), 0) for name, _, values, *_ in figures})
             return actual
 
-        engine.step = looking  # type: ignore[method-assign]
+        engine.step = observed_step  # type: ignore[method-assign]
         server.post("/v1/completions", {"prompt": after("a"), "n": 9, "max_tokens": 20})
         engine.step = step  # type: ignore[method-assign]
     assert max(each["num_requests_running"] for each in shown) == 4

@@ -339,7 +339,7 @@ def test_drafters_skip_guided_rows(make: Callable[..., Engine]) -> None:
     learned: list[int] = []
     wanted: list[int] = []
 
-    class Again(Drafter):
+    class Repeat(Drafter):
         def propose(self, table: Table, rows: torch.Tensor, k: int) -> Proposal:
             wanted.extend(room(table, rows, k).tolist())
             return make_proposal(torch.full((len(rows), k), 5, dtype=torch.int32), room(table, rows, k))
@@ -348,7 +348,7 @@ def test_drafters_skip_guided_rows(make: Callable[..., Engine]) -> None:
             learned.extend(proposal.drafter.tolist())
 
     guided = SamplingParams(temperature=1, max_tokens=30, response_format=JSON)
-    engine = make(3, drafter=Again())
+    engine = make(3, drafter=Repeat())
     run(engine, [Job([1], guided)])
     assert (set(learned), any(wanted)) == ({NO_DRAFTER}, False)
     assert set(engine.metrics.spec.by_drafter) == {"grammar"}

@@ -19,7 +19,7 @@ SIZE, CPU = 3, torch.device("cpu")
 COMMANDS = [("admit", ["x" * 10_000]), None]
 
 
-class Here(Place):
+class LocalPlace(Place):
     """A place within this process."""
 
     def store(self) -> dist.Store:
@@ -30,7 +30,7 @@ STORES = {name: dist.HashStore() for name in ("together", "alone", "waiting")}
 
 
 def place(rank: int, size: int, name: str) -> Place:
-    return Here(rank, size, rank, size, name)
+    return LocalPlace(rank, size, rank, size, name)
 
 
 def exchanged(rank: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_missing_ranks_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
         Group(CPU, place(1, 3, "waiting"), 30, check)
 
 
-class Held:
+class FakeGroup:
     """A stand-in for a C++ group that records when its last reference is dropped."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Held:
 def test_close_destroys_group() -> None:
     """Otherwise its destructor could run during interpreter shutdown, which aborts the process."""
     group = Group(CPU, place(0, 1, "alone"), 30)
-    group._gloo = group._tensors = held = Held()
+    group._gloo = group._tensors = held = FakeGroup()
     destroyed = held.destroyed
     del held
     group.close()

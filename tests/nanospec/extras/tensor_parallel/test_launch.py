@@ -175,11 +175,11 @@ def test_dead_or_hanging_rank_ends_job_in_time(
     [rank] = ranks_of(llm)
     at = [0.0]
 
-    def strike() -> None:
+    def interrupt() -> None:
         at[0] = time.monotonic()
         os.kill(rank, number)
 
-    threading.Timer(0.5, strike).start()
+    threading.Timer(0.5, interrupt).start()
     with pytest.raises(RankFailed) as raised:
         generate_forever(llm)
     assert time.monotonic() - at[0] < seconds

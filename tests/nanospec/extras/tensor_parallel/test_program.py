@@ -24,45 +24,45 @@ from nanospec import LLM, Drafter, SamplingParams, SimpleDrafter, SpecConfig
 class Echo(Drafter):
     pass
 
-class Mine(SimpleDrafter):
+class CustomDrafter(SimpleDrafter):
     def draft(self, tokens, k):
         after = [i for i, token in enumerate(tokens) if i and tokens[i - 1] == tokens[-1]]
         first = random.choice(after or [0])
         return tokens[first : first + k]
 
-def written(**params):
-    asked = SamplingParams(max_tokens=30, ignore_eos=True, seed=3, **params)
-    return [output.token_ids for output in llm.generate([[5, 9, 5, 7, 5, 9], [8, 3, 8, 3]], asked)]
+def generate(**params):
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True, seed=3, **params)
+    return [output.token_ids for output in llm.generate([[5, 9, 5, 7, 5, 9], [8, 3, 8, 3]], sampling)]
 
-folder, size, found = sys.argv[1], int(sys.argv[2]), {}
+folder, size, result = sys.argv[1], int(sys.argv[2]), {}
 options = {"tensor_parallel_size": size, "device": "cpu", "threads": 1, "dtype": "float32"}
 options |= {"max_model_len": 128, "spec": SpecConfig(num_speculative_tokens=4)}
 if size > 1:
     try:
         LLM(folder, drafter=Echo(), **options)
     except ValueError as error:
-        found["echo"] = str(error)
-llm = LLM(folder, drafter=["ngram", Mine()], **options)
-found |= {"seeded": written(), "greedy": written(temperature=0)}
-found["accepted"] = llm.engine.metrics.spec.num_accepted > 0
+        result["echo"] = str(error)
+llm = LLM(folder, drafter=["ngram", CustomDrafter()], **options)
+result |= {"seeded": generate(), "greedy": generate(temperature=0)}
+result["accepted"] = llm.engine.metrics.spec.num_accepted > 0
 child = os.fork()
 if not child:
     if size > 1:
         try:
-            written()
+            generate()
         except ConnectionError as error:
             print(json.dumps({"child": str(error)}), flush=True)
     sys.exit()
 os.waitpid(child, 0)
-found["after"] = written()
+result["after"] = generate()
 if size > 1:
-    found["ranks"] = [process.pid for process in llm.engine.worker.job.processes]
-    found["sessions"] = [os.getsid(0), *map(os.getsid, found["ranks"])]
-    found["sleeps"] = child = os.fork()
+    result["ranks"] = [process.pid for process in llm.engine.worker.job.processes]
+    result["sessions"] = [os.getsid(0), *map(os.getsid, result["ranks"])]
+    result["sleeps"] = child = os.fork()
     if not child:
         os.close(1), os.close(2)
         time.sleep(100)
-print(json.dumps(found), flush=True)
+print(json.dumps(result), flush=True)
 if size > 1:
     os.kill(os.getpid(), signal.SIGKILL)
 """

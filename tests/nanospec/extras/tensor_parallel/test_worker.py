@@ -63,7 +63,7 @@ CASES += [("4-ranks", "ngram-tree+draft", "plain"), ("4-ranks", "medusa-tree", "
 CASES += [("3-heads-on-2", "ngram+medusa", "plain"), ("3-heads-on-2", "ngram-tree", "as-on-gpu")]
 
 
-class Whole(NamedTuple):
+class Full(NamedTuple):
     """A whole model, its config and its weights."""
 
     config: ModelConfig
@@ -72,10 +72,10 @@ class Whole(NamedTuple):
 
 
 @cache
-def whole(heads: int = 4, kv_heads: int = 2, **more: Any) -> Whole:
+def full(heads: int = 4, kv_heads: int = 2, **more: Any) -> Full:
     config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, **more)
     weights = weights_of(config)
-    return Whole(config, weights, Model(config, torch.float32, "cpu", weights.__getitem__))
+    return Full(config, weights, Model(config, torch.float32, "cpu", weights.__getitem__))
 
 
 class Drafters:
@@ -94,7 +94,7 @@ class Drafters:
 
 
 def options_of(
-    size: int, of: Whole, setup: str, k: Any, num_blocks: int | None = None, **more: Any
+    size: int, of: Full, setup: str, k: Any, num_blocks: int | None = None, **more: Any
 ) -> EngineConfig:
     """Return options for `size` ranks with `num_blocks` blocks on each."""
     spec = make_spec(None) if setup == "none" else make_spec(k, **SETUPS[setup])
@@ -109,7 +109,7 @@ def options_of(
 
 
 def run_split(
-    options: EngineConfig, of: Whole, jobs: list[Job], drafter: MakeDrafter | None = None, context: Any = ""
+    options: EngineConfig, of: Full, jobs: list[Job], drafter: MakeDrafter | None = None, context: Any = ""
 ) -> int:
     """Check that ranks generate the output of one device; return the number of accepted drafts."""
     size = options.tensor_parallel_size
@@ -125,13 +125,13 @@ def run_split(
 def test_output_matches_one_device(shape: str, setup: str, mode: str) -> None:
     """Greedy and seeded sampling, filters, penalties, logprobs, prefix hits, chunks, preemption."""
     size, *heads = SHAPES[shape]
-    of, jobs = whole(*heads), random_jobs(random.Random(f"{shape}{setup}"), VOCAB, 5)
+    of, jobs = full(*heads), random_jobs(random.Random(f"{shape}{setup}"), VOCAB, 5)
     options = options_of(size, of, setup, 5, 17, max_num_batched_tokens=32, **MODES[mode])
     accepted = run_split(options, of, jobs, Drafters(options), (shape, setup, mode))
     assert setup == "none" or accepted > 0
 
 
-class Whim(SimpleDrafter):
+class Noise(SimpleDrafter):
     """Drafts at random."""
 
     def __init__(self, seed: int) -> None:
@@ -146,21 +146,21 @@ class Whim(SimpleDrafter):
 @pytest.mark.parametrize("setup", ["whim", "whim after lookup", "automatic k"])
 def test_ranks_agree_on_random_drafts_and_timed_k(setup: str) -> None:
     """Random drafts, and numbers of drafts that depend on measured times."""
-    of, jobs = whole(), random_jobs(random.Random(1), VOCAB, 5)
+    of, jobs = full(), random_jobs(random.Random(1), VOCAB, 5)
     if setup == "automatic k":
         run_split(options_of(2, of, "ngram", "auto"), of, jobs)
         return
     options = options_of(2, of, "ngram", 4, trace=True)
 
     def make(model: Model, group: Group) -> Sequence[Drafter]:
-        return (NgramDrafter(options.spec), Whim(group.rank)) if "lookup" in setup else (Whim(group.rank),)
+        return (NgramDrafter(options.spec), Noise(group.rank)) if "lookup" in setup else (Noise(group.rank),)
 
     assert run_split(options, of, jobs, make) > 0
 
 
 def test_vocabulary_padding_is_never_sampled() -> None:
     """The logits of padding are 0, as likely as any token here."""
-    of = whole(vocab_size=33)
+    of = full(vocab_size=33)
     assert Shard(of.config, groups_of(4)[0]).num_tokens * 4 > 33
     hot = [SamplingParams(temperature=50.0, seed=seed, max_tokens=30) for seed in range(3)]
     run_split(options_of(4, of, "none", None), of, [Job([1, 2, 3], params) for params in hot])
@@ -168,7 +168,7 @@ def test_vocabulary_padding_is_never_sampled() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_aborts_do_not_affect_other_requests(mode: str) -> None:
-    of, rng = whole(), random.Random(3)
+    of, rng = full(), random.Random(3)
     params = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=30) for i in range(5)]
     jobs = [Job(rng.choices(range(VOCAB), k=20) * 2, sampling) for sampling in params]
     wanted = run_alone(of.model, jobs)
@@ -198,7 +198,7 @@ def test_aborts_do_not_affect_other_requests(mode: str) -> None:
 @pytest.mark.parametrize("rule", ["rejection", "typical"])
 def test_lossy_and_rejection_rules_match_one_device(rule: str) -> None:
     """Acceptance depends on the drafts, so both engines use the same drafter."""
-    of = whole()
+    of = full()
     sampling = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20) for seed in range(3)]
     jobs = [Job([5, 9, 5, 9, 5], params) for params in sampling]
     speculation: dict[str, Any] = {"method": "draft", "acceptance": rule}
@@ -213,7 +213,7 @@ def test_lossy_and_rejection_rules_match_one_device(rule: str) -> None:
 
 def test_all_steps_are_captured_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """All captures are released before the group is closed, since NCCL waits for them."""
-    of, left = whole(), list[int]()
+    of, left = full(), list[int]()
     options = options_of(2, of, "ngram", 3, enforce_eager=False)
     with split_engine(2, of.config, of.weights, options) as split:
         graphs, group = split.engine.worker.graphs, split.groups[0]
@@ -237,7 +237,7 @@ def test_all_steps_are_captured_at_start(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("mode", MODES)
 def test_dropped_engine_ends_its_job(mode: str) -> None:
     """Objects needed to end the job, such as captures, must not keep the worker alive."""
-    of, [group], job = whole(), groups_of(1), ranks.Job([], HashStore(), 30)
+    of, [group], job = full(), groups_of(1), ranks.Job([], HashStore(), 30)
     options, job.group = options_of(1, of, "ngram", 3, trace=True, **MODES[mode]), group
     engine = Engine(options, Rank(group, job, options, of.model, (), create_extensions(options)))
     run(engine, [Job([1, 2, 1, 2], SamplingParams(max_tokens=5))])
@@ -248,7 +248,7 @@ def test_dropped_engine_ends_its_job(mode: str) -> None:
 
 
 def test_nan_logits_abort_one_request_only() -> None:
-    of = whole()
+    of = full()
     broken = {**of.weights, "model.embed_tokens.weight": of.weights["model.embed_tokens.weight"].clone()}
     broken["model.embed_tokens.weight"][7] = float("nan")
     greedy = SamplingParams(temperature=0, max_tokens=5)
@@ -262,7 +262,7 @@ def test_nan_logits_abort_one_request_only() -> None:
 
 def test_memory_plan_matches_allocations() -> None:
     """Weights count as stored in memory; every rank has the whole draft model."""
-    of = whole(heads=6, kv_heads=3)
+    of = full(heads=6, kv_heads=3)
     options = options_of(2, of, "draft", 3)
     with split_engine(2, of.config, of.weights, options, Drafters(options)) as split:
         worker = split.engine.worker
@@ -280,7 +280,7 @@ def test_memory_plan_matches_allocations() -> None:
 
 
 def test_smallest_rank_limits_all() -> None:
-    of, given = whole(), {0: 40, 1: 20}
+    of, given = full(), {0: 40, 1: 20}
 
     def plan(group: Group) -> tuple[int, int]:
         local = Shard(of.config, group).config.kv_bytes_per_token(torch.float32)

@@ -183,26 +183,26 @@ def test_walk_follows_tree(drafts: list[int], data: st.DataObject) -> None:
 
 
 def test_drafter_may_use_int64(model: Model) -> None:
-    class Again(Drafter):
+    class Repeat(Drafter):
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
             last = table.tokens[rows.clamp(min=0), table.num_tokens[rows.clamp(min=0)] - 1].long()
             return make_proposal(last[:, None].repeat(1, k), room(table, rows, k).long())
 
     job = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
-    plain, request = (run(make_engine(model, 3, drafter=Again(), trace=t), [job])[0] for t in (False, True))
+    plain, request = (run(make_engine(model, 3, drafter=Repeat(), trace=t), [job])[0] for t in (False, True))
     assert outcome(request) == outcome(plain)
     check(request)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dropped_drafts_are_not_recorded(model: Model, mode: str) -> None:
-    class Wild(Drafter):
+    class Invalid(Drafter):
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
             return make_proposal(
                 rows.new_tensor([5, 6, -1, 7][:k]).repeat(len(rows), 1), rows.new_full((len(rows),), k + 2)
             )
 
     job = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
-    [request] = run(make_engine(model, 4, drafter=Wild(), trace=True, **MODES[mode]), [job])
+    [request] = run(make_engine(model, 4, drafter=Invalid(), trace=True, **MODES[mode]), [job])
     assert {(*step.drafts,) for step in record_of(request).steps} <= {(5, 6), ()}
     check(request)
