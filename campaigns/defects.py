@@ -1,7 +1,7 @@
-"""The small defects of `mutants.py`: what a hand that slips, or a head that is one off, would write instead.
+"""The mutations of `mutants.py`: typical slips and off-by-one errors.
 
-A defect replaces the text of one expression or statement. Strings, annotations, decorators, `strict=`, and
-what only says to the compiler how to do it stay as they are.
+A mutation replaces the source of one expression or statement. Strings, annotations, decorators, `strict=` and
+hints to the compiler are not mutated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HINTS = {"strict", "num_warps", "num_stages", "sem", "cache_modifier", "eviction
 
 
 class Defect(NamedTuple):
-    """Bytes `start` to `end` of a source become `after`."""
+    """Replaces bytes `start` to `end` of a source file by `after`."""
 
     start: int
     end: int
@@ -54,7 +54,7 @@ def apply(source: str, defect: Defect) -> str:
 
 
 def defects(source: str) -> list[Defect]:
-    """All of a file, in order."""
+    """Return all mutations of a source file, in order."""
     return sorted(set(_Finder(source).found))
 
 
@@ -64,7 +64,7 @@ class _Finder(ast.NodeVisitor):
         for line in source.encode().splitlines(keepends=True):
             self.lines.append(self.lines[-1] + len(line))
         self.found: list[Defect] = []
-        self.bound: set[str] = set()  # names that the function has given a value already
+        self.bound: set[str] = set()  # names that the function has assigned so far
         self.visit(ast.parse(source))
 
     def note(self, node: ast.expr | ast.stmt, kind: str, after: ast.expr | str) -> None:
@@ -84,7 +84,7 @@ class _Finder(ast.NodeVisitor):
         super().visit(node)
 
     def _can_go(self, node: ast.stmt) -> bool:
-        """Whether what is left without it still makes sense."""
+        """Return whether a statement can be deleted without obviously breaking the code."""
         if isinstance(node, ast.Expr):
             return not isinstance(node.value, (ast.Constant, ast.Yield))
         if isinstance(node, ast.Assign):
@@ -141,13 +141,13 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Its words are not mutated."""
+        """Do not mutate error messages."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Neither are texts."""
+        """Do not mutate f-strings."""
 
     def visit_Import(self, node: ast.Import) -> None:
-        """Nothing to change."""
+        """Do not mutate imports."""
 
     visit_ImportFrom = visit_Import  # type: ignore[assignment]
 
@@ -157,7 +157,7 @@ def _names(target: ast.expr) -> set[str]:
 
 
 def _changed(node: ast.AST) -> Iterator[tuple[str, ast.expr | str]]:
-    """(kind, what stands there instead) of an expression."""
+    """Yield (kind, replacement) for an expression."""
     if isinstance(node, ast.Compare):
         for i, operator in enumerate(node.ops):
             ops = [*node.ops[:i], COMPARE[type(operator)](), *node.ops[i + 1 :]]
@@ -179,7 +179,7 @@ def _changed(node: ast.AST) -> Iterator[tuple[str, ast.expr | str]]:
 
 
 def _called(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-    """Another function, or the same of other arguments."""
+    """Yield calls of another function, or with other arguments."""
     name = node.func
     if isinstance(name, ast.Name) and name.id in NAMES:
         yield "function", ast.Call(ast.Name(NAMES[name.id]), node.args, node.keywords)

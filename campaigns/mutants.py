@@ -1,20 +1,19 @@
-"""Small defects are put into our code one by one, to see whether its tests notice: mutation testing.
+"""Mutation testing: insert small defects into the code one at a time, and check that a test fails.
 
     make mutants FILES="kernels/speculation/verify.py nanospec/engine/blocks.py" SAMPLE=40 SEED=0
 
-SAMPLE mutants of a file are drawn by SEED (0: all). A mutant is killed if a test that `TESTS` names for the
-file fails, or takes 20 s more than twice the processor time that all of them took before. What survives is
-a test to write, or changes nothing that can be observed: `campaigns/mutants.json` has the reasons of those
-found so far.
+SEED selects SAMPLE mutants of each file (0: all). A mutant is killed if a test of the file (`TESTS`) fails, or if
+the tests take 20 s more than twice their normal CPU time. A surviving mutant shows a missing test, or is
+equivalent to the original; `campaigns/mutants.json` has the reasons for the known equivalent ones.
 
-Why not mutmut or cosmic-ray? mutmut 3.8 leaves out every function with a decorator, so all kernels and
-properties. Cosmic-ray 8.7 mutates kernels, but of its 1,046 mutants of verify.py 682 are an arithmetic
-operator replaced by each of eleven others, mostly errors of type that flatter the figure; none deletes a
-statement or swaps minimum and maximum. It draws no sample, edits the checkout, and imports torch and Triton
-anew for each mutant, where a process forked from one that has them begins at once.
+Why not mutmut or cosmic-ray? mutmut 3.8 skips functions with decorators, and therefore all kernels and
+properties. Cosmic-ray 8.7 mutates kernels, but 682 of its 1,046 mutants of verify.py replace an arithmetic
+operator by each of eleven others. Most of these are type errors, which inflate the score; none deletes a
+statement or swaps minimum and maximum. It does not sample, edits the checkout, and imports torch and Triton
+for each mutant, while a process forked after the import starts immediately.
 
-The checkout is copied, and the copy is what is changed. The interpreter reads a kernel's text from its
-file, so files are rewritten rather than functions replaced.
+Mutants are written to a copy of the checkout. Files are rewritten, rather than functions patched, because
+Triton's interpreter reads the source of a kernel from its file.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from campaigns.defects import Defect, apply, defects
 
 ROOT = Path(__file__).parent.parent
 REASONS = Path(__file__).parent / "mutants.json"
-CEILING = 12 << 30  # bytes of addresses of a run: a mutant may want all memory there is
+CEILING = 12 << 30  # limit of the address space in bytes, as a mutant may allocate without bound
 
 SIMULATED = "tests/test_simulate.py::test_seeds_pass_and_cover_their_features"
 LAYER, SAMPLING = (f"tests/kernels/{name}/test_" for name in ("layer", "sampling"))
@@ -73,7 +72,7 @@ GRAPHS = [
 ]  # fmt: skip
 POLICY = [DRAFTERS + "policy.py", DRAFTERS + "auto.py"]
 MEMORY, LOGPROBS = "campaigns/faults/test_memory.py", "tests/nanospec/test_logprobs.py"
-# Which tests a file belongs to, the quickest first.
+# The tests of each file, fastest first.
 TESTS: dict[str, list[str]] = {
     "kernels/layer/attention.py": [LAYER + "attention.py"],
     "kernels/layer/paged_tree.py": [LAYER + "attention.py"],
@@ -142,8 +141,8 @@ TESTS: dict[str, list[str]] = {
 
 
 class Result(NamedTuple):
-    """How the tests of a file ended ("killed", "timeout", "survived", "unknown" where none failed, but their
-    process did), by which of them, and after how many seconds of the processor."""
+    """The outcome of a mutant ("killed", "timeout", "survived", or "unknown" if the process failed but no
+    test), the test that failed, and the CPU time in seconds."""
 
     outcome: str
     by: str
@@ -151,7 +150,7 @@ class Result(NamedTuple):
 
 
 class Failures:
-    """Notes the first failure, which ends the run."""
+    """A pytest plugin that records the first failure."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -166,15 +165,15 @@ class Failures:
 
 
 def tests_of(file: str) -> list[str]:
-    """Those of the longest entry that the file's name begins with."""
-    fitting = [name for name in TESTS if file.startswith(name)]
-    if not fitting:
-        raise SystemExit(f"No tests are named for {file}: add it to TESTS in campaigns/mutants.py.")
-    return TESTS[max(fitting, key=len)]
+    """Return the tests of the longest entry in `TESTS` that is a prefix of `file`."""
+    entries = [name for name in TESTS if file.startswith(name)]
+    if not entries:
+        raise SystemExit(f"{file} has no tests; add it to TESTS in campaigns/mutants.py.")
+    return TESTS[max(entries, key=len)]
 
 
 def copy_checkout(to: Path) -> None:
-    """What git knows or would add; models are linked."""
+    """Copy tracked and untracked (but not ignored) files. Link models."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout
     for name in names.split("\0"):
@@ -187,7 +186,7 @@ def copy_checkout(to: Path) -> None:
 
 
 def prepare() -> None:
-    """Import once what every run needs, but nothing that is mutated."""
+    """Import the modules that all runs need, except mutated ones, before forking."""
     import hypothesis
     import pytest  # noqa: F401
     import torch
@@ -195,8 +194,8 @@ def prepare() -> None:
     from hypothesis import Phase
 
     torch.set_num_threads(1)
-    sys.dont_write_bytecode = True  # a changed file may have the time and size of the one before it
-    phases = [Phase.explicit, Phase.generate]  # a failure need not be made small
+    sys.dont_write_bytecode = True  # consecutive mutants may have equal times and sizes
+    phases = [Phase.explicit, Phase.generate]  # without shrinking
     fixed: dict[str, Any] = {"derandomize": True, "database": None, "deadline": None}
     hypothesis.settings.register_profile("mutants", phases=phases, **fixed)
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "nanospec", "bench")]:
@@ -204,7 +203,7 @@ def prepare() -> None:
 
 
 def run(tests: Sequence[str], folder: Path, limit: float) -> Result:
-    """Run tests in a process of its own, which has `limit` seconds of the processor."""
+    """Run tests in a forked process with a limit of `limit` seconds of CPU time."""
     failed = folder / ".failed"
     failed.unlink(missing_ok=True)
     child = os.fork()
@@ -219,12 +218,12 @@ def run(tests: Sequence[str], folder: Path, limit: float) -> Result:
         return Result("timeout", by, seconds)
     if code == 0:
         return Result("survived", "", seconds)
-    crashed = number not in (0, signal.SIGKILL)  # which the kernel sends for want of memory
+    crashed = number not in (0, signal.SIGKILL)  # SIGKILL: out of memory
     return Result("killed" if by or crashed else "unknown", by, seconds)
 
 
 def _be_pytest(tests: Sequence[str], folder: Path, failed: Path, limit: float) -> None:
-    """In the child: never returns."""
+    """Run pytest in the child process. Never returns."""
     code = 70
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, int(limit) + 3))
@@ -244,7 +243,7 @@ def _be_pytest(tests: Sequence[str], folder: Path, failed: Path, limit: float) -
 
 
 def _wait(child: int, limit: float) -> tuple[int, Any, bool]:
-    """(status, resources, whether it had to be ended) of a child after at most `limit` seconds."""
+    """Wait for a child and return (status, resource usage, whether it was killed after `limit` seconds)."""
     end, over = time.monotonic() + limit, False
     while True:
         found, code, usage = os.wait4(child, os.WNOHANG)
@@ -257,7 +256,7 @@ def _wait(child: int, limit: float) -> tuple[int, Any, bool]:
 
 
 def drawn(file: str, source: str, sample: int, seed: int) -> list[Defect]:
-    """The file's mutants that are tried, in order of their place."""
+    """Return the sampled mutants of a file, in source order."""
     found = defects(source)
     if 0 < sample < len(found):
         found = sorted(random.Random(f"{seed} {file}").sample(found, sample))
@@ -265,7 +264,7 @@ def drawn(file: str, source: str, sample: int, seed: int) -> list[Defect]:
 
 
 def survivors(file: str, source: str, earlier: Sequence[dict[str, Any]]) -> list[Defect]:
-    """Those of an earlier run, as far as their lines are still there."""
+    """Return the surviving mutants of an earlier run whose source lines still exist."""
     kept = [{name: line[name] for name in IDENTITY} for line in earlier if line["outcome"] in OPEN]
     return [defect for defect in defects(source) if identity(file, defect, source) in kept]
 
@@ -280,12 +279,12 @@ def identity(file: str, defect: Defect, source: str) -> dict[str, Any]:
 
 
 def try_all(file: str, folder: Path, chosen: Sequence[Defect]) -> Iterator[dict[str, Any]]:
-    """Every chosen mutant of a file, what became of it, and why that is right."""
+    """Run the chosen mutants of a file. Yield their descriptions, outcomes and reasons of equivalence."""
     source, tests, place = (ROOT / file).read_text(), tests_of(file), folder / file
     before = run(tests, folder, 1200)
     if before.outcome != "survived":
         log = (folder / ".log").read_text()[-2000:]
-        raise SystemExit(f"The tests of {file} fail as they are: {before.by}\n{log}")
+        raise SystemExit(f"The tests of {file} fail without a mutant: {before.by}\n{log}")
     reasons = json.loads(REASONS.read_text()).get(file, {}) if REASONS.exists() else {}
     for defect in chosen:
         place.write_text(apply(source, defect))
@@ -302,24 +301,24 @@ def try_all(file: str, folder: Path, chosen: Sequence[Defect]) -> Iterator[dict[
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:
-    """One line per file, and all."""
+    """Return a summary line per file and in total."""
     texts = []
     for file in [*dict.fromkeys(line["file"] for line in lines), "all"]:
         own = [line for line in lines if file in (line["file"], "all")]
         counts = Counter("equivalent" if line.get("equivalent") else line["outcome"] for line in own)
         killed, count = counts["killed"] + counts["timeout"], len(own) - counts["equivalent"]
-        rest = f"({counts['timeout']} by time), {counts['equivalent']} equivalent"
+        rest = f"({counts['timeout']} by timeout), {counts['equivalent']} equivalent"
         texts.append(f"{file}: {killed} of {count} killed {rest}")
     return "\n".join(texts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Mutation testing of some files.")
+    parser = argparse.ArgumentParser(description="Run mutation tests of source files.")
     parser.add_argument("files", nargs="+")
-    parser.add_argument("--sample", type=int, default=0, help="mutants of each file; 0: all")
+    parser.add_argument("--sample", type=int, default=0, help="number of mutants per file (0: all)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", type=Path, help="only what was open in this earlier JSON file")
-    parser.add_argument("--out", type=Path, help="a JSON file for what was tried")
+    parser.add_argument("--again", type=Path, help="rerun only the survivors in an earlier results file")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     os.environ.pop("PYTHONPATH", None)

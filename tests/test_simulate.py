@@ -26,31 +26,31 @@ from nanospec.kernels import launch
 
 SEEDS = (*range(24), 116)
 FOUND_BY = {  # seeds of small scenarios
-    "a block keeps its name when it is given to another": 10,
-    "a block too many is taken for cached": 0,
-    "a block is named too early": 0,
-    "no slots for what is queued": 3,
+    "reallocated block keeps its hash": 10,
+    "one block too many counts as cached": 0,
+    "block is registered too early": 0,
+    "no slots for queued steps": 3,
     "too few slots with lag": 22,
-    "the last draft is not verified": 1,
-    "accepted nodes of a tree are not moved": 59,
-    "a stop string across tokens is missed": 28,
-    "outputs are aborted without a cause": 1,
-    "steps of two fail": 1,
-    "an interrupted step ends nothing": 6,
-    "the end of a chunk is not computed": 0,
+    "last draft is not verified": 1,
+    "accepted tree nodes are not moved": 59,
+    "stop string across tokens is missed": 28,
+    "outputs are aborted without cause": 1,
+    "steps with two requests fail": 1,
+    "interrupted step aborts no requests": 6,
+    "end of chunk is not computed": 0,
     "min_tokens is off by one": 4,
-    "top_p is not told": 33,
-    "what a text has held back is lost": 6,
-    "the prefix cache never hits": 2,
-    "no guesses after a preemption": 116,
-    "who comes last is admitted first": 2,
-    "who is short is admitted first": 25,
-    "a panic ends nothing": 87,
-    "the last of a stream is lost": 1,
+    "top_p is ignored": 33,
+    "held-back text is lost": 6,
+    "prefix cache never hits": 2,
+    "no drafts after preemption": 116,
+    "last request is admitted first": 2,
+    "short request is admitted first": 25,
+    "panic aborts no requests": 87,
+    "end of stream is lost": 1,
     "salts are ignored": 0,
-    "a preempted request finds itself": 4,
-    "an abort is not counted": 5,
-    "who would decode is preempted": 0,
+    "preempted request counts its own blocks as cached": 4,
+    "abort is not counted": 5,
+    "decoding request is preempted": 0,
     "released blocks are lost": 0,
 }
 
@@ -87,7 +87,7 @@ def test_seed_is_reproducible(seed: int) -> None:
 
 def test_shrunk_scenario_fails_in_the_same_place() -> None:
     scenario = Scenario.drawn(4)
-    with DEFECTS["a block is named too early"]():
+    with DEFECTS["block is registered too early"]():
         result = failure(scenario, simulate)
         assert result is not None
         smaller = shrink(scenario, simulate, tries=60)
@@ -105,7 +105,7 @@ def test_flaky_failure_is_reported_and_saved(
     monkeypatch.chdir(tmp_path)
     assert tell(5, "engine", "AssertionError: once\n") == 1
     message = capsys.readouterr().err
-    assert "Seed 5 fails:\nAssertionError: once\n" in message
+    assert "Seed 5 failed:\nAssertionError: once\n" in message
     assert message.endswith("-m campaigns.simulate --as engine --replay simulate-5.json\n")
     assert Scenario.from_json(Path("simulate-5.json").read_text()) == Scenario.drawn(5)
 
@@ -113,9 +113,9 @@ def test_flaky_failure_is_reported_and_saved(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seeds", "abc"], "'abc' is neither a number of seeds nor A:B with A below B"),
-        (["--seeds", "5:5"], "'5:5' is neither"),
-        (["--replay", "nope.json"], "nope.json is no scenario: [Errno 2]"),
+        (["--seeds", "abc"], "expected N or A:B with A < B, got 'abc'"),
+        (["--seeds", "5:5"], "got '5:5'"),
+        (["--replay", "nope.json"], "nope.json is not a valid scenario: [Errno 2]"),
     ],
 )
 def test_invalid_arguments_fail(
@@ -134,7 +134,7 @@ def test_replay_in_subprocess(mode: str, tmp_path: Path) -> None:
     path.write_text(scenario_of(1, "triton").to_json())
     command = [sys.executable, "-m", "campaigns.simulate", "--as", mode, "--replay", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "It passes.\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "Passed.\n"), done.stderr
 
 
 def test_endless_scenario_fails() -> None:

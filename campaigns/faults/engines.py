@@ -1,4 +1,4 @@
-"""A small engine with little room behind an `LLM`, what it is asked, and what must hold after any fault."""
+"""A small engine with little memory, its requests, and the checks after a fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.drive import MODES, Job, assert_idle, make_engine, run_alone
 from tests.tiny import tiny_model
 
 VOCAB, WINDOW = 24, 64
-SHARED = [1, 2, 3, 4] * 5  # what all prompts begin with
+SHARED = [1, 2, 3, 4] * 5  # the common prefix of all prompts
 
 JOBS = [
     Job(SHARED + [i] * (5 * i + 1), SamplingParams(temperature=i % 2, seed=i, max_tokens=24))
@@ -26,18 +26,18 @@ def small_model() -> Model:
 
 
 def texts(model: Model, jobs: list[Job] = JOBS) -> list[list[int]]:
-    """What each gets alone."""
+    """Return the output of each job when it runs alone."""
     return [outcome.token_ids for outcome in run_alone(model, jobs, max_model_len=WINDOW)]
 
 
 def small_engine(model: Model, mode: str, k: int = 3, **options: Any) -> Engine:
-    """Prompts come in chunks, and requests are preempted."""
+    """Return an engine that splits prompts into chunks and preempts requests."""
     tight = {"num_blocks": 5, "max_num_batched_tokens": 24, "max_num_seqs": 3, "max_model_len": WINDOW}
     return make_engine(model, k, **{**tight, **MODES[mode], **options})
 
 
 def small_llm(model: Model, mode: str, **options: Any) -> LLM:
-    """As `LLM` makes it, but for the folder of a model."""
+    """Return an `LLM` with a small engine, without a checkpoint."""
     llm = object.__new__(LLM)
     llm.engine, llm.tokenizer = small_engine(model, mode, **options), Mock()
     llm.config, llm.shared = llm.engine.config, SharedEngine(llm.engine)
@@ -45,13 +45,13 @@ def small_llm(model: Model, mode: str, **options: Any) -> LLM:
 
 
 def ask(llm: LLM, jobs: list[Job] = JOBS) -> list[list[int]]:
-    """The tokens of all jobs as one call."""
+    """Generate the outputs of all jobs in one call."""
     outputs = llm.generate([job.prompt for job in jobs], [job.params for job in jobs])
     return [output.outputs[0].token_ids for output in outputs]
 
 
 def stream(llm: LLM) -> None:
-    """Streams side by side, of which some are left."""
+    """Run streams concurrently and abandon some of them."""
     streams: list[Any] = [llm.stream_pieces(job.prompt, job.params) for job in JOBS]
     try:
         for i, each in enumerate(streams):
@@ -66,8 +66,8 @@ def stream(llm: LLM) -> None:
 
 
 def assert_sound(engine: Engine) -> None:
-    """Nobody holds a row or a block, each block is free and named at most once, and nothing is negative."""
-    while engine._queue:  # a step of requests that were aborted behind it
+    """Check that no rows or blocks are held, hashes are consistent, and no time is negative."""
+    while engine._queue:  # a queued step of requests that were aborted later
         engine.step()
     assert_idle(engine)
     pool = engine.scheduler.pool

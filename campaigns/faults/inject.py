@@ -1,4 +1,4 @@
-"""An exception at any line: what Ctrl-C, a failed allocation or a signal handler may do."""
+"""Inject an exception at any line, like Ctrl-C, a failed allocation or a signal handler."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ PACKAGE = str(Path(nanospec.__file__).parent)
 
 
 class Injector:
-    """Counts the lines of the package that run, and raises at the `at`-th of them.
+    """Counts the executed lines of the package and raises at line number `at`.
 
     Attributes:
-        lines: how many have run.
-        where: the file and line at which it raised, "" if it has not.
+        lines: the number of executed lines.
+        where: the file and line where the exception was raised, "" if it was not.
     """
 
     def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
         self.at, self.error, self.lines, self.where = at, error, 0, ""
-        self._within: set[tuple[int, int]] = set()  # frames and lines of their `with`
+        self._within: set[tuple[int, int]] = set()  # (frame, line) of entered `with` statements
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         self._within = {(known, line) for known, line in self._within if known != id(frame)}
         return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _leaves_with(self, frame: FrameType) -> bool:
-        """Whether the line is the end of a `with`: told as a line of its own, but no place for signals."""
+        """Return whether the line event is the exit of a `with` block, where Python handles no signals."""
         name, place = frame.f_code.co_filename, (id(frame), frame.f_lineno)
         if not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
             return False
@@ -41,14 +41,14 @@ class Injector:
         return place not in self._within
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        # `locking.py` holds against signals alone.
+        # `locking.py` is safe against signals only.
         spared = self.error is not KeyboardInterrupt and frame.f_code.co_filename.endswith("locking.py")
         if event != "line" or self._leaves_with(frame) or spared:
             return self._line
         self.lines += 1
         if self.lines == self.at:
             self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
-            if self.error is KeyboardInterrupt:  # raised now, or behind a block that defers it
+            if self.error is KeyboardInterrupt:  # raised now, or later if it is being deferred
                 signal.raise_signal(signal.SIGINT)
             else:
                 raise self.error()
@@ -57,7 +57,7 @@ class Injector:
 
 @contextmanager
 def raising(at: int, error: Callable[[], BaseException] = KeyboardInterrupt) -> Iterator[Injector]:
-    """Within the block, at the `at`-th line, once; 0 only counts."""
+    """Raise an error once, at line number `at` of the context. If `at` is 0, only count lines."""
     injector = Injector(at, error)
     before = sys.gettrace()
     sys.settrace(injector._enter)

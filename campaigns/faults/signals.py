@@ -1,10 +1,10 @@
-"""Signals to real processes, and what these may say and leave behind.
+"""Send signals to real processes, and collect their output and leftovers.
 
     sandbox = Sandbox(folder)
     end = sandbox.strike(sandbox.start(["--prompt", "ab"]), 1.5, [signal.SIGINT])
 
-Each process has a cache, a home and a folder for temporary files of its own, in which what it leaves can be
-seen, and by which it is known.
+Each process has a private cache, home and temporary folder, which show its leftover files and identify its
+child processes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nanospec.kernels import native
 
 ROOT = Path(__file__).resolve().parents[2]
 NOISE = re.compile(r"Traceback|Exception ignored|Fatal Python|terminate called|core dumped|leaked")
-PYTHONS_OWN = "Fatal Python error: init_"  # Ctrl-C before Python has begun to read the program
-ENDS = 120.0  # seconds within which a process must have ended
+PYTHONS_OWN = "Fatal Python error: init_"  # Ctrl-C during the initialization of Python
+ENDS = 120.0  # time limit in seconds for a process to exit
 
 
 class End(NamedTuple):
-    """Of a process: its status, as a shell would say it, what it said, and whom it left running."""
+    """The end of a process: its exit status as in a shell, its output, and the child processes it left."""
 
     status: int
     out: str
@@ -36,7 +36,7 @@ class End(NamedTuple):
 
 
 class Sandbox:
-    """Folders for processes."""
+    """Private folders for processes."""
 
     def __init__(self, folder: Path, compiled: bool = True) -> None:
         self.folder = folder
@@ -46,12 +46,12 @@ class Sandbox:
             file = native.built(native.cache_folder())
             (folder / "cache/nanospec" / file.name).symlink_to(file)
         self._before = self._files()
-        own = {"TMPDIR": "tmp", "XDG_CACHE_HOME": "cache", "HOME": "home"}
-        places = {name: str(folder / where) for name, where in own.items()}
+        private = {"TMPDIR": "tmp", "XDG_CACHE_HOME": "cache", "HOME": "home"}
+        places = {name: str(folder / where) for name, where in private.items()}
         self.env = {**os.environ, **places, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
     def start(self, args: Sequence[object], **options: Any) -> subprocess.Popen[str]:
-        """`run.py` with these arguments."""
+        """Start `run.py` with arguments."""
         pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
         pipes |= {"stdin": subprocess.DEVNULL, **options}
         command = [sys.executable, str(ROOT / "run.py"), *map(str, args)]
@@ -64,7 +64,8 @@ class Sandbox:
         numbers: Sequence[int],
         whom: Callable[[], int] | None = None,
     ) -> End:
-        """Send signals to it, or to whom else, the first at the moment, the next some ms later each."""
+        """Send signals to a process, or to that of `whom`: the first after `moment` seconds, each further one
+        after 1 to 300 ms."""
         try:
             for number in numbers:
                 with suppress(subprocess.TimeoutExpired):
@@ -81,7 +82,7 @@ class Sandbox:
         return End(code if code >= 0 else 128 - code, out, err, orphans)
 
     def alive(self) -> list[int]:
-        """Processes that were started here, or by those."""
+        """Return the running processes of this sandbox, including child processes."""
         mark, found = f"TMPDIR={self.folder}/tmp".encode(), []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -90,7 +91,7 @@ class Sandbox:
         return found
 
     def left(self) -> set[str]:
-        """Files that nobody has asked for, and that were not there before."""
+        """Return files in the temporary and cache folders that processes left."""
         return self._files() - self._before
 
     def _files(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""Clocks that jump: they are for figures and for what pays, so no text, limit or count depends on them."""
+"""Test clock jumps. Clocks are used for statistics and step costs only; outputs do not depend on them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DAY = 86_400.0
 
 @pytest.mark.parametrize("jump", [DAY, 0.0], ids=["jump", "stand-still"])
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
-def test_clocks_that_jump(mode: str, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock on the wall may be set back; the one that counts time may only jump ahead, as when a machine
-    was asleep, or be so coarse that it stands still."""
+def test_clock_jumps(mode: str, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock may be set back. The monotonic clock may jump forward, as after a suspend, or stand still
+    because of a low resolution."""
     model = small_model()
     expected = texts(model)
     counter, wall, calls = time.perf_counter, time.time, itertools.count()

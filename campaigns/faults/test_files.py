@@ -1,4 +1,4 @@
-"""A disk that is full at any byte, and files that are cut off: what is there is whole, or told not to be."""
+"""Test full disks and truncated files: a file is complete, or recognized as incomplete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TASKS = [
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """No file grows beyond so many bytes; what of a write still fits is written, as on a full disk."""
+    """Limit the size of files in the context. Writes beyond it are truncated, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -40,7 +40,7 @@ def room_for(size: int) -> Iterator[None]:
 
 
 def write_results(path: Path) -> None:
-    """As a batch does whose tasks end in another order."""
+    """Write the results of a batch whose tasks finish out of order."""
     with results_file(str(path)) as file:
         done = indices_done(path, TASKS)
         batch = Batch("input", str(path), TASKS, done, file)
@@ -49,8 +49,8 @@ def write_results(path: Path) -> None:
                 batch.write(result_prefix(task) + b'"text": "\xe2\x80\xa8"}\n', 1)
 
 
-def test_a_batch_goes_on_after_a_full_disk(tmp_path: Path) -> None:
-    """At every byte: then each result is there once."""
+def test_batch_resumes_after_full_disk(tmp_path: Path) -> None:
+    """Afterwards each result exists once, wherever the disk was full."""
     path = tmp_path / "whole"
     write_results(path)
     whole = sorted(path.read_bytes().split(b"\n"))
@@ -63,7 +63,7 @@ def test_a_batch_goes_on_after_a_full_disk(tmp_path: Path) -> None:
         path.unlink()
 
 
-def test_a_trace_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_trace_is_written_atomically(tmp_path: Path) -> None:
     path, trace = tmp_path / "trace.html", Trace()
     trace.save(path)
     whole = path.read_bytes()
@@ -78,8 +78,8 @@ def test_a_trace_is_whole_or_not_there(tmp_path: Path) -> None:
             assert len(os.listdir(tmp_path)) == int(before is not None)
 
 
-def test_heads_are_whole_or_those_before(tmp_path: Path) -> None:
-    """And the error is one of a file, whatever the library calls it."""
+def test_heads_are_written_atomically(tmp_path: Path) -> None:
+    """The error is an OSError, whatever safetensors raises."""
     path, heads = tmp_path / "heads", HeadsInTraining(tiny_model(), Settings(vocab=9), torch.zeros(9).long())
     path.write_bytes(b"those before")
     for size in (0, 9, 100, 2000, 3900):
@@ -100,10 +100,8 @@ def test_standard_output_on_a_full_disk(
     assert capsys.readouterr().err == "Cannot write to standard output: No space left on device.\n"
 
 
-def test_a_compiled_library_that_is_cut_off_is_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To load it would end the process, by SIGBUS, and the next one too."""
+def test_truncated_compiled_library_is_recompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it would crash every process with SIGBUS."""
     if native.library() is None:
         pytest.skip("needs a compiler")
     kept = native.built(native.cache_folder())
@@ -115,8 +113,8 @@ def test_a_compiled_library_that_is_cut_off_is_compiled_again(
         assert file.read_bytes() == whole
 
 
-def test_a_compiler_ends_with_who_waits_for_it(tmp_path: Path) -> None:
-    """With the processes that it has started, as g++ does, and with what they have written."""
+def test_interrupt_stops_compiler(tmp_path: Path) -> None:
+    """This includes its child processes, as g++ has, and its temporary files."""
     script = "echo > $TMPDIR/cc1.s; sleep 60 & echo $! > pid.part; mv pid.part pid; wait"
     pid, before = tmp_path / "pid", signal.getsignal(signal.SIGALRM)
 
@@ -132,5 +130,5 @@ def test_a_compiler_ends_with_who_waits_for_it(tmp_path: Path) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert (tmp_path / "cc1.s").exists()  # not in the common folder
+    assert (tmp_path / "cc1.s").exists()  # not in the shared temporary folder
     assert_gone([int(pid.read_text())])

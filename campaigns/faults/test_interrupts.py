@@ -1,6 +1,6 @@
-"""An exception at any line of the host: afterwards nothing is held, and the next texts are right.
+"""Test exceptions at any line of host code: nothing leaks, and the next outputs are correct.
 
-`make faults` interrupts at every line; here it is a sample of them."""
+`make faults` interrupts every line; `make test` interrupts a sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS: dict[str, Callable[[LLM], Any]] = {"generate": ask, "stream": stream}
 
 
 def lines_to_try(total: int, sample: int | None) -> list[int]:
-    """Every line that runs, or a sample of them."""
+    """Return the numbers of all lines, or of a sample."""
     lines = range(1, total + 1)
     return list(lines) if sample is None else sorted(random.Random(total).sample(lines, min(sample, total)))
 
@@ -54,7 +54,7 @@ def sound(llm: LLM, injector: Injector) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
-def test_an_interrupt_at_any_line(mode: str, way: str) -> None:
+def test_interrupt_at_some_lines(mode: str, way: str) -> None:
     interrupt(mode, way, SOME, KeyboardInterrupt)
 
 
@@ -63,11 +63,11 @@ def test_an_interrupt_at_any_line(mode: str, way: str) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
-def test_an_interrupt_at_every_line(mode: str, way: str, error: type[BaseException]) -> None:
+def test_interrupt_at_every_line(mode: str, way: str, error: type[BaseException]) -> None:
     interrupt(mode, way, None if "FAULTS" not in os.environ else int(os.environ["FAULTS"]), error)
 
 
-def test_a_stream_that_is_left_is_ended_whatever_interrupts_that() -> None:
+def test_interrupted_close_still_ends_stream() -> None:
     llm = small_llm(small_model(), "plain")
     for at in range(1, 1000):
         pieces = llm.stream_pieces(JOBS[0].prompt, JOBS[0].params)
@@ -80,8 +80,8 @@ def test_a_stream_that_is_left_is_ended_whatever_interrupts_that() -> None:
     assert 10 < at < 999
 
 
-def test_requests_are_in_a_queue_at_every_moment() -> None:
-    """Else whoever waits for them in another thread would wait for ever."""
+def test_requests_are_always_in_a_queue() -> None:
+    """Otherwise a thread that waits for them would wait forever."""
     model = small_model()
     llm = small_llm(model, "plain")
     for at in range(1, 400, 3):
@@ -93,8 +93,8 @@ def test_requests_are_in_a_queue_at_every_moment() -> None:
         assert_sound(llm.engine)
 
 
-def test_ctrl_c_twice() -> None:
-    """The second one comes while the first one's requests are ended; other threads get to know of both."""
+def test_second_ctrl_c_during_abort() -> None:
+    """The second interrupt arrives while requests are aborted; streams in other threads still end."""
     model = small_model()
     llm, expected = small_llm(model, "as-on-gpu"), texts(model)
     abort = llm.engine.abort_all
@@ -113,15 +113,15 @@ def test_ctrl_c_twice() -> None:
     ends: list[RequestOutput] = []
     bystander = llm.stream_pieces(JOBS[2].prompt, JOBS[2].params, ends.append)
     next(bystander)
-    own, llm.engine.step = llm.engine.step, step  # type: ignore[method-assign]
+    original, llm.engine.step = llm.engine.step, step  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         ask(llm)
-    llm.engine.step = own  # type: ignore[method-assign]
+    llm.engine.step = original  # type: ignore[method-assign]
     thread = threading.Thread(target=lambda: list(bystander), daemon=True)
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
     assert errors
-    assert ends[0].finish_reason == "abort"  # what was cut short may be anything
+    assert ends[0].finish_reason == "abort"  # its tokens are unspecified
     assert ask(llm) == expected
     assert_sound(llm.engine)

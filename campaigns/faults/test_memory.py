@@ -1,4 +1,4 @@
-"""Memory that runs out: one sentence says what to lower, whoever can goes on, and the engine stays usable."""
+"""Test out-of-memory errors: the message names the settings to lower, and the engine stays usable."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ SHORTAGES = [
 
 
 def failing_at(target: Any, name: str, at: int, error: BaseException) -> list[int]:
-    """Have the `at`-th call of a method raise, before it does anything; gives what counts the calls."""
-    own, calls = getattr(target, name), [0]
+    """Make call number `at` of a method raise an error. Return a list with the number of calls so far."""
+    original, calls = getattr(target, name), [0]
 
     def call(*args: Any, **named: Any) -> Any:
         calls[0] += 1
         if calls[0] == at:
             raise error
-        return own(*args, **named)
+        return original(*args, **named)
 
     setattr(target, name, call)
     return calls
 
 
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
-def test_a_prompt_without_memory_ends_alone(mode: str) -> None:
-    """With who shares its blocks, and nobody else: also in chunks, and where others have begun before."""
+def test_out_of_memory_in_prefill_aborts_one_request(mode: str) -> None:
+    """Requests that share its blocks are also aborted; all others continue."""
     model = small_model()
     jobs = [JOBS[0], Job([9, 8, 7], SamplingParams(temperature=0, max_tokens=30)), *JOBS[1:], JOBS[2]]
     expected = texts(model, jobs)
@@ -65,14 +65,14 @@ def test_a_prompt_without_memory_ends_alone(mode: str) -> None:
             else:
                 assert request.output_ids == wanted, at
         engine.worker.prefill = prefill  # type: ignore[method-assign]
-        again = [engine.add(job.prompt, job.params) for job in jobs]  # nothing half-written is found again
+        again = [engine.add(job.prompt, job.params) for job in jobs]  # no unwritten block is reused
         finish(engine)
         assert [request.output_ids for request in again] == expected
         assert_sound(engine)
 
 
 @pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: type(error).__name__)
-def test_a_step_without_memory_says_what_to_lower(error: BaseException) -> None:
+def test_out_of_memory_in_step_names_settings_to_lower(error: BaseException) -> None:
     model = small_model()
     llm, expected = small_llm(model, "as-on-gpu"), texts(model)
     failing_at(llm.engine.worker, "step", 5, error)
@@ -83,26 +83,26 @@ def test_a_step_without_memory_says_what_to_lower(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("where", ["load_parts", "Worker"])
-def test_loading_without_memory_says_what_to_do(
+def test_out_of_memory_while_loading_suggests_a_fix(
     folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def short(*args: Any) -> Any:
         raise SHORTAGES[0]
 
     monkeypatch.setattr(nanospec.extras.loading, where, short)
-    wanted = "the weights on cpu .*a smaller model" if where == "load_parts" else "beside.*lower max_num"
+    wanted = "the weights on cpu .*a smaller model" if where == "load_parts" else "in addition.*lower max_num"
     with pytest.raises(OutOfMemory, match=f"^Ran out of memory for .*{wanted}"):
         make(folder, 3)
 
 
-def test_other_failures_are_no_shortage() -> None:
+def test_other_errors_are_not_out_of_memory() -> None:
     for error in (RuntimeError("a kernel"), OSError(28, "No space left on device"), ValueError("memory")):
         assert not ran_out(error)
     assert all(map(ran_out, SHORTAGES))
 
 
 class NoRoom(EagerCapture):
-    """Runs out of memory in its first capture, and leaves it as CUDA graphs do then."""
+    """Runs out of memory in its first capture, which then fails like a CUDA graph."""
 
     error: Exception | None = None
 
@@ -116,18 +116,18 @@ class NoRoom(EagerCapture):
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
-def test_a_failure_behind_one_of_memory_is_no_such_failure() -> None:
-    """Whoever tries again within `except MemoryError` may meet another one."""
+def test_error_after_out_of_memory_is_not_out_of_memory() -> None:
+    """A retry in `except MemoryError` may raise another error."""
     later = RuntimeError("libcuda: driver too old")
     later.__context__ = MemoryError()
     assert not ran_out(later)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_capture_without_memory_says_what_to_lower(
+def test_out_of_memory_in_capture_names_settings_to_lower(
     folder: Path, lazy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the engine is made, or with requests under way; the next ones run."""
+    """The capture runs when the engine is created, or lazily with running requests. The next requests run."""
     monkeypatch.setattr(nanospec.device.graphs, "EagerCapture", NoRoom)
     monkeypatch.setattr(NoRoom, "error", SHORTAGES[0])
     told = r"'CUDA error: .* during capture'\); lower max_num_batched_tokens=\d+, max_num_seqs=\d+"
@@ -146,22 +146,22 @@ def test_a_capture_without_memory_says_what_to_lower(
 
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
 @pytest.mark.parametrize("verb", ["prefill", "step", "fetch"])
-def test_a_worker_that_fails_once(mode: str, verb: str) -> None:
+def test_worker_fails_at_some_calls(mode: str, verb: str) -> None:
     fail_once(mode, verb, some=True)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
 @pytest.mark.parametrize("verb", ["admit", "prefill", "step", "fetch", "release"])
-def test_a_worker_that_fails_at_every_call(mode: str, verb: str) -> None:
+def test_worker_fails_at_every_call(mode: str, verb: str) -> None:
     fail_once(mode, verb, some=False)
 
 
 def fail_once(mode: str, verb: str, some: bool) -> None:
-    """Have each call fail in turn, or some of them."""
+    """Run once for each call (or some calls) of a worker's method, which fails."""
     model = small_model()
     llm, expected = small_llm(model, mode), texts(model)
-    own, at, step = getattr(llm.engine.worker, verb), 0, 1
+    original, at, step = getattr(llm.engine.worker, verb), 0, 1
     while True:
         at += step
         step *= 4 if some else 1
@@ -170,7 +170,7 @@ def fail_once(mode: str, verb: str, some: bool) -> None:
             assert ask(llm) == expected
         except RuntimeError as error:
             assert str(error) == "a cosmic ray"  # noqa: PT017
-        setattr(llm.engine.worker, verb, own)
+        setattr(llm.engine.worker, verb, original)
         assert_sound(llm.engine)
         assert ask(llm) == expected
         if calls[0] < at:
@@ -178,17 +178,17 @@ def fail_once(mode: str, verb: str, some: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
-@pytest.mark.parametrize("behind", [1, 4])
-def test_nan_of_a_moment_poisons_no_other(mode: str, behind: int) -> None:
-    """Weights are NaN in one pass, of prompts that share blocks, between preemptions; whoever was not in it
-    has the right text, and so has everybody the next time."""
+@pytest.mark.parametrize("number", [1, 4])
+def test_temporary_nan_affects_no_other_request(mode: str, number: int) -> None:
+    """The weights are NaN in every tenth forward pass, with shared blocks and preemption. Requests outside of
+    it have correct outputs, and so have all requests in the next run."""
     model = small_model()
     engine, expected = small_engine(model, mode), texts(model)
     embedding, write_kv, calls = model.embedding, model.write_kv, [0]
 
     def poisoned(*args: Any) -> None:
         calls[0] += 1
-        model.embedding = embedding * float("nan") if calls[0] % 10 == behind else embedding
+        model.embedding = embedding * float("nan") if calls[0] % 10 == number else embedding
         write_kv(*args)
         model.embedding = embedding
 

@@ -1,5 +1,5 @@
-"""SIGINT, SIGTERM, SIGHUP and SIGKILL at moments that a seed draws, to real processes: from Python's first
-line to its last, also twice. `make faults` has FAULTS of each way to run (20)."""
+"""Test SIGINT, SIGTERM, SIGHUP and SIGKILL, also repeated, at random moments of real processes, from startup
+to exit. `make faults` runs each command FAULTS (20) times."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def requests(sandbox: Sandbox, count: int) -> None:
 
 
 def results(sandbox: Sandbox) -> list[tuple[int, str, list[int]]]:
-    """What the results say but for statistics. Every line must be whole."""
+    """Return the complete lines of the results, without statistics."""
     file = sandbox.folder / "out.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")]
     return sorted((line["index"], line["key"], line["token_ids"]) for line in found)
@@ -57,7 +57,7 @@ def check(end: End, sandbox: Sandbox, statuses: set[int], killed: bool) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_process_ends_as_it_is_told(way: str, folder: Path, tmp_path: Path) -> None:
+def test_process_exits_on_signal(way: str, folder: Path, tmp_path: Path) -> None:
     args = ["--model", folder, *SMALL, *WAYS[way]] if way != "help" else WAYS[way]
 
     def run(name: str, share: float = 2, numbers: list[signal.Signals] | None = None) -> tuple[Sandbox, End]:
@@ -88,7 +88,7 @@ def test_a_process_ends_as_it_is_told(way: str, folder: Path, tmp_path: Path) ->
 
 
 def rank(sandbox: Sandbox, leader: int) -> Callable[[], int]:
-    """The process of the other rank, or nobody's while there is none."""
+    """Return a function that finds the process of rank 1. It raises ProcessLookupError if there is none."""
 
     def find() -> int:
         for pid in sandbox.alive():
@@ -100,8 +100,9 @@ def rank(sandbox: Sandbox, leader: int) -> Callable[[], int]:
     return find
 
 
-def test_ranks_end_together(tmp_path: Path) -> None:
-    """Whoever of them is killed or stopped, whenever: with one sentence, in time, and the batch goes on."""
+def test_all_ranks_exit_on_signal(tmp_path: Path) -> None:
+    """If any rank is killed or stopped, all ranks exit in time with an error message, and the batch can be
+    resumed."""
     args = ["--model", random_model(tmp_path / "model"), *SMALL, *BATCH, *SPLIT]
     begin = time.monotonic()
     undisturbed = Sandbox(tmp_path / "undisturbed")
@@ -119,7 +120,7 @@ def test_ranks_end_together(tmp_path: Path) -> None:
         end = sandbox.strike(process, draw.uniform(0.2, 1) * whole, [number], whom)
         assert_gone(end.orphans)
         if other:
-            assert end.status in (0, 1, 2), end  # 1: the leader was connecting, which only its end interrupts
+            assert end.status in (0, 1, 2), end  # 1: a connecting leader can only exit
             assert end.status == 0 or "Rank 1" in end.err or "A rank did not complete" in end.err, end
         check(end._replace(orphans=[]), sandbox, {0, 1, 2, 128 + number}, number == SIGKILL and not other)
         assert sandbox.strike(sandbox.start(args), 0, []).status == 0

@@ -1,15 +1,15 @@
-"""Inputs nobody meant, by the million: each ends in a right result or in one clear sentence.
+"""Fuzz tests: every input must give a correct result or a clear error message.
 
-A target is a file target_NAME.py here, found by its name:
+A fuzz target is a file target_NAME.py in this folder with
 
-    SEEDS           list[bytes], valid and nearly valid inputs to begin with
-    one(data)       runs the code on any bytes; returns, or raises what counts as a bug. `refusal.answer`
-                    lets sentences pass and nothing else
-    mutate(data, rng) -> bytes          optional: how one input becomes another; `mutation.py` has two ways
-    INSTRUMENTED    optional tuple of prefixes of modules whose branches guide atheris, else ("nanospec",)
+    SEEDS           list[bytes], valid and almost valid inputs to start from
+    one(data)       runs the code on an input and raises if there is a bug. `refusal.answer` accepts proper
+                    error messages
+    mutate(data, rng) -> bytes          optional: mutates an input; `mutation.py` has two implementations
+    INSTRUMENTED    optional: prefixes of modules whose coverage guides atheris (default: "nanospec")
 
-`make fuzz` runs them under atheris, a fuzzer guided by coverage (`__main__.py`); `make test` runs the seeds
-and some drawn mutants of each without it (`test_targets.py`).
+`make fuzz` runs the targets with atheris, a coverage-guided fuzzer (`__main__.py`). `make test` runs seeds
+and random mutants without it (`test_targets.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = sorted(file.stem.removeprefix("target_") for file in Path(__file__).pare
 
 
 class Target(NamedTuple):
-    """See above."""
+    """A fuzz target; see the module docstring."""
 
     seeds: list[bytes]
     one: Callable[[bytes], object]
@@ -34,6 +34,6 @@ class Target(NamedTuple):
 
 
 def load(name: str) -> Target:
-    """The target of that name. Its module is imported here and not before, so that it can be instrumented."""
+    """Return a target by name. Its module is imported here, so that atheris can instrument it."""
     module = import_module(f"{__name__}.target_{name}")
     return Target(module.SEEDS, module.one, getattr(module, "mutate", mutate_bytes))

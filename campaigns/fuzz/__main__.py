@@ -1,11 +1,11 @@
-"""`make fuzz`: the targets under atheris.
+"""Run the fuzz targets with atheris (`make fuzz`).
 
-    python -m campaigns.fuzz [NAME ...] [--seconds 60]      each in a process of its own, in turn
-    python -m campaigns.fuzz NAME --file FILE               one input again, without atheris
+    python -m campaigns.fuzz [NAME ...] [--seconds 60]      run targets, each in its own process
+    python -m campaigns.fuzz NAME --file FILE               run one input, without atheris
 
-What atheris finds worth keeping goes to .fuzz/NAME, from where the next run goes on; an input that breaks
-something to .fuzz/NAME-crash-..., whose name is printed. It ends a target at its first bug, and at an input
-that takes ten seconds or 2 GB.
+Atheris saves its corpus in .fuzz/NAME, from which the next run continues, and a failing input in
+.fuzz/NAME-crash-..., which it prints. A target stops at its first bug, or at an input that takes more than
+10 seconds or 2.5 GB.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from . import NAMES, load
 
 FOUND = Path(".fuzz")
 LIMITS = ("-timeout=10", "-rss_limit_mb=2500", "-max_len=65536", "-print_final_stats=1", "-verbosity=0")
-HEAVY = ("torch", "numpy", "jinja2", "tokenizers", "safetensors", "gguf")  # not to be instrumented
+HEAVY = ("torch", "numpy", "jinja2", "tokenizers", "safetensors", "gguf")  # not instrumented
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m campaigns.fuzz", description="fuzz what reads inputs")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
-    parser.add_argument("--seconds", type=int, default=60, help="for each target (%(default)s)")
-    parser.add_argument("--file", type=Path, help="run this input only, without atheris")
+    parser = argparse.ArgumentParser(
+        prog="python -m campaigns.fuzz", description="fuzz the parsers of inputs"
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"targets: {', '.join(NAMES)} (default: all)"
+    )
+    parser.add_argument("--seconds", type=int, default=60, help="seconds per target (default: %(default)s)")
+    parser.add_argument("--file", type=Path, help="run a single input, without atheris")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if unknown := sorted(set(asked.names) - set(NAMES)):
-        parser.error(f"there is no target {unknown[0]!r}; there are {', '.join(NAMES)}")
+        parser.error(f"unknown target {unknown[0]!r}. Available: {', '.join(NAMES)}")
     if asked.file is not None:
         for name in asked.names:
             load(name).one(asked.file.read_bytes())
@@ -40,19 +44,19 @@ def main() -> int:
     if asked.inside:
         fuzz(asked.names[0], asked.seconds)
     failed = [name for name in asked.names or NAMES if not passes(name, asked.seconds)]
-    print(f"Found something: {', '.join(failed)}" if failed else "Found nothing.")
+    print(f"Failed: {', '.join(failed)}" if failed else "Found no bugs.")
     return bool(failed)
 
 
 def passes(name: str, seconds: int) -> bool:
-    """Run a target in a process of its own: whether it found nothing."""
+    """Run a target in a new process. Return whether it found no bug."""
     print(f"{name}: {seconds} seconds", flush=True)
     command = [sys.executable, "-m", "campaigns.fuzz", name, "--seconds", str(seconds), "--inside"]
     return subprocess.run(command, check=False).returncode == 0
 
 
 def fuzz(name: str, seconds: int) -> None:
-    """Run a target under atheris, which ends the process."""
+    """Run a target with atheris, which exits the process."""
     import atheris
 
     for heavy in HEAVY:

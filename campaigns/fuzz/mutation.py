@@ -1,4 +1,4 @@
-"""How one input becomes another: any bytes, or JSON that stays JSON most of the time."""
+"""Mutations of inputs: of bytes, and of JSON that mostly remains valid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
-LONGEST = 1 << 16  # bytes of an input
+LONGEST = 1 << 16  # maximum number of bytes
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 255, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 10**40, -(2**63),
     0.0, -0.0, 0.5, 1e-45, 1e308, math.inf, -math.inf, math.nan,
@@ -20,7 +20,7 @@ PIECES = [*(bytes([byte]) for byte in b'\0\xff"{}[],:-'), b"\xff\xfe", b"NaN", b
 
 
 def mutate_bytes(data: bytes, rng: Random) -> bytes:
-    """A few bytes changed, removed, repeated or put in."""
+    """Change, remove, repeat or insert a few bytes."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4, 8))):
         at, length = rng.randrange(len(changed) + 1), rng.choice((1, 1, 2, 4, 8, 64))
@@ -35,14 +35,14 @@ def mutate_bytes(data: bytes, rng: Random) -> bytes:
                 changed[at:at] = changed[at : at + length] * rng.choice((1, 2, 50))
             case 4:
                 changed[at : at + rng.choice((0, 1))] = rng.choice(PIECES)
-            case 5:  # a number, as binary formats store lengths and offsets
+            case 5:  # an integer, as used for lengths and offsets in binary formats
                 number = rng.choice((0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, rng.randrange(300)))
                 changed[at : at + 8] = number.to_bytes(8, "little")
     return bytes(changed[:LONGEST])
 
 
 def mutate_json(data: bytes, rng: Random) -> bytes:
-    """One value of the JSON replaced, removed, repeated, renamed or nested; now and then any bytes."""
+    """Replace, remove, repeat, rename or nest values of JSON; sometimes mutate bytes instead."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
@@ -55,13 +55,13 @@ def mutate_json(data: bytes, rng: Random) -> bytes:
         _change(inner, key, rng)
         content = holder[0] if holder else None
     text = json.dumps(content)
-    if rng.random() < 0.05 and text.startswith("{") and len(text) > 2:  # a key twice: the later one counts
+    if rng.random() < 0.05 and text.startswith("{") and len(text) > 2:  # duplicate key
         text = "{" + rng.choice(('"a": 1, ', text[1:-1] + ", ")) + text[1:]
     return text.encode()[:LONGEST]
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Where all values are: what holds each, and its key or index."""
+    """Yield (container, key or index) of every value."""
     for key in value if isinstance(value, dict) else range(len(value)):
         yield value, key
         if isinstance(value[key], dict | list):

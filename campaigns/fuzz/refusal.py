@@ -1,4 +1,4 @@
-"""What counts as a refusal: one sentence of bounded length, raised as the code base raises them."""
+"""Checks of error messages: one sentence of limited length, raised as ValueError or OSError."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-LONGEST = 4000  # characters: some name eight tensors of each kind, by 100 characters
-WORD = 160  # characters of what is quoted, of which no more than 100 are to be, or of a path
+LONGEST = 4000  # maximum characters of a message: some quote eight tensor names per kind, 100 characters each
+WORD = 160  # maximum characters of a word, which may be a quoted value (100) or a path
 KINDS = (ValueError, OSError)
-RAW = (UnicodeError, JSONDecodeError)  # kinds of ValueError that come from elsewhere
+RAW = (UnicodeError, JSONDecodeError)  # subclasses of ValueError that other libraries raise
 
 
 def answer(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """What a function returns, None if it refuses; AssertionError if that is no sentence, or names none of
-    the files that it was given. Anything else that it raises goes on."""
+    """Call a function and return its result, or None if it raises a proper ValueError or OSError. Raises
+    AssertionError if the message is not a sentence or names none of the file arguments."""
     try:
         return function(*args, **named)
     except KINDS as error:
@@ -25,18 +25,18 @@ def answer(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def check_names(text: str, given: Sequence[Path]) -> None:
-    """AssertionError unless a text names one of the files given, or one in a folder given."""
+    """Raise AssertionError unless a message names one of the paths, or a file in one of them."""
     within = [file for path in given if path.is_dir() for file in path.iterdir()]
     names = [str(path) for path in given] + [path.name for path in (*given, *within)]
-    assert not names or any(name in text for name in names), f"no file is named: {text[:300]}"
+    assert not names or any(name in text for name in names), f"the message names no file: {text[:300]}"
 
 
 def check_sentence(error: BaseException) -> None:
-    """AssertionError unless an exception reads as one of ours."""
+    """Raise AssertionError unless the message of an exception is a sentence of limited length."""
     text = str(error)
     assert not isinstance(error, RAW), repr(error)[:300]
-    assert text.endswith("."), f"no sentence: {text[:300]}"
-    assert "\n" not in text, f"several lines: {text[:300]}"
+    assert text.endswith("."), f"not a sentence: {text[:300]}"
+    assert "\n" not in text, f"more than one line: {text[:300]}"
     assert len(text) <= LONGEST, f"{len(text)} characters: {text[:300]}"
     longest = max(text.split(), key=len)
-    assert len(longest) <= WORD, f"{len(longest)} characters are quoted: {text[:300]}"
+    assert len(longest) <= WORD, f"a word of {len(longest)} characters: {text[:300]}"

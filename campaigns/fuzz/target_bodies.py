@@ -1,4 +1,4 @@
-"""Bodies sent to the server: a request that an engine can run, or one sentence."""
+"""Fuzz request bodies: the server must return a valid request or an error message."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SEEDS = [json.dumps(body).encode() for body in BODIES]
 
 @cache
 def model() -> Any:
-    """What of an `LLM` reading a request needs: no weights."""
+    """Return the parts of an `LLM` that are needed to read a request, without weights."""
     folder = Path(tempfile.mkdtemp())
     tiny_tokenizer(folder)
     template = "{{ style }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
@@ -69,14 +69,14 @@ def one(data: bytes) -> None:
 
 
 def read(url: str, data: bytes) -> APIRequest:
-    """A request; ValueError with what a client is told."""
+    """Read a request. Raises ValueError with the message that a client receives."""
     try:
         return read_request(model(), url, read_json(data))
     except HTTPError as error:
-        told = json.loads(bytes(error.response().body))["error"]["message"]
-        raise (ValueError if error.status_code == 400 else AssertionError)(as_statement(told)) from None
+        message = json.loads(bytes(error.response().body))["error"]["message"]
+        raise (ValueError if error.status_code == 400 else AssertionError)(as_statement(message)) from None
 
 
 def as_statement(text: str) -> str:
-    """A sentence that may be a question ("did you mean ...?")."""
+    """Replace a final question mark ("did you mean ...?") by a period."""
     return text.removesuffix("?") + "." if text.endswith("?") else text

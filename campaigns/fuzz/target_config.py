@@ -1,4 +1,4 @@
-"""config.json: a `ModelConfig` of a model that can be, or one sentence."""
+"""Fuzz config.json: it must give a valid `ModelConfig` or an error message."""
 
 from __future__ import annotations
 
@@ -71,4 +71,4 @@ def one(data: bytes) -> None:
             assert rope is None or frequencies(rope, config.head_dim, 64).isfinite().all()
 
 
-assert set(KINDS) == set(FAMILIES)  # a new family gets a seed
+assert set(KINDS) == set(FAMILIES)  # add a seed for each new family

@@ -1,4 +1,4 @@
-"""GGUF files: a model folder that can be read, or one sentence."""
+"""Fuzz GGUF files: they must give a readable checkpoint or an error message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .refusal import answer
 __all__ = ["SEEDS", "mutate", "one"]
 
 INSTRUMENTED = ("nanospec.models", "gguf.gguf_reader")
-HEAD = 6000  # bytes of the fields and of the tensors' shapes; what follows is numbers
+HEAD = 6000  # bytes of the fields and tensor shapes, which precede the tensor data
 
 
 def stored(architecture: str, quantized: bool) -> bytes:
@@ -31,7 +31,7 @@ SEEDS = [stored("llama", True), stored("qwen2", True)]
 
 
 def mutate(data: bytes, rng: Random) -> bytes:
-    """Mostly a byte or a number of the head, which moves nothing."""
+    """Mostly overwrite integers in the head, without moving other data."""
     if rng.random() < 0.2:
         return mutate_bytes(data[:HEAD], rng) + data[HEAD:]
     changed = bytearray(data)

@@ -1,4 +1,4 @@
-"""Medusa heads with their lists of tokens: such as fit the model, or one sentence."""
+"""Fuzz Medusa heads: they must fit the model or give an error message."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model() -> Model:
 
 
 def mutate(data: bytes, rng: Random) -> bytes:
-    """The header as JSON, with what it is a header of."""
+    """Mutate the JSON of the header, and sometimes any bytes."""
     if len(data) < 9 or rng.random() < 0.2:
         return mutate_bytes(data, rng)
     end = 8 + int.from_bytes(data[:8], "little")

@@ -1,4 +1,4 @@
-"""Files of requests: tasks, or one sentence that names the line; and what results files they go on with."""
+"""Fuzz batch files: they must give tasks, or an error message with the line. Also fuzz results to resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEEDS += [b"\xef\xbb\xbf" + SEEDS[0] + b"\n \n", RESULT]
 
 
 def read(source: str) -> list[Task]:
-    """The tasks of a file; ValueError with what a user is told."""
+    """Read the tasks of a file. Raises ValueError with the message that a user sees."""
     try:
         return read_tasks(source, Defaults(SamplingParams(temperature=0), {}, model="m"))
     except LineError as error:

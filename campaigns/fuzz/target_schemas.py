@@ -1,4 +1,4 @@
-"""Schemas and regular expressions of outputs: compiled and followed, or one sentence."""
+"""Fuzz `response_format`: it must compile and constrain an output, or give an error message."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def one(data: bytes) -> None:
 
 
 def follow(asked: Any) -> None:
-    """Compile it, and take the first token that may come, some times."""
+    """Compile a `response_format` and advance by a few allowed tokens."""
     params, llm = SamplingParams(response_format=asked), model()
     llm.engine.check([1], params)
-    if (wanted := checked(asked)) is None:
+    if (response_format := checked(asked)) is None:
         return
-    guide: Guide = llm.grammars.guide(wanted)
+    guide: Guide = llm.grammars.guide(response_format)
     for _ in range(8):
         mask = guide.plan([1, 2], 2, 1, 4).masks[0]
         allowed = [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]

@@ -1,6 +1,6 @@
-"""Chat templates: every template gives a prompt or is refused in one sentence.
+"""Fuzz chat templates: every template must give a prompt or an error message.
 
-Jinja's sandbox bounds neither time nor memory, so expressions stay small: no powers, short ranges.
+Jinja's sandbox limits neither time nor memory, so expressions are small: no powers, short ranges.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def expression(rng: Random, depth: int = 3) -> str:
 
 
 def mutate(data: bytes, rng: Random) -> bytes:
-    """Damage the bytes, or put an expression into the template."""
+    """Mutate bytes, or insert an expression into the template."""
     if rng.random() < 0.3:
         return mutate_bytes(data, rng)
     text = data.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""What lies in a folder for its tokenizer: one that encodes and decodes, or one sentence."""
+"""Fuzz tokenizer files: they must give a working tokenizer or an error message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES += ["chat_template.jinja"]
 
 
 def stored() -> bytes:
-    """A tokenizer of few tokens, with all the parts that files have."""
+    """Return a small tokenizer.json with all kinds of components."""
     texts = ["<s>", "</s>", *"abĠ", "ab", *(f"<0x{byte:02X}>" for byte in (0x41, 0xC3, 0xA9))]
     backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, [("a", "b")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

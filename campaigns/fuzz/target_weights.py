@@ -1,7 +1,7 @@
-"""model.safetensors, also as shards with their index: the numbers that lie in it, or one sentence.
+"""Fuzz safetensors files, also sharded: loading must give their exact contents or an error message.
 
-An input is files of a model folder, each the length of its name, the name, the length of its content in four
-bytes and the content.
+An input is a sequence of files: the length of the name in one byte, the name, the length of the content in
+four bytes, and the content.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def stored(names: list[str], dtype: str = "BF16") -> bytes:
-    """A safetensors file with these tensors of the model, all 1."""
+    """Return a safetensors file with tensors of the model, filled with ones."""
     header, body = {}, b""
     for name in names:
         item = {"BF16": b"\x80\x3f", "F32": b"\0\0\x80\x3f"}[dtype]
@@ -57,7 +57,7 @@ def folder_of(files: dict[str, bytes]) -> bytes:
 
 
 def files_of(data: bytes) -> dict[str, bytes]:
-    """As far as the input goes; names that are not of one folder are left out."""
+    """Parse an input into files, as far as possible. Skips names that are not plain file names."""
     files: dict[str, bytes] = {}
     while data and len(files) < 8:
         name, data = data[1 : 1 + data[0]], data[1 + data[0] :]
@@ -80,7 +80,7 @@ SEEDS = [
 
 
 def mutate(data: bytes, rng: Random) -> bytes:
-    """One file changed: JSON as JSON, a header as one, with its length or with a lie of it."""
+    """Mutate one file: its JSON, its header, the length of the header, or its name."""
     files = files_of(data)
     if not files or rng.random() < 0.1:
         return mutate_bytes(data, rng)
@@ -93,8 +93,8 @@ def mutate(data: bytes, rng: Random) -> bytes:
         header, body = mutate_json(content[8:end], rng), content[end:]
         files[name] = with_header(header, body if rng.random() < 0.8 else mutate_bytes(body, rng))
         if rng.random() < 0.1:
-            lie = rng.choice((0, 1, 2**31, 2**63, 2**64 - 1, max(0, len(header) - 1), len(header) + 1))
-            files[name] = struct.pack("<Q", lie) + files[name][8:]
+            wrong = rng.choice((0, 1, 2**31, 2**63, 2**64 - 1, max(0, len(header) - 1), len(header) + 1))
+            files[name] = struct.pack("<Q", wrong) + files[name][8:]
     elif rng.random() < 0.5:
         files[name] = content[: rng.randrange(len(content) + 1)]
     else:
@@ -115,7 +115,7 @@ def one(data: bytes) -> None:
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors as a model is made of them."""
+    """Return the tensors that the loader passes to the model."""
     found: dict[str, torch.Tensor] = {}
 
     def model(config: ModelConfig, dtype: torch.dtype, device: str, get: Any) -> dict[str, torch.Tensor]:
@@ -128,7 +128,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_right(model: dict[str, torch.Tensor], folder: Path) -> None:
-    """What was loaded is what a reader of four lines finds."""
+    """Compare the loaded tensors with those of a minimal reader."""
     read: dict[str, np.ndarray[Any, Any]] = {}
     for file in weights.weight_files(folder):
         assert file.parent == folder

@@ -1,4 +1,4 @@
-"""The fuzz targets without a fuzzer: their seeds, and drawn mutants of them."""
+"""Test the seeds of all fuzz targets and random mutants of them, without atheris."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MUTANTS = 150
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", NAMES)
-def test_mutants_end_in_a_result_or_a_sentence(name: str) -> None:
+def test_mutants_give_result_or_error_message(name: str) -> None:
     target, rng = load(name), Random(name)
     for seed in target.seeds:
         target.one(seed)

@@ -1,17 +1,18 @@
-"""A deterministic simulation of the engine, in the manner of FoundationDB's.
+"""Deterministic simulation testing of the engine, as in FoundationDB.
 
-    scenario.py    what happens: an engine's settings, requests with their times, faults; drawn from a seed
-    model.py       a model whose scores depend on every token of a text, as they lie in the KV cache
-    oracle.py      what each request must give, token by token, without any engine
-    driver.py      runs a scenario, with what must hold after every step (`invariants.py`)
-    faults.py      calls that fail
-    watch.py       what must hold from one step to the next
-    baton.py       threads that take turns as a seed has it
-    shrink.py      makes a failing scenario smaller
-    limit.py       how long one may take
-    served.py      the same requests by HTTP
-    command.py     its command line
+    scenario.py    engine settings, requests with arrival times, and faults, generated from a seed
+    model.py       a model whose logits depend on every token in the KV cache
+    oracle.py      computes the expected output of each request, token by token, without an engine
+    driver.py      runs a scenario and compares it with the oracle
+    invariants.py  checks of the engine's state after every step
+    watch.py       checks across steps: progress, order of admission, drafts
+    faults.py      injects failures into calls
+    baton.py       deterministic scheduling of threads
+    shrink.py      reduces a failing scenario
+    limit.py       a time limit
+    served.py      the same requests over HTTP
+    command.py     the command line
 
-`python -m campaigns.simulate --seeds 1000` runs them (`make simulate`). Nothing depends on the clock, on the
-order of threads or on a random number that is not the seed's, so that a seed that fails fails again.
+`python -m campaigns.simulate --seeds 1000` runs it (`make simulate`). Nothing depends on the clock, on thread
+scheduling or on other random numbers than the seed's, so failures are reproducible.
 """

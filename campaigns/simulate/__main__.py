@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its tensors are on the CPU
+os.environ["TRITON_INTERPRET"] = "1"  # must be set before triton is imported
 
 import tests.interpreted  # noqa: F401
 from campaigns.simulate.command import main

@@ -1,4 +1,4 @@
-"""Threads of which one runs at a time, and a seed says which: whatever they do, they do again."""
+"""Deterministic threads: only one runs at a time, and a random generator chooses which."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Callable, Sequence
 
 
 class Baton:
-    """Passed among threads where they call `pause`, and where they take and leave a `Turns` lock."""
+    """Switches between threads when they call `pause`, and when they acquire or release a `Turns` lock."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._number: dict[int, int] = {}  # of a thread by what Python calls it
+        self._number: dict[int, int] = {}  # thread ident -> number
         self._go: dict[int, threading.Semaphore] = {}
         self._waits_for: dict[int, Turns | None] = {}
         self._back = threading.Semaphore(0)
         self._errors: list[BaseException] = []
 
     def run(self, bodies: Sequence[Callable[[], None]]) -> None:
-        """Run all bodies, each in a thread of its own, to their ends; raises what one of them raised."""
+        """Run each body in a thread until all have returned. Raises the first exception of a body."""
         threads = []
         for number, body in enumerate(bodies):
             thread = threading.Thread(target=self._body, args=(number, body), daemon=True)
             thread.start()
-            self._back.acquire()  # it is registered, and waits
+            self._back.acquire()  # until the thread is registered and waiting
             threads.append(thread)
         while self._go:
             ready = [i for i, lock in sorted(self._waits_for.items()) if lock is None or lock.owner is None]
-            assert ready, "all threads wait for each other"
+            assert ready, "deadlock"
             self._go[self._rng.choice(ready)].release()
             self._back.acquire()
             if self._errors:
-                raise self._errors[0]  # the other threads are left where they are
+                raise self._errors[0]  # the other threads stay blocked
         for thread in threads:
             thread.join()
 
@@ -49,7 +49,7 @@ class Baton:
             self._back.release()
 
     def pause(self, lock: Turns | None = None) -> None:
-        """Let others go on; until `lock` is free, if one is given. Nothing outside of these threads."""
+        """Let other threads run; with `lock`, until it is free. Does nothing in threads of others."""
         own = self._number.get(threading.get_ident())
         if own is not None:
             self._waits_for[own] = lock
@@ -59,7 +59,7 @@ class Baton:
 
 
 class Turns:
-    """In place of `Lock`."""
+    """Replaces `threading.Lock`."""
 
     owner: int | None = None
 
@@ -76,7 +76,7 @@ class Turns:
         return True
 
     def release(self) -> None:
-        assert self.owner == threading.get_ident(), "a thread released a lock that it does not hold"
+        assert self.owner == threading.get_ident(), "a thread released a lock that it did not hold"
         self.owner = None
         self.baton.pause()
 

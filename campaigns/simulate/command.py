@@ -1,10 +1,10 @@
 """The command line of the simulation.
 
-python -m campaigns.simulate --seeds 1000            seeds 0 .. 999
-python -m campaigns.simulate --seeds 5000:6000       these
-python -m campaigns.simulate --replay FILE           a scenario that failed
-python -m campaigns.simulate --seeds 20 --as triton  on the Triton kernels, interpreted; short requests
-python -m campaigns.simulate --seeds 20 --as http    the same requests to a server
+python -m campaigns.simulate --seeds 1000            seeds 0 to 999
+python -m campaigns.simulate --seeds 5000:6000       seeds 5000 to 5999
+python -m campaigns.simulate --replay FILE           replay a failed scenario
+python -m campaigns.simulate --seeds 20 --as triton  short requests with Triton kernels, interpreted
+python -m campaigns.simulate --seeds 20 --as http    requests to a server
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from campaigns.simulate.shrink import failure, place_of, shrink
 from nanospec.kernels import launch
 from tests.interpreted import order_programs_by
 
-AT_ONCE = 25  # seeds that a process is given
-SECONDS = 120.0  # of real time for a seed, of which most take less than one
+AT_ONCE = 25  # seeds per task of a process
+SECONDS = 120.0  # time limit per seed; most take less than a second
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m campaigns.simulate", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--seeds", type=_seeds, default="100", metavar="N|A:B", help="how many, or from which up to which"
+        "--seeds", type=_seeds, default="100", metavar="N|A:B", help="number of seeds, or a range"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes (default: number of cores)"
+    )
     parser.add_argument("--as", dest="way", choices=("engine", "triton", "http"), default="engine")
     parser.add_argument("--replay", type=_scenario, metavar="FILE", help="run the scenario in a file")
     args = parser.parse_args(argv)
@@ -53,7 +55,7 @@ def _seeds(text: str) -> range:
     found = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
     seeds = range(int(found[1] or 0), int(found[2])) if found else range(0)
     if not seeds:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seeds nor A:B with A below B")
+        raise argparse.ArgumentTypeError(f"expected N or A:B with A < B, got {text!r}")
     return seeds
 
 
@@ -61,17 +63,17 @@ def _scenario(path: str) -> Scenario:
     try:
         return Scenario.from_json(Path(path).read_text())
     except (OSError, ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"{path} is no scenario: {error}") from None
+        raise argparse.ArgumentTypeError(f"{path} is not a valid scenario: {error}") from None
 
 
 def _replay(scenario: Scenario, way: str) -> int:
     _run(scenario, way)
-    print("It passes.")
+    print("Passed.")
     return 0
 
 
 def _simulate(seeds: range, way: str, jobs: int) -> int:
-    """Run them, a part in each of so many processes, up to the first that fails."""
+    """Run seeds in parallel processes until one fails."""
     parts = [seeds[i : i + AT_ONCE] for i in range(0, len(seeds), AT_ONCE)]
     seen: Counter[str] = Counter()
     start = time.perf_counter()
@@ -89,7 +91,7 @@ def _simulate(seeds: range, way: str, jobs: int) -> int:
 
 
 def scenario_of(seed: int, way: str) -> Scenario:
-    """The scenario of a seed; for the interpreter with but some of it."""
+    """Return the scenario of a seed; for Triton's interpreter, reduced to few and short requests."""
     scenario = Scenario.drawn(seed, text=way == "http")
     if way == "triton":
         scenario.jobs = scenario.jobs[:3]
@@ -111,7 +113,7 @@ def _run(scenario: Scenario, way: str) -> Counter[str]:
 
 
 def _run_all(way: str, seeds: range) -> tuple[Counter[str], list[tuple[int, str]]]:
-    """(what happened, the seeds that failed and how), up to the first of these."""
+    """Run seeds until one fails. Return the counts of events, and the failed seed with its traceback."""
     torch.set_num_threads(1)
     seen: Counter[str] = Counter()
     for seed in seeds:
@@ -124,23 +126,23 @@ def _run_all(way: str, seeds: range) -> tuple[Counter[str], list[tuple[int, str]
 
 
 def tell(seed: int, way: str, first: str) -> int:
-    """Say how a seed fails, and leave the smallest scenario that does so in a file; first the seed's own, as
-    what depends on the clock may not fail again."""
+    """Report a failed seed and save the smallest scenario that fails in the same way. Saves the original
+    scenario first, because a failure that depends on the clock may not reproduce."""
 
     def run(scenario: Scenario) -> None:
         with within(SECONDS):
             _run(scenario, way)
 
-    print(f"Seed {seed} fails:\n{first}Looking for a smaller scenario ...", file=sys.stderr)
+    print(f"Seed {seed} failed:\n{first}Looking for a smaller scenario ...", file=sys.stderr)
     path = Path(f"simulate-{seed}.json")
     path.write_text(scenario_of(seed, way).to_json())
     smaller = shrink(scenario_of(seed, way), run)
     error = failure(smaller, run)
     if error is None:
-        print("It does not fail again: something depends on the clock, or on the machine.", file=sys.stderr)
+        print("Not reproducible: the failure depends on the clock or the machine.", file=sys.stderr)
     else:
         path.write_text(smaller.to_json())
         traceback.print_exception(error)
         print(place_of(error), file=sys.stderr)
-    print(f"Again: {sys.executable} -m campaigns.simulate --as {way} --replay {path}", file=sys.stderr)
+    print(f"To reproduce: {sys.executable} -m campaigns.simulate --as {way} --replay {path}", file=sys.stderr)
     return 1

@@ -1,4 +1,4 @@
-"""Defects to plant, each small and as somebody might make it: a simulation must find them."""
+"""Small, realistic defects to plant, which the simulation must find."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Defect = Callable[[], AbstractContextManager[Any]]
 
 
 def _after(kind: type, name: str, more: Callable[..., Any]) -> Defect:
-    """A method that does `more`, with its own result first, behind what it does."""
+    """Patch a method to call `more(result, self, *args)` afterwards, whose result replaces its own."""
     method = getattr(kind, name)
 
     def changed(self: Any, *args: Any, **named: Any) -> Any:
@@ -37,7 +37,7 @@ def _after(kind: type, name: str, more: Callable[..., Any]) -> Defect:
 
 
 def _row(more: Callable[..., None]) -> Defect:
-    """A row that is written, and then `more`."""
+    """Patch `write_row` to call `more` afterwards."""
     write_row = nanospec.device.worker.write_row
     return _instead(nanospec.device.worker, "write_row", lambda *args: more(write_row(*args), *args))
 
@@ -47,7 +47,7 @@ def _instead(kind: Any, name: str, other: Callable[..., Any]) -> Defect:
 
 
 def _keeps_names(pool: BlockPool, count: int) -> list[int] | None:
-    """`BlockPool.allocate` that does not forget what a block held."""
+    """`BlockPool.allocate` without removing the hashes of the blocks."""
     if count > len(pool.free):
         return None
     blocks = [pool.free.popitem(last=False)[0] for _ in range(count)]
@@ -61,18 +61,18 @@ def _one_cached(_: None, scheduler: Scheduler, request: Request, cached: list[in
 
 
 def _one_more(_: None, scheduler: Scheduler, request: Request) -> None:
-    """Names a block whose last token is not computed yet."""
+    """Register a block whose last token is not computed yet."""
     i = request.num_registered
     if request.num_tokens - 1 > request.num_computed and len(request.hashes(scheduler.block_size)) > i:
         scheduler.pool.register(request.blocks[i], request.hashes(scheduler.block_size)[i])
 
 
 def _short_of_slots(_: None, scheduler: Scheduler, *args: Any) -> None:
-    scheduler.slots_ahead = scheduler.lookahead  # as if nothing were queued ahead
+    scheduler.slots_ahead = scheduler.lookahead  # ignores the queued step
 
 
 def _commit(targets: Any, batch: Any, table: Any, proposal: Any) -> Verdict:
-    """Verification that takes each row's last draft unseen."""
+    """`commit` that always accepts the last draft of a row."""
     if proposal.num_drafts.numel() and batch.parents is None:
         for start, count in zip(batch.q_start.tolist(), batch.q_len.tolist(), strict=True):
             if count > 1:
@@ -81,12 +81,12 @@ def _commit(targets: Any, batch: Any, table: Any, proposal: Any) -> Verdict:
 
 
 def _prefill(worker: Worker, chunks: Sequence[Chunk]) -> None:
-    """Computes all but the last token of a piece of a prompt."""
+    """`prefill` without the last token of each chunk."""
     PREFILL(worker, [Chunk(row, start, max(count - 1, 1)) for row, start, count in chunks])
 
 
 def _late_stop(output: OutputText, new: str) -> bool:
-    """Stop strings are looked for in the text of the latest token alone."""
+    """Search stop strings in the text of the latest token only."""
     output.text += new
     found = [new.find(s) for s in output._stops if s in new]
     if not found or output.num_tokens < output._min_tokens:
@@ -97,7 +97,7 @@ def _late_stop(output: OutputText, new: str) -> bool:
 
 
 def _gives_way(scheduler: Scheduler, request: Request, plan: Plan) -> bool:
-    """Who would decode is preempted instead, and computes its prompt anew, again and again."""
+    """Preempt each request instead of decoding, so that its prompt is recomputed forever."""
     scheduler._preempt(request, plan)
     return False
 
@@ -107,7 +107,7 @@ def _uncounted(_: None, engine: Engine, *args: Any) -> None:
 
 
 def _barred_longer(_: None, table: Table, request: Admission, spec: Any) -> None:
-    """Stop tokens are barred for one token more than `min_tokens`."""
+    """Forbid stop tokens for one token more than `min_tokens`."""
     end = request.num_prompt + request.params.min_tokens + 1
     table.min_len[request.row] = min(end, request.max_len)
 
@@ -117,19 +117,19 @@ def _all_of_them(_: None, table: Table, request: Admission, spec: Any) -> None:
 
 
 def _flush(detokenizer: Detokenizer) -> str:
-    """What was held back is lost."""
+    """Drop the text that was held back."""
     detokenizer._window, detokenizer._returned = [], 0
     return ""
 
 
 def _finds_itself(_: None, scheduler: Scheduler, request: Request, cached: list[int]) -> None:
-    """What a preempted request has computed counts as found in the cache."""
+    """Count the tokens that a preempted request had computed as cache hits."""
     if request.num_preemptions:
         request.num_cached_tokens += request.num_computed
 
 
 def _silent(_: None, table: Table, request: Admission, spec: Any) -> None:
-    """No guesses after a preemption."""
+    """Disable drafts after a preemption."""
     if len(request.tokens) > request.num_prompt:
         table.limit[request.row] = 0
 
@@ -139,7 +139,7 @@ def _last_first(scheduler: Scheduler, request: Request) -> None:
 
 
 def _short_first(scheduler: Scheduler, plan: Plan) -> tuple[Request, list[int]] | None:
-    """Who fits is admitted, whoever waits before it."""
+    """Admit any request that fits, even if earlier ones are waiting."""
     if scheduler._free_rows and not plan.preempted:
         for request in scheduler.waiting:
             names = request.hashes(scheduler.block_size)[: (request.num_tokens - 1) // scheduler.block_size]
@@ -150,7 +150,7 @@ def _short_first(scheduler: Scheduler, plan: Plan) -> tuple[Request, list[int]] 
 
 
 def _no_panic(shared: SharedEngine, action: Callable[[], Any]) -> Any:
-    """A step that panics ends nothing, as it raises no Exception."""
+    """Do not abort requests after a panic, which is not an Exception."""
     try:
         return action()
     except (Exception, KeyboardInterrupt):
@@ -163,14 +163,14 @@ def _short_stream(pieces: list[Piece], request: Request) -> list[Piece]:
 
 
 def _carries_on(shared: SharedEngine) -> list[Request]:
-    """A step that was interrupted ends nothing."""
+    """Do not abort requests after an interrupted step."""
     return shared.engine.step()
 
 
 def _cut_short(_: int, request: Request, *args: Any) -> None:
-    """Outputs of five tokens are aborted as if memory had run out."""
+    """Abort requests after five output tokens, as if memory had run out."""
     if not request.is_finished and len(request.output_ids) >= 5:
-        request.error = "Memory ran out."
+        request.error = "Out of memory."
         request.finish("abort")
 
 
@@ -187,30 +187,30 @@ def _without(module: Any, name: str) -> Iterator[None]:
 
 COMMIT, PREFILL = nanospec.device.step.commit, Worker.prefill
 DEFECTS: dict[str, Defect] = {
-    "a block keeps its name when it is given to another": _instead(BlockPool, "allocate", _keeps_names),
-    "a block too many is taken for cached": _after(Scheduler, "_admit", _one_cached),
-    "a block is named too early": _after(Scheduler, "register", _one_more),
-    "no slots for what is queued": _after(Scheduler, "reset", lambda _, s: setattr(s, "slots_ahead", 0)),
+    "reallocated block keeps its hash": _instead(BlockPool, "allocate", _keeps_names),
+    "one block too many counts as cached": _after(Scheduler, "_admit", _one_cached),
+    "block is registered too early": _after(Scheduler, "register", _one_more),
+    "no slots for queued steps": _after(Scheduler, "reset", lambda _, s: setattr(s, "slots_ahead", 0)),
     "too few slots with lag": _after(Scheduler, "__init__", _short_of_slots),
-    "the last draft is not verified": _instead(nanospec.device.step, "commit", _commit),
-    "accepted nodes of a tree are not moved": lambda: _without(nanospec.device.step, "kv_move"),
-    "a stop string across tokens is missed": _instead(OutputText, "_append", _late_stop),
-    "outputs are aborted without a cause": _after(Request, "append", _cut_short),
-    "steps of two fail": _after(Engine, "step", _out_of_memory),
-    "an interrupted step ends nothing": _instead(SharedEngine, "step", _carries_on),
-    "the end of a chunk is not computed": _instead(Worker, "prefill", _prefill),
+    "last draft is not verified": _instead(nanospec.device.step, "commit", _commit),
+    "accepted tree nodes are not moved": lambda: _without(nanospec.device.step, "kv_move"),
+    "stop string across tokens is missed": _instead(OutputText, "_append", _late_stop),
+    "outputs are aborted without cause": _after(Request, "append", _cut_short),
+    "steps with two requests fail": _after(Engine, "step", _out_of_memory),
+    "interrupted step aborts no requests": _instead(SharedEngine, "step", _carries_on),
+    "end of chunk is not computed": _instead(Worker, "prefill", _prefill),
     "min_tokens is off by one": _row(_barred_longer),
-    "top_p is not told": _row(_all_of_them),
-    "what a text has held back is lost": _instead(Detokenizer, "flush", _flush),
-    "the prefix cache never hits": _instead(BlockPool, "match", lambda pool, names: []),
-    "no guesses after a preemption": _row(_silent),
-    "who comes last is admitted first": _instead(Scheduler, "add", _last_first),
-    "who is short is admitted first": _instead(Scheduler, "_next", _short_first),
-    "a panic ends nothing": _instead(SharedEngine, "_guarded", _no_panic),
-    "the last of a stream is lost": _after(Request, "new_pieces", _short_stream),
+    "top_p is ignored": _row(_all_of_them),
+    "held-back text is lost": _instead(Detokenizer, "flush", _flush),
+    "prefix cache never hits": _instead(BlockPool, "match", lambda pool, names: []),
+    "no drafts after preemption": _row(_silent),
+    "last request is admitted first": _instead(Scheduler, "add", _last_first),
+    "short request is admitted first": _instead(Scheduler, "_next", _short_first),
+    "panic aborts no requests": _instead(SharedEngine, "_guarded", _no_panic),
+    "end of stream is lost": _after(Request, "new_pieces", _short_stream),
     "salts are ignored": _after(Engine, "new", lambda request, *args: setattr(request, "salt", b"")),
-    "a preempted request finds itself": _after(Scheduler, "_admit", _finds_itself),
-    "an abort is not counted": _after(Engine, "abort", _uncounted),
-    "who would decode is preempted": _instead(Scheduler, "_extend", _gives_way),
+    "preempted request counts its own blocks as cached": _after(Scheduler, "_admit", _finds_itself),
+    "abort is not counted": _after(Engine, "abort", _uncounted),
+    "decoding request is preempted": _instead(Scheduler, "_extend", _gives_way),
     "released blocks are lost": _instead(BlockPool, "release", lambda pool, blocks: None),
 }

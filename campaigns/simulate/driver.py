@@ -1,4 +1,4 @@
-"""Runs a scenario, and holds it against the oracle and the invariants."""
+"""Run a scenario and compare it with the oracle and the invariants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_HEADS = 3
 
 
 class Clock:
-    """In place of `time.perf_counter`: a tenth of a millisecond passes whenever somebody looks."""
+    """Replaces `time.perf_counter`. Each call advances the clock by 0.1 ms."""
 
     def __init__(self) -> None:
         self.now = 1e6
@@ -37,12 +37,12 @@ class Clock:
 
 
 class Simulation:
-    """One run.
+    """A run of a scenario.
 
     Attributes:
-        requests: of each job, as soon as it has arrived.
-        cut: the jobs that were aborted on purpose, or were there when something was made to fail.
-        seen: how often what has happened.
+        requests: the requests of the jobs that have arrived, by job.
+        cut: the jobs that were aborted by the scenario, or were running when a fault was injected.
+        seen: counts of events.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -65,14 +65,14 @@ class Simulation:
         self.exact = [self._is_exact(oracle.params) for oracle in self.oracles]
 
     def _spoil(self, fault: dict[str, Any]) -> None:
-        """Have the model say NaN behind some of what a request says."""
-        told = self.expected[fault["job"]].token_ids
-        text = self.scenario.jobs[fault["job"]]["prompt"] + told[: fault["number"] % max(len(told), 1)]
+        """Make the model return NaN after a prefix of a request's output."""
+        output = self.expected[fault["job"]].token_ids
+        text = self.scenario.jobs[fault["job"]]["prompt"] + output[: fault["number"] % max(len(output), 1)]
         self.model.spoilt.add(tuple(text))
         self._ask_oracles()
 
     def run(self) -> Counter[str]:
-        """All of it; AssertionError if something is wrong."""
+        """Run the scenario and return the counts of events. Raises AssertionError on any violation."""
         with mock.patch("time.perf_counter", self.clock):
             self.prepare()
             (self._run_threads if self.scenario.threads else self._run_alone)()
@@ -80,7 +80,7 @@ class Simulation:
         return self.concluded()
 
     def prepare(self) -> None:
-        """Make the engine, watched in every step."""
+        """Create the engine and install the checks and faults."""
         self.engine = self._engine()
         self.names = Names(self.engine.config.block_size)
         self.watch = Watch(self.engine, self.scenario.engine)
@@ -94,7 +94,7 @@ class Simulation:
         self.engine.step = self._step  # type: ignore[method-assign]
 
     def concluded(self) -> Counter[str]:
-        """What must hold when all has ended."""
+        """Check the final state and return the counts of events."""
         assert_idle(self.engine)
         for i, request in self.requests.items():
             self._compare(i, request)
@@ -139,11 +139,11 @@ class Simulation:
             )
 
     def _drafter(self, kind: str) -> FunctionDrafter:
-        """A drafter of a user's."""
+        """Return a custom drafter."""
         rng, vocab = random.Random(self.scenario.seed), self.scenario.engine["vocab"]
         texts = [
-            job["prompt"] + told.token_ids
-            for job, told in zip(self.scenario.jobs, self.expected, strict=True)
+            job["prompt"] + expected.token_ids
+            for job, expected in zip(self.scenario.jobs, self.expected, strict=True)
         ]
 
         def next_tokens(history: list[int], wanted: int) -> list[int]:
@@ -156,7 +156,7 @@ class Simulation:
         return FunctionDrafter(next_tokens)
 
     def _act(self, fault: dict[str, Any] | None) -> None:
-        """What others do meanwhile, whether there is a fault or not."""
+        """Act in the middle of a call: apply a fault, or let other threads run."""
         if fault is None:
             self.baton.pause()
         elif fault["kind"] in RAISED:
@@ -170,7 +170,7 @@ class Simulation:
         self.cut.add(i)
         self.shared.abort([self.requests[i]])
 
-    # A loop that steps by itself, as a server's does
+    # A loop in one thread, like the server's
 
     def _run_alone(self) -> None:
         jobs = self.scenario.jobs
@@ -187,7 +187,7 @@ class Simulation:
                     self.shared.step()
             now += 1
 
-    # Threads that each run some of the jobs, as callers of `LLM.generate` do
+    # Threads that each run some of the jobs, like callers of `LLM.generate`
 
     def _run_threads(self) -> None:
         self.shared._next = Turns(self.baton)  # type: ignore[assignment]
@@ -212,8 +212,8 @@ class Simulation:
             pending = [request for request in pending if not request.is_finished]
 
     def _ask_again(self) -> None:
-        """Behind everything, one prompt alone four times: all is found of it that can be, and only by those
-        who may share it. Its beginning is enough."""
+        """Finally run one prompt four times, alone. The prefix cache must return all of its blocks, but
+        only to requests with the same salt."""
         size, self.faults.over = self.engine.config.block_size, True
         prompt = max((job["prompt"] for job in self.scenario.jobs), key=len)[: 3 * size + 1]
         whole = (len(prompt) - 1) // size * size * bool(self.scenario.engine["caching"])
@@ -229,7 +229,7 @@ class Simulation:
                     self.shared.step()
             hits, spoilt = request.num_cached_tokens, self.expected[-1].finish_reason == "abort"
             right = spoilt or found in (hits, None)
-            assert right, f"{hits} tokens of {len(prompt)} are found again, not {found}"
+            assert right, f"{hits} of {len(prompt)} tokens were cached, expected {found}"
 
     def _add(self, i: int) -> None:
         job, oracle = self.scenario.jobs[i], self.oracles[i]
@@ -238,7 +238,7 @@ class Simulation:
             self.requests[i] = self.engine.add(oracle.prompt, oracle.params, index, salt)
 
     def _step(self) -> list[Request]:
-        """A step of the engine, with what must hold behind it."""
+        """Run a step of the engine and check the invariants."""
         with self.watch.step([*self.requests.values()]):
             touched = self._engine_step()
         self.seen["steps"] += 1
@@ -251,7 +251,7 @@ class Simulation:
         return touched
 
     def _read(self, i: int, request: Request) -> None:
-        """What a stream hands on, all of it at last."""
+        """Read the pieces of a stream. When the request is finished, they must add up to its text."""
         pieces = self.pieces.setdefault(i, [])
         pieces += [piece.text for piece in request.new_pieces()]
         assert not request.is_finished or "".join(pieces) == request.text, f"job {i} streams {pieces}"
@@ -259,7 +259,7 @@ class Simulation:
     # Against the oracle
 
     def _is_exact(self, params: SamplingParams) -> bool:
-        """Whether an output is what the oracle's is, token by token."""
+        """Return whether an output must equal the oracle's, token by token."""
         rule = params.acceptance or self.scenario.engine["acceptance"]
         greedy = rule == "rejection" and params.temperature == 0
         alone = params.response_format is not None or self.scenario.engine["method"] == "none"
@@ -269,14 +269,14 @@ class Simulation:
         got = request.output_ids
         if self.exact[i]:
             wanted = self.expected[i].token_ids[: len(got)]
-            assert got == wanted, f"job {i} has said {got} instead of {wanted}"
+            assert got == wanted, f"job {i} generated {got} instead of {wanted}"
 
     def _compare(self, i: int, request: Request) -> None:
-        """A request that has ended."""
-        assert request.is_finished, f"job {i} has not ended"
+        """Compare a finished request with the oracle."""
+        assert request.is_finished, f"job {i} is not finished"
         got, told = request.output_ids, self.expected[i]
         stats = request.stats
-        assert stats.num_tokens == len(got), f"job {i} counts {stats.num_tokens} tokens of {len(got)}"
+        assert stats.num_tokens == len(got), f"job {i} has {len(got)} tokens but counts {stats.num_tokens}"
         assert len(request.draft_sources) == len(got)
         self._read(i, request)
         if not self.exact[i]:
@@ -284,19 +284,19 @@ class Simulation:
             return
         self._compare_tokens(i, request)
         if request.finish_reason == "abort" and (got, told.finish_reason) != (told.token_ids, "abort"):
-            assert i in self.cut, f"job {i} was aborted without a cause: {request.error}"
+            assert i in self.cut, f"job {i} was aborted unexpectedly: {request.error}"
             return
         assert (got, request.finish_reason) == (told.token_ids, told.finish_reason), f"job {i}"
         if self.engine.tokenizer is not None:
             found, wanted = (request.text, request.stop_reason), (told.text, told.stop_reason)
-            assert found == wanted, f"job {i}: {found}, not {wanted}"
+            assert found == wanted, f"job {i}: got {found}, expected {wanted}"
         self._compare_logprobs(request, told)
         if self._is_known(request) and not self.faults.raised:
             drafted, accepted = request.stats.num_drafted, request.stats.num_accepted
-            assert accepted == drafted, f"job {i}: {drafted - accepted} right drafts were rejected"
+            assert accepted == drafted, f"job {i}: {drafted - accepted} correct drafts were rejected"
 
     def _is_known(self, request: Request) -> bool:
-        """Whether a draft model that is the target's equal says all that the request says."""
+        """Return whether the draft model equals the target and must therefore predict the whole output."""
         asked, params = self.scenario.engine, request.params
         same = asked["method"] == "draft" and not asked["blur"] and request.finish_reason == "length"
         return same and not (params.changes_logits or request.constraint)
@@ -311,15 +311,17 @@ class Simulation:
             assert place[token].rank == 1 + int((wanted > wanted[token]).sum())
 
     def _check_possible(self, i: int, got: list[int]) -> None:
-        """With other rules: sampling could have drawn each token."""
+        """Check for rejection sampling that each token has nonzero probability."""
         oracle, tokens = self.oracles[i], list(self.oracles[i].prompt)
         if (oracle.params.acceptance or self.scenario.engine["acceptance"]) == "rejection":
             for token in got:
-                assert oracle.may_say(oracle.scores(tokens), tokens, token), f"job {i} cannot say {token}"
+                assert oracle.may_say(oracle.scores(tokens), tokens, token), (
+                    f"job {i} cannot generate {token}"
+                )
                 tokens.append(token)
 
     def _count(self) -> None:
-        """What has happened, for who wants to know whether scenarios reach it."""
+        """Count events, so that tests can check which features the scenarios cover."""
         metrics, spec = self.engine.metrics, self.engine.metrics.spec
         self.seen += Counter(
             requests=len(self.requests),
@@ -341,5 +343,5 @@ class Simulation:
 
 
 def simulate(scenario: Scenario) -> Counter[str]:
-    """Run it; AssertionError, or whatever was raised, if something is wrong."""
+    """Run a scenario and return the counts of events. Raises on any violation."""
     return Simulation(scenario).run()

@@ -1,4 +1,4 @@
-"""Calls that fail, or meanwhile others act, as a scenario has it."""
+"""Fault injection into method calls, as specified by a scenario."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 class Injected(Exception):
-    """What an "error" raises."""
+    """Raised by the fault "error"."""
 
 
 class Panic(BaseException):
-    """What a "panic" raises: no Exception, as what a library in Rust raises is none."""
+    """Raised by the fault "panic". Not an Exception, like the panics of Rust libraries."""
 
 
 RAISED: dict[str, type[BaseException]] = {
@@ -22,11 +22,11 @@ RAISED: dict[str, type[BaseException]] = {
 
 
 class Faults:
-    """Of one run.
+    """The faults of one run.
 
     Attributes:
-        over: nothing fails any more.
-        raised: what has been raised so far.
+        over: if true, no more faults are injected.
+        raised: the exceptions injected so far.
     """
 
     over = False
@@ -37,14 +37,14 @@ class Faults:
         seen: Counter[str],
         act: Callable[[dict[str, Any] | None], None],
     ) -> None:
-        """`act` is told of each fault, and does what one says that raises nothing; it is called in the middle
-        of each call too."""
+        """Create the faults. `act` is called with each fault and applies those that raise nothing. It is also
+        called with None in the middle of each watched call."""
         self._faults, self._seen, self._act = faults, seen, act
         self._calls: Counter[str] = Counter()
         self.raised: list[BaseException] = []
 
     def watch(self, owner: Any, name: str) -> None:
-        """Have a method fail at its calls of these numbers, before or behind what it does."""
+        """Wrap a method so that its faults are injected before or after the specified calls."""
         call, faults = getattr(owner, name), [fault for fault in self._faults if fault.get("call") == name]
 
         def called(*args: Any) -> Any:
@@ -61,16 +61,16 @@ class Faults:
 
     @contextmanager
     def expected(self, elsewhere: bool) -> Iterator[None]:
-        """What was injected, as it is or behind what says more, is no failure; with threads `elsewhere`,
-        what another's fault reads as is none either."""
+        """Suppress exceptions that were injected or caused by one. If other threads are running `elsewhere`,
+        also suppress the errors that a fault in another thread causes here."""
         try:
             yield
         except tuple(RAISED.values()) as error:
-            behind: BaseException | None = error
-            while behind is not None and behind not in self.raised:
-                behind = behind.__cause__ or behind.__context__
-            if behind is None and not (elsewhere and self.raised):
-                raise AssertionError(f"nobody has injected {error!r}") from error
+            cause: BaseException | None = error
+            while cause is not None and cause not in self.raised:
+                cause = cause.__cause__ or cause.__context__
+            if cause is None and not (elsewhere and self.raised):
+                raise AssertionError(f"{error!r} was not injected") from error
 
     def _happen(self, faults: Sequence[dict[str, Any]], late: bool) -> None:
         for fault in faults:

@@ -1,4 +1,4 @@
-"""What must hold of an engine after every step."""
+"""Invariants of an engine's state after every step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanospec.outputs import Metrics
 
 
 class Names:
-    """The texts that block hashes stand for, of all requests there ever were."""
+    """Maps block hashes to their texts, for all requests so far."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -29,75 +29,75 @@ class Names:
 
 
 def check(engine: Engine, model: Mock, names: Names) -> None:
-    """AssertionError with a sentence if something does not."""
+    """Raise AssertionError if an invariant is violated."""
     running = engine.scheduler.running
     check_queues(engine)
     check_blocks(engine)
     cache = engine.worker.kv_cache
     for block, name in engine.scheduler.pool._hash_of.items():
-        assert name in names.text_of, f"block {block} has the name of no text"
+        assert name in names.text_of, f"block {block} has an unknown hash"
         text = names.text_of[name]
         held = text[-names.block_size :], [*range(len(text) - names.block_size, len(text))]
-        assert entries_of(cache, block) == held, f"block {block} does not hold what it is named after"
+        assert entries_of(cache, block) == held, f"the contents of block {block} do not match its hash"
     for request in running:
         check_row(engine, request)
 
 
 def check_queues(engine: Engine) -> None:
-    """Everybody is in one queue or has ended, and rows belong to those that run."""
+    """Check that a request is in one queue at most, and that only running requests have rows."""
     scheduler, rows = engine.scheduler, engine.config.max_num_seqs
     running, waiting = scheduler.running, list(scheduler.waiting)
     assert len({*running, *waiting}) == len(running) + len(waiting), "a request is queued twice"
     assert all(request.row >= 0 for request in running)
     assert all(request.row < 0 for request in waiting)
-    own = [request.row for request in running]
-    assert sorted(own + scheduler._free_rows) == list(range(rows)), "rows are lost, or had twice"
+    used = [request.row for request in running]
+    assert sorted(used + scheduler._free_rows) == list(range(rows)), "rows are leaked or used twice"
     for request in waiting:
-        assert (request.row, request.blocks) == (-1, []), "who waits holds something"
+        assert (request.row, request.blocks) == (-1, []), "a waiting request holds a row or blocks"
     arrivals = [request.arrival_time for request in waiting if request.num_preemptions]
-    assert arrivals == sorted(arrivals), "preempted requests are not in the order of their arrival"
+    assert arrivals == sorted(arrivals), "preempted requests are not in order of arrival"
 
 
 def check_blocks(engine: Engine) -> None:
-    """References are those of the requests that run; what is free is free; names are one to one."""
+    """Check reference counts, the free list, and that hashes and blocks map one to one."""
     pool, scheduler = engine.scheduler.pool, engine.scheduler
     counts = [0] * pool.num_blocks
     for request in scheduler.running:
         assert len(set(request.blocks)) == len(request.blocks), "a request has a block twice"
         for block in request.blocks:
             counts[block] += 1
-    assert counts == pool._references, "references are not those of the requests"
+    assert counts == pool._references, "reference counts do not match the running requests"
     assert sorted(pool.free) == [b for b, n in enumerate(counts) if not n], "the free list is wrong"
-    assert {name: block for block, name in pool._hash_of.items()} == pool._block_of, "names are wrong"
+    assert {name: block for block, name in pool._hash_of.items()} == pool._block_of, "hashes are inconsistent"
 
 
 def check_row(engine: Engine, request: Request) -> None:
-    """The device knows the request's text and pages, and its cache holds it."""
+    """Check that the device has the request's tokens and blocks, and that its KV cache contains the text."""
     table, size = engine.worker.table, engine.config.block_size
     row, n, blocks = request.row, request.num_tokens, request.blocks
     assert request.num_computed < n <= request.max_len
-    assert len(blocks) * size >= request.num_computed, "a text has outgrown its pages"
+    assert len(blocks) * size >= request.num_computed, "a request has too few blocks"
     ahead = int(table.num_tokens[row]) - n
     most = engine.lag * (engine.worker.max_k + 1)
     assert 0 <= ahead <= most, f"the device is {ahead} tokens ahead of the host"
-    assert table.tokens[row, :n].tolist() == request.tokens, "the device has another text"
-    pages = table.block_table[row].tolist()
-    assert pages == blocks + blocks[-1:] * (len(pages) - len(blocks)), "the device has other pages"
+    assert table.tokens[row, :n].tolist() == request.tokens, "the device has different tokens"
+    device = table.block_table[row].tolist()
+    assert device == blocks + blocks[-1:] * (len(device) - len(blocks)), "the device has different blocks"
     for i in range(-(-request.num_computed // size)):
         ids, positions = entries_of(engine.worker.kv_cache, blocks[i])
         m = min(request.num_computed - i * size, size)
-        assert ids[:m] == request.tokens[i * size : i * size + m], "the cache holds another text"
-        assert positions[:m] == [*range(i * size, i * size + m)], "the cache has holes"
+        assert ids[:m] == request.tokens[i * size : i * size + m], "the KV cache has different tokens"
+        assert positions[:m] == [*range(i * size, i * size + m)], "the KV cache has different positions"
 
 
 def check_counters(metrics: Metrics, requests: Sequence[Request], whole: bool) -> None:
-    """When all have ended: the engine has counted what they have. `whole`: no step was cut short, in which
-    some may have been admitted and not counted."""
+    """Check that the engine's metrics match the finished requests. `whole`: no step was interrupted, which
+    could leave admitted requests uncounted."""
     spec, stats = metrics.spec, [request.stats for request in requests]
-    assert metrics.num_finished + metrics.num_aborted == len(requests), "requests are lost, or counted twice"
+    assert metrics.num_finished + metrics.num_aborted == len(requests), "requests are lost or counted twice"
     for name in ("num_steps", "num_tokens", "num_drafted", "num_accepted", "num_steps_with_drafts"):
         counted, wanted = getattr(spec, name), sum(getattr(one, name) for one in stats)
-        assert counted == wanted, f"the engine counts {name}={counted}, its requests {wanted}"
+        assert counted == wanted, f"{name} is {counted} in the engine and {wanted} in its requests"
     assert spec.num_tokens == sum(len(request.output_ids) for request in requests)
     assert all(0 <= one.num_accepted <= one.num_drafted for one in stats)
     assert metrics.num_preemptions == sum(request.num_preemptions for request in requests)
@@ -105,6 +105,6 @@ def check_counters(metrics: Metrics, requests: Sequence[Request], whole: bool) -
     assert all(request.num_cached_tokens < len(request.prompt_ids) for request in requests)
     found, prompts = metrics.num_cached_tokens, metrics.num_prompt_tokens
     wanted = sum(r.num_cached_tokens for r in admitted), sum(len(r.prompt_ids) for r in admitted)
-    assert found <= prompts, f"{found} tokens of {prompts} are found in the cache"
+    assert found <= prompts, f"{found} of {prompts} prompt tokens were cached"
     right = (found, prompts) == wanted or not whole
-    assert right, f"the engine counts {found} of {prompts} tokens, not {wanted}"
+    assert right, f"(cached, prompt) tokens are {(found, prompts)}, expected {wanted}"

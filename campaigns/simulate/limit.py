@@ -1,4 +1,4 @@
-"""A limit of real time, for what would go on for ever."""
+"""A wall-clock time limit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import contextmanager
 
 
 class TooLong(BaseException):
-    """No Exception, so that nobody takes it for a failed step and goes on."""
+    """Not an Exception, so that it is not handled as a failed step."""
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise TooLong in the main thread after so long, and every second from then on; nothing in others."""
+    """Raise TooLong after `seconds`, and again every second. Has no effect outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(*_: object) -> None:
-        raise TooLong(f"It has not ended within {seconds:g} s.")
+        raise TooLong(f"Not finished after {seconds:g} s.")
 
     before = signal.signal(signal.SIGALRM, stop)
     timer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)

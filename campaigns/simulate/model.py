@@ -1,8 +1,8 @@
-"""A model of known distributions, which knows whether the KV cache is right.
+"""A mock model with known distributions that verifies the contents of the KV cache.
 
-A cache entry holds its token and its position. A query decodes all entries that it sees: they must be one
-text, each position once, up to its own. The scores after it are a row for the last token, which makes texts
-repeat themselves, and some of a row for the sum over the text, which makes them depend on all of it.
+A cache entry encodes its token and position. A query decodes all entries that it attends to and checks that
+they are one text with each position once, up to its own. Its logits are the sum of a row for the last token,
+which makes texts repetitive, and of a row for a checksum of the text, which makes them depend on all tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from nanospec.kernels.layer.linear import Linear
 from nanospec.models.decoder import Model
 from tests.tiny import tiny_config
 
-BASE, SUMS, WIDTH = 64, 61, 16  # numbers to a digit, different sums, numbers to a cache entry
+BASE, SUMS, WIDTH = 64, 61, 16  # base of encoded digits, number of checksums, size of a cache entry
 
 
 class Mock(Model):
-    """See the module docstring. `surprise`: how much the whole text counts beside its last token; `spoilt`:
-    texts behind which all scores are NaN."""
+    """See the module docstring. `surprise` is the weight of the checksum relative to the last token. `spoilt`
+    is a set of texts after which all logits are NaN."""
 
     def __init__(
         self, vocab_size: int, window: int, seed: int, surprise: float, dtype: torch.dtype = torch.float32
@@ -35,7 +35,9 @@ class Mock(Model):
             head_dim=WIDTH, max_position_embeddings=window,
         )  # fmt: skip
         self.dtype, self.device = dtype, torch.device("cpu")
-        self.norm: Any = SimpleNamespace(weight=torch.empty(0, dtype=dtype))  # says what computes the model
+        self.norm: Any = SimpleNamespace(
+            weight=torch.empty(0, dtype=dtype)
+        )  # tells which backend computes the model
         self.weight_bytes = 0
         self.lm_head = Linear(torch.zeros(vocab_size, WIDTH, dtype=dtype))
         self.after = _likely_successors(rng, vocab_size)  # [V, V]
@@ -44,7 +46,7 @@ class Mock(Model):
         self.spoilt: set[tuple[int, ...]] = set()
 
     def scores(self, last: Any, total: Any) -> Tensor:
-        """[N, V] after texts that end with the tokens `last` [N] and have the sums `total` [N]."""
+        """Return the logits [N, V] after texts with the last tokens `last` [N] and checksums `total` [N]."""
         return (self.after[last] + self.whole[total]).to(self.dtype)
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
@@ -55,19 +57,20 @@ class Mock(Model):
             part[batch.slots[kept].long()] = entries[kept]
         hidden = torch.zeros(batch.num_tokens, WIDTH)
         block_size = kv_cache.shape[4]
-        pages, masks = batch.block_table.numpy(), batch.ancestors
+        blocks, masks = batch.block_table.numpy(), batch.ancestors
         rows = zip(batch.q_start.tolist(), batch.q_len.tolist(), batch.base_len.tolist(), strict=True)
         for b, (start, count, base) in enumerate(rows):
             if count:
                 j = np.arange(base + count)
-                slots = pages[b, j // block_size].astype(np.int64) * block_size + j % block_size
+                slots = blocks[b, j // block_size].astype(np.int64) * block_size + j % block_size
                 text = _decode(keys[slots], values[slots])
                 own = None if masks is None else masks[start : start + count].tolist()
                 hidden[start : start + count, :4] = torch.from_numpy(self._states(*text, base, own))
         return hidden.to(self.dtype)
 
     def _states(self, ids: Any, positions: Any, base: int, masks: list[int] | None) -> Any:
-        """The hidden states [n, 4] of the entries from `base` on, for chains or by what each query sees."""
+        """Return the hidden states [n, 4] of the entries from `base` on. `masks` are the ancestor masks of a
+        tree, None for a chain."""
         n = len(ids) - base
         worth = self.worth[np.clip(positions, 0, len(self.worth) - 1), ids]
         spoilt = np.zeros(n)
@@ -98,7 +101,7 @@ class Mock(Model):
 
 
 class MockHeads:
-    """Heads of a `Mock`: head i writes the likeliest successors of the last token ahead."""
+    """Medusa heads of a `Mock`. Each head predicts the most likely successor of the previous head's token."""
 
     token_map, weight_bytes = None, 0
 
@@ -106,7 +109,7 @@ class MockHeads:
         self.model, self.num_heads = model, num_heads
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] -> [N, num_heads, V]."""
+        """Return the logits [N, num_heads, V] for hidden states [N, H]."""
         last = hidden[:, 0].long() * BASE + hidden[:, 1].long()
         found = []
         for _ in range(self.num_heads):
@@ -119,13 +122,13 @@ class MockHeads:
 
 
 def entries_of(kv_cache: Tensor, block: int) -> tuple[list[int], list[int]]:
-    """The tokens and the positions that a block holds."""
+    """Return the tokens and positions in a block."""
     ids, positions = _decode(*kv_cache[0, :, 0, block])
     return ids.tolist(), positions.tolist()
 
 
 def _likely_successors(rng: np.random.Generator, vocab_size: int) -> Tensor:
-    """[V, V] scores: each token has up to three likely successors, some of which are many tokens'."""
+    """Return logits [V, V] where each token has up to three likely successors, some shared by many tokens."""
     scores = rng.standard_normal((vocab_size, vocab_size)).astype(np.float32)
     for token in range(vocab_size):
         for bonus in (6.0, 5.0, 4.0):
@@ -134,7 +137,8 @@ def _likely_successors(rng: np.random.Generator, vocab_size: int) -> Tensor:
 
 
 def _encode(ids: Any, positions: Any) -> Any:
-    """[n, WIDTH]: digits, which all dtypes hold exactly. Position 0 of a zeroed block is no entry."""
+    """Return cache entries [n, WIDTH] of digits, which every dtype represents exactly, and a marker 1, which
+    distinguishes an entry with position 0 from zeroed memory."""
     found = np.zeros((len(ids), WIDTH), dtype=np.float32)
     found[:, 0], found[:, 1], found[:, 2] = ids // BASE, ids % BASE, 1
     found[:, 3], found[:, 4] = positions // BASE, positions % BASE
@@ -142,7 +146,7 @@ def _encode(ids: Any, positions: Any) -> Any:
 
 
 def _decode(keys: Tensor, values: Tensor) -> tuple[Any, Any]:
-    """Tokens and positions [n] of entries [n, WIDTH]; -1 is the position of what is none."""
+    """Return the tokens and positions [n] of entries [n, WIDTH]. Invalid entries have position -1."""
     found = keys.float().numpy().astype(np.int64)
     whole = (found[:, 2] == 1) & (values == keys).all(1).numpy()
     ids, positions = found[:, 0] * BASE + found[:, 1], found[:, 3] * BASE + found[:, 4]

@@ -1,8 +1,8 @@
-"""What a request must give, without an engine: one token after the other.
+"""Compute the expected output of a request without an engine, one token at a time.
 
-Noise and the arithmetic of a draw are the engine's, as outputs are compared to the bit. What is read of a row
-is written here, straight from what is asked; each token must be one that may come by `tests/exact.py`; texts
-are decoded whole.
+The noise and the arithmetic of sampling are the engine's, because outputs must be bitwise identical. The rest
+is independent: the sampling row is built directly from the parameters, each token is checked against
+`tests/exact.py`, and texts are decoded as a whole.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from nanospec.text.tokenizer import Tokenizer
 from tests import exact
 from tests.tiny import tiny_tokenizer
 
-TEXT_VOCAB = 300  # with a tokenizer
+TEXT_VOCAB = 300  # vocabulary size of engines with a tokenizer
 
 
 class Expected(NamedTuple):
-    """A request's output.
+    """The expected output of a request.
 
     Attributes:
-        scores: at each token, what the model said (after masks), float32 [V].
-        text: with a tokenizer, after stop strings.
+        text: the text up to a stop string; "" without a tokenizer.
+        scores: the logits [V] of each token, after grammar masks.
     """
 
     token_ids: list[int]
@@ -51,7 +51,7 @@ class Expected(NamedTuple):
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Of 277 tokens; the first one ends texts."""
+    """Return a tokenizer with 277 tokens. Token 0 is the EOS token."""
     with TemporaryDirectory() as folder:
         return tiny_tokenizer(Path(folder))
 
@@ -63,19 +63,19 @@ def grammars(vocab_size: int, items: int | None) -> Grammars:
 
 @contextmanager
 def limited(engine: dict[str, Any]) -> Iterator[None]:
-    """While grammars are compiled: the scenario may let them follow but so many ways to read a text."""
+    """Apply the scenario's limit of parser items per step to grammars compiled in the context."""
     items = engine.get("items")
     with mock.patch.dict(LIMITS, {} if items is None else {"step_max_items": items}):
         yield
 
 
 class Oracle:
-    """Of one request."""
+    """Computes the output of one request."""
 
     def __init__(
         self, model: Mock, prompt: list[int], params: SamplingParams, engine: dict[str, Any], index: int
     ) -> None:
-        """`engine`: as a scenario has it; `index`: its number among several outputs of one request."""
+        """Create the oracle. `engine` are the scenario's settings; `index` numbers the outputs if n > 1."""
         window, text = engine["window"], engine["vocab"] == TEXT_VOCAB
         self.model, self.params, self.prompt, self.index = model, params, prompt, index
         self.max_len = window if params.max_tokens is None else min(window, len(prompt) + params.max_tokens)
@@ -87,10 +87,10 @@ class Oracle:
             with limited(engine):
                 self.guide = grammars(TEXT_VOCAB, engine.get("items")).guide(params.response_format)
         self.table = self._row()
-        self._asked = replace(params, stop_token_ids=self.stop_ids)  # min_tokens bars all of them
+        self._asked = replace(params, stop_token_ids=self.stop_ids)  # min_tokens forbids all of them
 
     def run(self) -> Expected:
-        """All of its output."""
+        """Return the output."""
         tokens, scores, text, reason = list(self.prompt), list[Tensor](), "", ""
         stopped_by: str | int | None = None
         while not reason:
@@ -126,7 +126,8 @@ class Oracle:
         return self._of(tokens, reason, stopped_by, text, scores)
 
     def _text(self, tokens: list[int], known: int | None) -> str:
-        """The output's text; while it goes on, `known` of it, without a last character that may change."""
+        """Return the text of the output. If it is not finished (`known` is not None), exclude an incomplete
+        last character, but keep at least `known` characters."""
         text = (self.tokenizer or tokenizer()).decode(tokens[len(self.prompt) :])
         return text if known is None else text[: max(len(text) - text.endswith("\ufffd"), known)]
 
@@ -134,14 +135,14 @@ class Oracle:
         return Expected(tokens[len(self.prompt) :], reason, by, text if self.tokenizer else "", scores)
 
     def _stop_string(self, text: str, old: int, num_tokens: int) -> tuple[int, str] | None:
-        """(where, which) is the first stop string that ends behind the first `old` characters."""
+        """Return (position, string) of the first stop string that ends after the first `old` characters."""
         if num_tokens - len(self.prompt) < self.params.min_tokens:
             return None
         found = [(at, s) for s in self.params.stop if (at := text.find(s, max(old - len(s) + 1, 0))) >= 0]
         return min(found) if found else None
 
     def scores(self, tokens: list[int]) -> Tensor:
-        """What the model says after a text, [V] in its dtype, as the request has it changed."""
+        """Return the logits [V] after a text, with the request's grammar mask."""
         worth = self.model.worth[range(len(tokens)), tokens].sum()
         logits = self.model.scores([tokens[-1]], [int(worth) % SUMS])
         if tuple(tokens) in self.model.spoilt:
@@ -155,7 +156,7 @@ class Oracle:
         return logits[0]
 
     def draw(self, scores: Tensor, tokens: list[int]) -> int:
-        """The token that comes after a text."""
+        """Sample the token after a text."""
         given = scores.float()
         if self.params.changes_logits:
             self.table.output_counts[0] = torch.bincount(
@@ -163,17 +164,19 @@ class Oracle:
             )
             given = penalize(given, 0, len(tokens), [], self.table)
         token = int(sample.draw(given, 0, len(tokens), self.table))
-        assert token == NAN_TOKEN or self.may_say(scores, tokens, token), f"{token} is drawn, and may not be"
+        assert token == NAN_TOKEN or self.may_say(scores, tokens, token), (
+            f"token {token} was sampled, but is not allowed"
+        )
         return token
 
     def may_say(self, scores: Tensor, tokens: list[int], token: int) -> bool:
-        """Whether sampling may draw a token after a text."""
+        """Return whether a token has nonzero probability after a text."""
         output = tuple(tokens[len(self.prompt) :])
         x = exact.changed(scores.double().numpy(), self.prompt, output, self._asked)
         return exact.may_draw(x, token, self._asked)
 
     def _row(self) -> Table:
-        """A row with what drawing reads."""
+        """Return a table with one row that has the request's sampling parameters."""
         asked, size = self.params, self.model.config.vocab_size
         table = Table.empty(1, 1, 1, size, "cpu")
         for column, value in (

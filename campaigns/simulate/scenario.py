@@ -1,4 +1,4 @@
-"""What happens in a simulation, as plain data: it can be written to a file, replayed and made smaller."""
+"""Scenarios as plain data, which can be saved, replayed and shrunk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.nanospec.extras.grammar.guided import FORMATS
 METHODS = (
     "none", "ngram", "draft", "medusa", "ngram+draft", "ngram+medusa",
 )  # fmt: skip
-OWN = ("junk", "known")  # drafters of a user's: random guesses, and the right ones with some wrong
+OWN = ("junk", "known")  # custom drafters: random drafts, and mostly correct drafts
 CALLS = ("admit", "prefill", "step", "fetch")
 
 
@@ -28,15 +28,15 @@ class Scenario:
     """A simulation.
 
     Attributes:
-        seed: of the model, and of whatever else is drawn while it runs.
-        engine: what `driver.py` makes an engine of.
-        jobs: {"prompt", "params", "arrives": at which step, "ends": so many steps later it is aborted, or
-            None, "index": it is that output of several, "salt": of who may share its blocks}.
-        faults: {"call": of the worker or "propose", "number": at which of them, "kind": "interrupt", "error",
-            "memory" (runs out), "panic", "abort" (of "job", by its own thread in the middle of a step) or
-            "clock" (jumps by "seconds"), "late": behind the call instead of before it}; or {"kind": "nan",
-            "job", "number"}: scores behind its first so many tokens are NaN.
-        threads: how many share the engine; 0: one that steps by itself.
+        seed: the seed of the model and of all random choices during the run.
+        engine: the settings from which `driver.py` creates the engine.
+        jobs: the requests: {"prompt", "params", "arrives": the step of arrival, "ends": the number of steps
+            until it is aborted or None, "index": the number of the output if n > 1, "salt": the cache salt}.
+        faults: {"call": a method of the worker or "propose", "number": which call of it, "kind": "interrupt",
+            "error", "memory" (out of memory), "panic", "abort" (of "job", in the middle of a step) or "clock"
+            (a jump by "seconds"), "late": after the call instead of before}; or {"kind": "nan", "job",
+            "number"}: the logits after `number` output tokens are NaN.
+        threads: the number of threads that share the engine; 0 for a single loop.
     """
 
     seed: int
@@ -47,12 +47,12 @@ class Scenario:
 
     @classmethod
     def drawn(cls, seed: int, text: bool = False) -> Scenario:
-        """The scenario of a seed; `text`: with a tokenizer, whatever the seed says."""
+        """Generate the scenario of a seed. If `text`, it always has a tokenizer."""
         rng = random.Random(seed)
         engine = _engine(rng)
         engine["vocab"] = TEXT_VOCAB if text else engine["vocab"]
         jobs = [_job(rng, engine, seed) for _ in range(rng.choice((1, 2, 4, 7, 12, 20)))]
-        more = random.Random(f"{seed}, more")  # so that what is added here changes no seed's other draws
+        more = random.Random(f"{seed}, more")  # a second generator, so that additions keep old seeds
         if more.random() < 0.15:
             _outgrow(more, engine, jobs)
         _share_beginnings(rng, engine, jobs)
@@ -71,7 +71,7 @@ class Scenario:
 
 
 def model_of(engine: dict[str, Any], seed: int) -> Mock:
-    """The target."""
+    """Return the target model."""
     dtype = getattr(torch, engine["dtype"])
     return Mock(engine["vocab"], engine["window"], seed, engine["surprise"], dtype)
 
@@ -118,7 +118,7 @@ def _engine(rng: random.Random) -> dict[str, Any]:
 
 
 def _fits(engine: dict[str, Any]) -> bool:
-    """Whether the method has a use for the width of trees."""
+    """Return whether the drafting method supports the tree width."""
     if engine["method"] in OWN or engine["tree_width"] > engine["vocab"]:
         return bool(engine["tree_width"] == 1)
     try:
@@ -167,7 +167,7 @@ def _params(rng: random.Random, engine: dict[str, Any]) -> dict[str, Any]:
     params["seed"] = rng.randrange(-(2**63), 2**63)
     params["max_tokens"] = limit if rng.random() < 0.9 else None
     if len(set(params.get("stop_token_ids", ()))) == vocab:
-        params.pop("min_tokens", None)  # nothing would be left to say
+        params.pop("min_tokens", None)  # no token would be allowed
     if engine["acceptance"] != "exact" and engine["method"] != "none":
         params["acceptance"] = rng.choice((None, "exact", "rejection", "typical"))
     if vocab == TEXT_VOCAB and rng.random() < 0.25:
@@ -178,7 +178,7 @@ def _params(rng: random.Random, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outgrow(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
-    """Have requests come together and outgrow the memory, so that some are preempted."""
+    """Let requests arrive together and outgrow the KV cache, so that some are preempted."""
     engine["window"] = max(engine["window"], 4 * engine["block_size"])
     engine["rows"] = rng.choice((3, 5, 8))
     engine["blocks"] = -(-engine["window"] // engine["block_size"]) + rng.randint(0, 2)
@@ -190,7 +190,7 @@ def _outgrow(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, An
 
 
 def _share_beginnings(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
-    """Have some prompts begin like others, some of them whole."""
+    """Give some prompts a prefix of another prompt, or all of it."""
     for job in jobs[1:]:
         if rng.random() < 0.4:
             other = rng.choice(jobs)["prompt"]
@@ -201,7 +201,8 @@ def _share_beginnings(rng: random.Random, engine: dict[str, Any], jobs: list[dic
 def _stop_inside(
     rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]], seed: int, guided: bool = False
 ) -> None:
-    """Let some requests, `guided` or not, stop at a token or a string of what they would say."""
+    """Add a stop token or stop string that occurs in the output to some requests (those with a grammar if
+    `guided`, else the others)."""
     model = model_of(engine, seed)
     for job in jobs:
         if rng.random() < 0.3 and guided == ("response_format" in job["params"]):
@@ -225,9 +226,9 @@ def _fault(rng: random.Random, num_jobs: int) -> dict[str, Any]:
 
 
 def _add_rare(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]], seed: int) -> None:
-    """What few scenarios have."""
+    """Add rare features: several outputs, cache salts, EOS ignored, failing grammars."""
     for job in jobs[1:]:
-        if rng.random() < 0.1:  # another output of a request before it
+        if rng.random() < 0.1:  # another output of an earlier request
             other = rng.choice(jobs)
             if other["params"].get("response_format") is None:
                 same = {name: other[name] for name in ("prompt", "params", "arrives")}
@@ -247,7 +248,7 @@ def _add_rare(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, A
 
 
 def _let_grammars_fail(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
-    """There are more ways to read a text, the longer it is; at last too many."""
+    """Add an ambiguous grammar, whose parses exceed the limit as the text gets longer."""
     engine["items"] = 60
     [end] = tokenizer().encode(";", add_special_tokens=False)
     rng.choice(jobs)["params"]["response_format"] = {}

@@ -1,5 +1,5 @@
-"""The requests of a scenario by HTTP: the server in a thread, clients that stream, wait or hang up. Times are
-real here, so a run does not repeat itself; what each request must give is known all the same."""
+"""Run the requests of a scenario over HTTP: a server in a thread; clients that stream, wait or disconnect.
+Times are real, so runs are not reproducible; the expected outputs are the same."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from nanospec.apps.serve.logs import log
 from nanospec.engine.request import Request, seed_of
 from tests.nanospec.apps.serve.conftest import serving
 
-LATER = 0.002  # seconds that a step of a scenario stands for
+LATER = 0.002  # seconds per step of arrival time
 
 
 class Served(Simulation):
-    """One run."""
+    """A run of a scenario over HTTP."""
 
     def run(self) -> Counter[str]:
         self.prepare()
@@ -36,13 +36,13 @@ class Served(Simulation):
         self._numbers = {oracle.params.seed: i for i, oracle in enumerate(self.oracles)}
         self._scheduler_add = self.engine.scheduler.add
         self.engine.scheduler.add = self._queued  # type: ignore[method-assign]
-        log.disabled = True  # of failures that are injected
+        log.disabled = True  # injected failures would be logged
         try:
             with serving(llm) as server, limited(self.scenario.engine):
                 asyncio.run(self._clients(server.url))
         finally:
             log.disabled = False
-            if self.broken:  # what clients say follows from it
+            if self.broken:  # the clients' errors are consequences
                 raise self.broken[0]
         return self.concluded()
 
@@ -54,7 +54,7 @@ class Served(Simulation):
     def _step(self) -> list[Request]:
         try:
             return super()._step()
-        except AssertionError as error:  # which the server would take for a failed step, and go on
+        except AssertionError as error:  # the server would handle it as a failed step
             self.broken.append(error)
             raise
 
@@ -80,14 +80,14 @@ class Served(Simulation):
             await self._read_stream(i, response)
 
     async def _read_stream(self, i: int, response: httpx.Response) -> None:
-        """All of it, or until the client hangs up."""
+        """Read a stream to its end, or disconnect as the job specifies."""
         events: list[dict[str, Any]] = []
         ends = self.scenario.jobs[i]["ends"]
         async for line in _lines(response):
             if line.startswith("data: {"):
                 events.append(json.loads(line.removeprefix("data: ")))
             if len(events) == ends:
-                self.seen["hung up"] += 1
+                self.seen["disconnected"] += 1
                 self.cut.add(i)
                 return
         choices = [choice for event in events for choice in event.get("choices", ())]
@@ -97,9 +97,10 @@ class Served(Simulation):
         self._same(i, choices)
 
     def _read(self, i: int, request: Request) -> None:
-        """The server hands it on."""
+        """Do nothing, since the server reads the pieces."""
 
     def _told(self, i: int, response: httpx.Response) -> None:
+        """Check a response that was not streamed."""
         found = response.json()
         if response.status_code == 500:
             self._failed(i)
@@ -109,12 +110,12 @@ class Served(Simulation):
         self._same(i, found["choices"])
 
     def _failed(self, i: int) -> None:
-        """Only one that was there when something was made to fail, or for which nothing could be drawn."""
+        """Check that a failed request was running when a fault was injected, or is expected to fail."""
         self.seen["failed"] += 1
-        assert i in self.cut or self.expected[i].finish_reason == "abort", f"job {i} has failed"
+        assert i in self.cut or self.expected[i].finish_reason == "abort", f"job {i} failed"
 
     def _same(self, i: int, choices: list[dict[str, Any]]) -> None:
-        """All choices of a stream, or the one of an answer, against the oracle."""
+        """Compare all choices of a stream, or the choice of a response, with the oracle."""
         told, asked = self.expected[i], self.oracles[i].params.logprobs
         if not self.exact[i] or self.requests[i].finish_reason == "abort":
             return
@@ -128,7 +129,7 @@ class Served(Simulation):
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    """Those of a stream of events. httpx would end lines at more than its ends, such as U+0085 in a text."""
+    """Yield the lines of an event stream. httpx would also split at characters such as U+0085."""
     rest = b""
     async for part in response.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
@@ -137,11 +138,11 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 
 
 def simulate_served(scenario: Scenario) -> Counter[str]:
-    """Run it; AssertionError, or whatever was raised, if something is wrong. Its threads are not used; of its
-    faults errors are, as nobody but clients ends requests and Ctrl-C does not reach the engine's thread."""
+    """Run a scenario over HTTP. Raises on any violation. Its threads are ignored, and so are all faults but
+    errors: only clients abort requests, and Ctrl-C does not reach the engine's thread."""
     scenario.threads = 0
     scenario.faults = [fault for fault in scenario.faults if fault["kind"] in ("error", "memory", "nan")]
     for i, job in enumerate(scenario.jobs):
         job.pop("index", None)
-        job["params"]["seed"] = seed_of(job["params"]["seed"], i, 0)  # which tells them apart
+        job["params"]["seed"] = seed_of(job["params"]["seed"], i, 0)  # identifies the request
     return Served(scenario).run()

@@ -1,4 +1,4 @@
-"""Makes a failing scenario smaller, for as long as it fails in the same place."""
+"""Reduce a failing scenario while it fails in the same place."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PLAIN = {
 
 
 def place_of(error: BaseException) -> str:
-    """What failed where: the last line of ours that it came through."""
+    """Return the type of an error and the innermost line of this repository in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)] or frames
-    return f"{type(error).__name__} in {Path(own[-1].filename).name}, {own[-1].name}: {own[-1].line}"
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)] or frames
+    return f"{type(error).__name__} in {Path(ours[-1].filename).name}, {ours[-1].name}: {ours[-1].line}"
 
 
 def failure(scenario: Scenario, run: Callable[[Scenario], object]) -> BaseException | None:
-    """What running it raises, None if it passes."""
+    """Run a scenario and return its exception, or None if it passes."""
     try:
         run(scenario)
     except BaseException as error:
@@ -38,26 +38,26 @@ def failure(scenario: Scenario, run: Callable[[Scenario], object]) -> BaseExcept
 
 
 def shrink(scenario: Scenario, run: Callable[[Scenario], object], tries: int = 400) -> Scenario:
-    """The smallest scenario that is found in so many `tries` and fails as this one does."""
-    found = failure(scenario, run)
-    if found is None or isinstance(found, TooLong):  # each try would take as long
+    """Return the smallest scenario found in `tries` runs that fails in the same place."""
+    error = failure(scenario, run)
+    if error is None or isinstance(error, TooLong):  # each run would take as long
         return scenario
-    place, again = place_of(found), True
+    place, again = place_of(error), True
     while again:
         again = False
         for smaller in _smaller(scenario):
             tries -= 1
             if tries < 0:
                 return scenario
-            found = failure(smaller, run)
-            if found is not None and place_of(found) == place:
+            error = failure(smaller, run)
+            if error is not None and place_of(error) == place:
                 scenario, again = smaller, True
                 break
     return scenario
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """What might fail as well, the boldest first."""
+    """Yield smaller scenarios that may also fail, starting with the largest reductions."""
     yield from _with_fewer_jobs(scenario)
     for i in range(len(scenario.faults)):
         yield _without(scenario, "faults", i)
@@ -81,7 +81,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _with_fewer_jobs(scenario: Scenario) -> Iterator[Scenario]:
-    """Without half of them, a quarter, ... one."""
+    """Yield scenarios without half of the jobs, a quarter of them, ..., one of them."""
     count = size = len(scenario.jobs)
     while (size := size // 2) and count > 1:
         for first in range(0, count, size):
@@ -92,14 +92,14 @@ def _with_fewer_jobs(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _with(scenario: Scenario, value: Any, *path: Any) -> Scenario:
-    """A copy with another value at a place."""
+    """Return a copy with another value at a path."""
     data = asdict(scenario)
     reduce(getitem, path[:-1], data)[path[-1]] = value
     return Scenario(**data)
 
 
 def _without(scenario: Scenario, *path: Any) -> Scenario:
-    """A copy without what is at a place."""
+    """Return a copy without the item at a path."""
     data = asdict(scenario)
     del reduce(getitem, path[:-1], data)[path[-1]]
     return Scenario(**data)
