@@ -2,8 +2,8 @@
 
     make mutants FILES="kernels/speculation/verify.py nanospec/engine/blocks.py" SAMPLE=40 SEED=0
 
-SEED selects SAMPLE mutants of each file (0: all). A mutant is killed if a test of the file (`TESTS`) fails, or if
-the tests take 20 s more than twice their normal CPU time. A surviving mutant shows a missing test, or is
+SEED selects SAMPLE mutants of each file (0: all). A mutant is killed if a test in `TESTS` fails, or if the
+tests take 20 s more than twice their normal CPU time. A surviving mutant shows a missing test, or is
 equivalent to the original; `campaigns/mutants.json` has the reasons for the known equivalent ones.
 
 Why not mutmut or cosmic-ray? mutmut 3.8 skips functions with decorators, and therefore all kernels and

@@ -16,8 +16,7 @@ DAY = 86_400.0
 @pytest.mark.parametrize("jump", [DAY, 0.0], ids=["jump", "stand-still"])
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
 def test_clock_jumps(mode: str, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wall clock may be set back. The monotonic clock may jump forward, as after a suspend, or stand still
-    because of a low resolution."""
+    """The wall clock may be set back; the monotonic clock may jump forward (suspend) or stand still."""
     model = small_model()
     expected = texts(model)
     counter, wall, calls = time.perf_counter, time.time, itertools.count()
