@@ -1,9 +1,9 @@
-"""Draw docs/pictures/over_k.svg, what K guesses bring and cost, from `over_k.json`.
+"""Draw docs/pictures/over_k.svg, the cost and benefit of K drafts, from `over_k.json`.
 
     python -m bench.pictures [--results bench/results] [--out docs/pictures]
 
-All numbers come from the JSON. Text stays text in the SVG, the background is part of the picture, so that it
-reads on dark pages, and the same JSON gives the same file.
+All numbers come from the JSON. Text stays text in the SVG, which has a background to be readable on dark
+pages. The output is deterministic.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 Json = dict[str, Any]
 PAPER, INK, MUTED, FAINT = "#fdfcf9", "#1d1d1f", "#5f6066", "#dcd9d1"
-BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#8b8c92"  # told apart by all (Okabe and Ito)
+BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#8b8c92"  # Okabe and Ito: color-blind safe
 WIDTH = 8.0  # inches
 
 
 def source(files: Iterable[str], environment: Json) -> str:
-    """The small print: which results, of which machine, commit and day."""
+    """Return the source note: machine, date, commit and results files."""
     processor = re.sub(r"\((R|TM)\)| Processor| CPU", "", environment["cpu"].partition(" (a")[0])
     unit = next((f" with {flag}" for flag in ("amx_bf16", "avx512_bf16") if flag in environment["cpu"]), "")
     names = ", ".join(f"{name}.json" for name in files)
@@ -35,11 +35,11 @@ def source(files: Iterable[str], environment: Json) -> str:
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot in this style. matplotlib is an optional extra."""
+    """Return matplotlib.pyplot with the style applied. matplotlib is an optional dependency."""
     try:
         import matplotlib
     except ImportError:
-        raise SystemExit("Pictures need matplotlib: pip install '.[plot]'") from None
+        raise SystemExit("Pictures require matplotlib; install it with: pip install '.[plot]'") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -55,7 +55,7 @@ def pyplot() -> Any:
 
 
 def canvas(title: str, note: str, height: float, columns: int = 1, left: float = 0.1) -> tuple[Any, Any]:
-    """A figure with a title and small print, and its axes in a row, `height` inches high."""
+    """Return a figure with a title and a note, and its axes in a row, `height` inches high."""
     head, foot = textwrap.wrap(title, 58), textwrap.wrap(note, 130)
     above, below = 0.55 + 0.27 * len(head), 0.6 + 0.14 * len(foot)
     total = above + height + below

@@ -31,20 +31,20 @@ LEAST = -9 * 10**18  # the lower limit of numbers in a schema
 BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|[][{}]')  # also matches strings, to skip the brackets in them
 
 
-def checked(given: Any) -> dict[str, Any] | None:
+def checked(fmt: Any) -> dict[str, Any] | None:
     """Return a validated copy of a `response_format`, or None if it allows any text. Raises ValueError if it
     is malformed."""
-    given = _plain(given)  # first, because the error messages below print it
-    if given is None:
+    fmt = _plain(fmt)  # first, because the error messages below print it
+    if fmt is None:
         return None
-    if not isinstance(given, dict) or given.get("type") not in TYPES:
+    if not isinstance(fmt, dict) or fmt.get("type") not in TYPES:
         types = ", ".join(map(repr, TYPES))
-        raise ValueError(f"response_format={shown(given)} must be an object whose 'type' is one of {types}.")
-    kind = given["type"]
-    fields = {name: value for name, value in given.items() if value is not None or name == kind}
+        raise ValueError(f"response_format={shown(fmt)} must be an object whose 'type' is one of {types}.")
+    kind = fmt["type"]
+    fields = {name: value for name, value in fmt.items() if value is not None or name == kind}
     if fields.keys() != ({"type"} if kind in BARE else {"type", kind}):
         needs = "only the field 'type'" if kind in BARE else f"exactly the fields 'type' and {kind!r}"
-        raise ValueError(f"response_format={shown(given)} must have {needs}.")
+        raise ValueError(f"response_format={shown(fmt)} must have {needs}.")
     value: Any = fields.get(kind)
     if kind == "json_schema":
         _check_schema(value)
@@ -71,14 +71,14 @@ def check_together(params: SamplingParams) -> None:
             raise ValueError(f"{name}={shown(value)} conflicts with response_format: {why}; remove one.")
 
 
-def _check_schema(given: Any) -> None:
+def _check_schema(json_schema: Any) -> None:
     """Validate OpenAI's `json_schema`. "strict" has no effect: the output always matches the schema."""
-    if not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
+    if not isinstance(json_schema, dict) or not isinstance(json_schema.get("schema"), dict):
         raise ValueError("response_format: 'json_schema' must be an object with the object 'schema'.")
-    if unknown := [name for name in given if name not in FIELDS]:
+    if unknown := [name for name in json_schema if name not in FIELDS]:
         known = ", ".join(map(repr, FIELDS))
         raise ValueError(f"response_format: unknown field {shown(unknown[0])}; 'json_schema' has {known}.")
-    _check_parts([given["schema"]])
+    _check_parts([json_schema["schema"]])
 
 
 def _check_parts(parts: list[Any]) -> None:

@@ -98,8 +98,8 @@ def _check_devices(config: EngineConfig, count: int) -> None:
 
 def _pickled(arguments: Arguments) -> bytes:
     """Pickle the followers' arguments. Raises ValueError for a drafter that they could not load."""
-    config, _, given = arguments
-    for drafter in resolve_drafters(config.spec, given):
+    config, _, drafters = arguments
+    for drafter in resolve_drafters(config.spec, drafters):
         if type(drafter).__module__ == "__main__":
             raise ValueError(
                 f"{type(drafter).__name__} is defined in the main script, which other ranks do not run; move "
@@ -108,7 +108,7 @@ def _pickled(arguments: Arguments) -> bytes:
     try:
         return pickle.dumps(arguments)
     except Exception as error:
-        raise ValueError(f"drafter={shown(given)} cannot be sent to other ranks: {error}") from None
+        raise ValueError(f"drafter={shown(drafters)} cannot be sent to other ranks: {error}") from None
 
 
 def _start_followers(leader: Place, processes: list[Popen[bytes]]) -> None:

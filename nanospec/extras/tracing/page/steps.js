@@ -64,10 +64,10 @@ function stageBar(step, perMs = 0) {
 
 /** Describe a step in words. */
 function story(lane, step) {
-  const n = step.accepted.length, word = step.own === null ? "" : tokenText(step.own);
-  const own = word && `“${word.trim() || word}”`;
+  const n = step.accepted.length, word = step.sampled === null ? "" : tokenText(step.sampled);
+  const sampled = word && `“${word.trim() || word}”`;
   const total = `One forward pass produced ${count(step.tokens.length, "token")}.`;
-  if (!step.drafts.length) return `${NO_DRAFTS[step.reason] ?? NO_DRAFTS["no match"]} The model generated one token: ${own}.`;
+  if (!step.drafts.length) return `${NO_DRAFTS[step.reason] ?? NO_DRAFTS["no match"]} The model generated one token: ${sampled}.`;
   const copied = step.sources.filter((source) => source >= 0).length, others = step.drafts.length - copied;
   let words = copied
     ? `The last ${step.match_len === 1 ? "token occurs" : `${step.match_len} tokens occur`} earlier in the text. N-gram lookup ` +
@@ -76,12 +76,12 @@ function story(lane, step) {
   if (others) words += ` ${count(others, "token")} ${others === 1 ? "was" : "were"} drafted by ${draftersOf(step)}.`;
   words = words.trim();
   if (!isChain(step)) words += " The drafts form a tree.";
-  if (!step.verified) return `${words} Verifying them was not expected to save time, so the model generated one token: ${own}.`;
+  if (!step.verified) return `${words} Verifying them was not expected to save time, so the model generated one token: ${sampled}.`;
   if (step.verified < step.drafts.length) words += ` The first ${step.verified === 1 ? "one was" : `${step.verified} were`} verified.`;
-  if (own && n === 0) return `${words} All were rejected; the model generated ${own} instead.`;
+  if (sampled && n === 0) return `${words} All were rejected; the model generated ${sampled} instead.`;
   const first = isChain(step) ? (n === 1 ? "The first draft was" : `The first ${n} drafts were`) : n === 1 ? "One draft was" : `A path of ${n} drafts was`;
-  if (own && n < step.verified) return `${words} ${first} accepted; the model then generated ${own}. ${total}`;
-  if (own) return `${words} All were accepted, and the model added ${own}. ${total}`;
+  if (sampled && n < step.verified) return `${words} ${first} accepted; the model then generated ${sampled}. ${total}`;
+  if (sampled) return `${words} All were accepted, and the model added ${sampled}. ${total}`;
   return `${words} ${n === 1 ? "One draft was" : `${n} drafts were`} accepted, and the output ends there. ${total}`;
 }
 

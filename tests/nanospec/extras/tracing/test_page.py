@@ -46,17 +46,17 @@ def test_steps_show_accepted_and_rejected_drafts(show: Open) -> None:
     assert "2.0 tokens per step" in page.inner_text("#lead")
     assert page.locator(".step").count() == 6
     assert texts_of(page, "#step-0 .copied") == [" not", " to"]
-    assert texts_of(page, "#step-0 .g.own") == [" sleep"]
+    assert texts_of(page, "#step-0 .g.sampled") == [" sleep"]
     assert texts_of(page, "#step-0 .rejected") == [" is", " is"]
     assert texts_of(page, "#step-1 .g") == [","]
     assert texts_of(page, "#step-3 .predicted") == [" that"]
     assert texts_of(page, "#step-4 .unverified") == [" sleep"] * 3
-    assert texts_of(page, "#step-5 .g.own") == []
+    assert texts_of(page, "#step-5 .g.sampled") == []
     style = "element => getComputedStyle(element).textDecorationLine"
     assert page.locator("#step-0 .rejected").first.evaluate(style) == "line-through"
     colours = {
         page.locator(f"#text .t.{kind}").first.evaluate("element => getComputedStyle(element).color")
-        for kind in ("prompt", "own", "copied", "predicted")
+        for kind in ("prompt", "sampled", "copied", "predicted")
     }
     assert len(colours) == 4
     assert page.text_content("#text") == "".join(example().lanes[0].prompt + example().lanes[0].output)
