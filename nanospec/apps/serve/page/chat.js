@@ -15,10 +15,10 @@ export class Turn {
   constructor(content) {
     this.content = content;
     this.answers = [];
-    this.said = make("div", "said", printable(content));
+    this.message = make("div", "message", printable(content));
     this.runs = make("div", "runs");
     this.after = make("div", "after");
-    this.element = make("li", "turn", make("h3", "hidden", "You"), this.said, this.runs, this.after);
+    this.element = make("li", "turn", make("h3", "hidden", "You"), this.message, this.runs, this.after);
   }
 
   /** The answer with which the conversation continues, or "" if there is none. */

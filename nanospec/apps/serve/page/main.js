@@ -54,7 +54,7 @@ async function answer(turn) {
     const run = await write(turn, request, retry);
     const label = run?.isPlain ? "Repeat with speculation" : "Repeat without speculation";
     if (run && $("drafter").options.length > 1) turn.offerAgain(label, () => again(turn));
-    follow(isAtEnd());
+    scrollToEnd(isAtEnd());
   } catch (error) {
     turn.fail(error.message, retry);
     showStatus("");
@@ -68,7 +68,7 @@ async function again(turn) {
   const request = num_speculative_tokens === 0 ? others : { ...others, num_speculative_tokens: 0 };
   if (await write(turn, request, () => again(turn))) {
     showStatus(turn.compare());
-    follow(true);
+    scrollToEnd(true);
   } else if (!turn.after.hasChildNodes()) turn.offerAgain("Repeat", () => again(turn));
 }
 
@@ -78,7 +78,7 @@ async function write(turn, request, retry) {
   turn.add(shown);
   setBusy(abort);
   showFigures(run);
-  follow(true);
+  scrollToEnd(true);
   showStatus(`${run.title}: generating ...`);
   const body = { ...request, stream: true, stream_options: { include_usage: true, include_drafts: true } };
   try {
@@ -89,7 +89,7 @@ async function write(turn, request, retry) {
       shown.draw();
       showFigures(run);
       $("struck-out").hidden &&= !run.tokens.some((token) => token.kind === "rejected");
-      follow(wasAtEnd);
+      scrollToEnd(wasAtEnd);
     }
     showStatus(`Done: ${shown.note.textContent || "no text"}.`);
     return run;
@@ -98,7 +98,7 @@ async function write(turn, request, retry) {
     return null;
   } finally {
     setBusy(null);
-    follow(isAtEnd());
+    scrollToEnd(isAtEnd());
   }
 }
 
@@ -132,7 +132,7 @@ function askForKey(retry) {
 
 const scroller = () => (getComputedStyle($("talk")).overflowY === "auto" ? $("talk") : document.scrollingElement);
 const isAtEnd = (box = scroller()) => box.scrollHeight - box.scrollTop - box.clientHeight < 120;
-const follow = (yes) => yes && (scroller().scrollTop = scroller().scrollHeight);
+const scrollToEnd = (when) => when && (scroller().scrollTop = scroller().scrollHeight);
 
 // Event handlers
 

@@ -35,8 +35,8 @@ function placeTip(box) {
 /** The messages of an answer's request, with the elements that show them. */
 function messagesOf(turn, shown) {
   const before = state.turns.slice(0, state.turns.indexOf(turn));
-  const elements = before.flatMap((other) => [[other.content, other.said], [other.text, other.answers[0]?.text]]);
-  const byContent = new Map([...elements, [turn.content, turn.said]]);
+  const elements = before.flatMap((other) => [[other.content, other.message], [other.text, other.answers[0]?.text]]);
+  const byContent = new Map([...elements, [turn.content, turn.message]]);
   return shown.run.request.messages.map(({ content }) => ({ content, element: byContent.get(content) }));
 }
 
