@@ -45,7 +45,7 @@ class SpecConfig:
     """Speculative decoding settings.
 
     Attributes:
-        method: the drafter. "ngram" looks up the last tokens in the request's own text and proposes what
+        method: drafter to use. "ngram" looks up the last tokens in the request's own text and proposes what
             followed them; "draft" runs a small model with the same vocabulary; "medusa" runs extra heads on
             the target's last hidden state. "ngram+draft" and "ngram+medusa" run the model only where the
             lookup finds no match. "none" disables speculation.
@@ -191,9 +191,9 @@ class SamplingParams:
 
     Attributes:
         n: number of outputs to generate for the prompt.
-        temperature: sampling temperature. 0, or any value below 1e-5, is greedy decoding.
+        temperature: sampling temperature; 0 (or any value below 1e-5) means greedy decoding.
         top_p: sample from the smallest set of most likely tokens with at least this total probability.
-        top_k: sample from this many most likely tokens; 0 or -1 for all tokens.
+        top_k: sample from this many most likely tokens; 0 or -1 considers all tokens.
         min_p: minimum probability of a token, relative to that of the most likely one.
         seed: random seed. The output for a seed depends neither on other requests nor on speculation.
         max_tokens: maximum number of tokens to generate; None generates up to the context length.
@@ -209,8 +209,8 @@ class SamplingParams:
         logit_bias: map of token ids to values added to their logits.
         response_format: format that the output must have, such as {"type": "json_object"}. Checked when the
             request is added to the engine.
-        num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, for this request; None uses the
-            engine's value, which bounds the first two. 0 drafts disable speculation.
+        num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, but for this request. Defaults to
+            the engine's values, which the first two cannot exceed. K = 0 disables speculation.
     """
 
     n: int = limited(1, 1, 1024)

@@ -99,8 +99,8 @@ class SpecStats:
 
 @dataclass
 class Metrics:
-    """Counters of an engine. `num_cached_tokens` prompt tokens were found in the prefix cache.
-    `num_prefill_tokens` were computed, including those recomputed after a preemption."""
+    """Counters of an engine. `num_cached_tokens` counts prompt tokens found in the prefix cache,
+    `num_prefill_tokens` those computed, including those recomputed after a preemption."""
 
     spec: SpecStats
     num_forward_steps: int = 0

@@ -86,7 +86,7 @@ class RowResult(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """The results in flight of a step that has been queued. `lines` waits for its report, see `decode`."""
+    """A queued step, whose results may not be available yet. `lines` waits for its report, see `decode`."""
 
     lines: Callable[[], list[list[int]]]
     logprobs: Logprobs | None

@@ -140,7 +140,7 @@ class Engine:
             held = {r for queued in self._queue for r in queued.requests if r.constraint is not None}
             plan = self.scheduler.schedule(held)
             self._admit(plan)
-        touched = self._prefill(plan) if plan.prefill else []
+        updated = self._prefill(plan) if plan.prefill else []
         if plan.decode:
             self._queue.append(self._launch(plan))
         lag = self.lag if plan.decode else 0  # collect everything if no step was queued
@@ -148,10 +148,10 @@ class Engine:
             queued = self._queue.popleft()
             results = self.worker.fetch(queued.flight)
             with self.worker.stages["host"]:
-                touched += self._collect(queued, results)
+                updated += self._collect(queued, results)
             for extension, state in zip(self.extensions, queued.extension_states, strict=True):
                 extension.collected(queued, results, state)
-        return touched
+        return updated
 
     def _admit(self, plan: Plan) -> None:
         """Release the rows of preempted requests and admit new requests on the worker."""
@@ -202,11 +202,11 @@ class Engine:
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Append the results to their requests and release finished ones. Return the requests updated."""
-        touched = []
+        updated = []
         for request, row, result in zip(queued.requests, queued.rows, results, strict=True):
             if request.is_finished:
                 continue  # finished by the host after this step was queued
-            touched.append(request)
+            updated.append(request)
             report = result.report
             method = method_of(report, self.worker.methods)
             if queued.k and request.max_k:
@@ -221,4 +221,4 @@ class Engine:
                     self.scheduler.pool.forget(request.blocks)
                 self._release(request)
                 self.metrics.num_finished += 1
-        return touched
+        return updated

@@ -455,7 +455,7 @@ def test_custom_drafter(folder: Path) -> None:
 def test_heads_are_found_by_model_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path))
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
-    with pytest.raises(FileNotFoundError, match="train some: .* train --model"):
+    with pytest.raises(FileNotFoundError, match="train them with: .* train --model"):
         LLM(folder, spec=SpecConfig(method="medusa"), **options)
     size, heads = len(TOKENS), {}
     for i in range(2):
