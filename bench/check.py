@@ -1,8 +1,7 @@
 """Compare a kernel with its `naive` reference, for any case of `bench/cases`.
 
-A case is built twice with the same seed, and run once by the kernel, with poisoned outputs, and once by
-`naive`. The return values are compared, and also all tensors in the closures of the calls, which a call may
-modify in place.
+A case is built twice with the same seed, and run by the kernel, with poisoned outputs, and by `naive`. Return
+values are compared, and also the tensors in the closures of the calls, which a call may modify in place.
 """
 
 from __future__ import annotations

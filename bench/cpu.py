@@ -238,7 +238,7 @@ def guess_name(guess: Any) -> str:
 
 
 def table(rounds: Sequence[dict[tuple[str, str, str], Json]]) -> list[Json]:
-    """Return a row for each system, way and case: rates, ratios per round, number of equal outputs."""
+    """Return a row for each system, way and case: rates, ratios per round, equal outputs."""
     rows = []
     for system, way, case in rounds[0]:
         runs = [r[system, way, case] for r in rounds]

@@ -6,8 +6,7 @@
 One process with one copy of the weights runs every system on every prompt, alternating between kinds of text
 and systems. Speedups over no speculation are computed per repeat, including prefill; medians are reported.
 Decoding is greedy, one request at a time, until EOS; the prefix cache is cleared before each repeat. Kinds of
-text are the six groups of Spec-Bench (first turns) and code edits. Without a draft model, its systems are
-skipped.
+text: six groups of Spec-Bench (first turns), code edits. Without a draft model, its systems are skipped.
 
 The last part compares the acceptance rules at temperature 1. Requires the evaluation data and an otherwise
 idle machine.
@@ -154,8 +153,8 @@ def compare(
 
 
 def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of each acceptance rule at temperature 1, and the mean log-probability of the output
-    under the target, which increases if a rule changes the distribution."""
+    """Return the figures of each acceptance rule at temperature 1, and the mean log-probability of outputs,
+    which increases if a rule changes the distribution."""
     found: dict[str, Any] = {}
     for method, rule in RULES:
         if makers.can(method):

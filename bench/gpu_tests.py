@@ -1,8 +1,7 @@
 """A pytest plugin for `bench/gpu.py` that writes a row when a test starts and when it ends.
 
-Tests that an earlier process of the group has started are skipped, so that a restarted file continues after
-the test that crashed the process. A test that takes more than `EACH` seconds, or leaves the GPU unusable,
-also ends the process.
+Tests that an earlier process of the group has started are skipped, so that a restarted file continues after a
+crash. A test that takes more than `EACH` seconds, or leaves the GPU unusable, also ends the process.
 """
 
 from __future__ import annotations

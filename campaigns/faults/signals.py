@@ -64,8 +64,7 @@ class Sandbox:
         numbers: Sequence[int],
         whom: Callable[[], int] | None = None,
     ) -> End:
-        """Send signals to a process, or to that of `whom`: the first after `moment` seconds, each further one
-        after 1 to 300 ms."""
+        """Send signals to a process (or `whom()`), first after `moment` seconds, then 1 to 300 ms apart."""
         try:
             for number in numbers:
                 with suppress(subprocess.TimeoutExpired):

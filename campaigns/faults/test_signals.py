@@ -101,8 +101,7 @@ def rank(sandbox: Sandbox, leader: int) -> Callable[[], int]:
 
 
 def test_all_ranks_exit_on_signal(tmp_path: Path) -> None:
-    """If any rank is killed or stopped, all ranks exit in time with an error message, and the batch can be
-    resumed."""
+    """If a rank is killed or stopped, all exit in time with an error message, and the batch can resume."""
     args = ["--model", random_model(tmp_path / "model"), *SMALL, *BATCH, *SPLIT]
     begin = time.monotonic()
     undisturbed = Sandbox(tmp_path / "undisturbed")

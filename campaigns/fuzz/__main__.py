@@ -25,12 +25,8 @@ HEAVY = ("torch", "numpy", "jinja2", "tokenizers", "safetensors", "gguf")  # not
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m campaigns.fuzz", description="fuzz the parsers of inputs"
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"targets: {', '.join(NAMES)} (default: all)"
-    )
+    parser = argparse.ArgumentParser(prog="python -m campaigns.fuzz", description="Run the fuzz targets.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)} (default: all)")
     parser.add_argument("--seconds", type=int, default=60, help="seconds per target (default: %(default)s)")
     parser.add_argument("--file", type=Path, help="run a single input, without atheris")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)

@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", type=_seeds, default="100", metavar="N|A:B", help="number of seeds, or a range"
     )
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help="processes (default: number of cores)"
-    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: all cores)")
     parser.add_argument("--as", dest="way", choices=("engine", "triton", "http"), default="engine")
     parser.add_argument("--replay", type=_scenario, metavar="FILE", help="run the scenario in a file")
     args = parser.parse_args(argv)

@@ -315,9 +315,7 @@ class Simulation:
         oracle, tokens = self.oracles[i], list(self.oracles[i].prompt)
         if (oracle.params.acceptance or self.scenario.engine["acceptance"]) == "rejection":
             for token in got:
-                assert oracle.may_say(oracle.scores(tokens), tokens, token), (
-                    f"job {i} cannot generate {token}"
-                )
+                assert oracle.may_say(oracle.scores(tokens), tokens, token), f"job {i} has {token}"
                 tokens.append(token)
 
     def _count(self) -> None:

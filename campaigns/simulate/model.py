@@ -35,9 +35,7 @@ class Mock(Model):
             head_dim=WIDTH, max_position_embeddings=window,
         )  # fmt: skip
         self.dtype, self.device = dtype, torch.device("cpu")
-        self.norm: Any = SimpleNamespace(
-            weight=torch.empty(0, dtype=dtype)
-        )  # tells which backend computes the model
+        self.norm: Any = SimpleNamespace(weight=torch.empty(0, dtype=dtype))  # for compute_info
         self.weight_bytes = 0
         self.lm_head = Linear(torch.zeros(vocab_size, WIDTH, dtype=dtype))
         self.after = _likely_successors(rng, vocab_size)  # [V, V]
@@ -69,8 +67,7 @@ class Mock(Model):
         return hidden.to(self.dtype)
 
     def _states(self, ids: Any, positions: Any, base: int, masks: list[int] | None) -> Any:
-        """Return the hidden states [n, 4] of the entries from `base` on. `masks` are the ancestor masks of a
-        tree, None for a chain."""
+        """Return the hidden states [n, 4] of the entries from `base` on. `masks`: ancestors in a tree."""
         n = len(ids) - base
         worth = self.worth[np.clip(positions, 0, len(self.worth) - 1), ids]
         spoilt = np.zeros(n)
@@ -137,8 +134,7 @@ def _likely_successors(rng: np.random.Generator, vocab_size: int) -> Tensor:
 
 
 def _encode(ids: Any, positions: Any) -> Any:
-    """Return cache entries [n, WIDTH] of digits, which every dtype represents exactly, and a marker 1, which
-    distinguishes an entry with position 0 from zeroed memory."""
+    """Return cache entries [n, WIDTH] of digits, which are exact in every dtype, and a 1 as a marker."""
     found = np.zeros((len(ids), WIDTH), dtype=np.float32)
     found[:, 0], found[:, 1], found[:, 2] = ids // BASE, ids % BASE, 1
     found[:, 3], found[:, 4] = positions // BASE, positions % BASE

@@ -126,8 +126,7 @@ class Oracle:
         return self._of(tokens, reason, stopped_by, text, scores)
 
     def _text(self, tokens: list[int], known: int | None) -> str:
-        """Return the text of the output. If it is not finished (`known` is not None), exclude an incomplete
-        last character, but keep at least `known` characters."""
+        """Return the output's text. Until finished (None), exclude an incomplete character after `known`."""
         text = (self.tokenizer or tokenizer()).decode(tokens[len(self.prompt) :])
         return text if known is None else text[: max(len(text) - text.endswith("\ufffd"), known)]
 
@@ -164,9 +163,7 @@ class Oracle:
             )
             given = penalize(given, 0, len(tokens), [], self.table)
         token = int(sample.draw(given, 0, len(tokens), self.table))
-        assert token == NAN_TOKEN or self.may_say(scores, tokens, token), (
-            f"token {token} was sampled, but is not allowed"
-        )
+        assert token == NAN_TOKEN or self.may_say(scores, tokens, token), f"{token} is not allowed"
         return token
 
     def may_say(self, scores: Tensor, tokens: list[int], token: int) -> bool:

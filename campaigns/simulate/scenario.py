@@ -201,8 +201,7 @@ def _share_beginnings(rng: random.Random, engine: dict[str, Any], jobs: list[dic
 def _stop_inside(
     rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]], seed: int, guided: bool = False
 ) -> None:
-    """Add a stop token or stop string that occurs in the output to some requests (those with a grammar if
-    `guided`, else the others)."""
+    """Let some requests, with a grammar if `guided`, stop at a token or string of their output."""
     model = model_of(engine, seed)
     for job in jobs:
         if rng.random() < 0.3 and guided == ("response_format" in job["params"]):

@@ -67,9 +67,8 @@ class Watch:
                 assert has_drafts, f"{request.id}: no drafts after {n} tokens"
 
     def _check_progress(self, requests: Sequence[Request]) -> None:
-        """Check that the first running request keeps its row until it finishes, and computes or generates at
-        least one token per step (with lag, every other step). Therefore all requests finish in time.
-        Recomputed tokens do not count as progress."""
+        """Check that the first running request keeps its row until it finishes, and computes or generates a
+        token in each step (with lag, every other step). Recomputed tokens do not count as progress."""
         running, before = self.engine.scheduler.running, self._first
         self._first = None
         if running:

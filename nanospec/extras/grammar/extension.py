@@ -116,9 +116,8 @@ class Grammar(Extension):
             self._grammars.check(params)
 
     def new(self, request: Request) -> None:
-        response_format = request.params.response_format
-        if response_format is not None and response_format["type"] != "text":
-            request.constraint, request.stats.acceptance = self._grammars.guide(response_format), "exact"
+        if (fmt := request.params.response_format) is not None and fmt["type"] != "text":
+            request.constraint, request.stats.acceptance = self._grammars.guide(fmt), "exact"
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, Draft]] | None:
         end, spec, drafts = time.perf_counter() + PLAN_SECONDS, self._worker.config.spec, []

@@ -32,8 +32,7 @@ BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|[][{}]')  # also matches strings, to s
 
 
 def checked(fmt: Any) -> dict[str, Any] | None:
-    """Return a validated copy of a `response_format`, or None if it allows any text. Raises ValueError if it
-    is malformed."""
+    """Return a validated copy of a `response_format`, None for any text. Raises ValueError if malformed."""
     fmt = _plain(fmt)  # first, because the error messages below print it
     if fmt is None:
         return None
@@ -94,9 +93,7 @@ def _check_parts(parts: list[Any]) -> None:
         elif isinstance(part, list):
             parts += part
         elif isinstance(part, int | float) and part < LEAST:
-            raise ValueError(
-                f"response_format: numbers in a schema must be at least {LEAST}, got {shown(part)}."
-            )
+            raise ValueError(f"response_format: schema numbers must be at least {LEAST}, got {shown(part)}.")
     if combines and len(patterns) > MAX_PATTERNS:
         raise ValueError(
             "response_format: a schema that uses 'allOf', or other keywords next to '$ref', may have at most "

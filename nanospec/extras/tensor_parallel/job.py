@@ -64,8 +64,7 @@ class Job:
     @contextmanager
     def command(self, name: str, seconds: float | None = None) -> Iterator[None]:
         """Run a command of all ranks in the context. An error ends the job and is raised as RankFailed.
-        KeyboardInterrupt ends it too, because the ranks are then out of step; the engine therefore defers
-        Ctrl-C to the end of a step."""
+        Ctrl-C also ends it, as the ranks are out of step; the engine defers Ctrl-C to the end of a step."""
         self.check()
         self._command = name
         self._deadline = time.monotonic() + (self.seconds if seconds is None else seconds)

@@ -61,8 +61,7 @@ class Summed(Linear):
 
 
 class Vocabulary(Linear):
-    """The vocabulary-parallel lm_head [V, H]. Each rank has a `part` of at least ceil(V / ranks) rows; `size`
-    is V."""
+    """The vocabulary-parallel lm_head [V, H], V = `size`. Each rank's `part` has at least V / ranks rows."""
 
     def __init__(self, part: Linear, group: Group, size: int) -> None:
         super().__init__(part.weight)
@@ -117,8 +116,7 @@ class Shard:
         self._parts |= {"embed_tokens": (0, *tokens), "lm_head": (0, *tokens), "o_proj": (1, *queries)}
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the rank's part of a tensor of `ModelConfig.parameter_shapes`, padded with zeros beyond its
-        end."""
+        """Return the rank's part of a tensor of `ModelConfig.parameter_shapes`, padded with zeros."""
         dim, first, size = self._parts.get(name.split(".")[-2], (0, 0, len(tensor)))  # norms are replicated
         if dim == tensor.dim():  # the bias of a row-parallel layer, which only rank 0 adds
             return torch.zeros_like(tensor) if self.group.rank else tensor
@@ -141,8 +139,9 @@ class Shard:
 def check_split(whole: ModelConfig, size: int) -> None:
     """Raise ValueError unless every rank gets query heads and vocabulary rows."""
     if (size - 1) * _tokens(whole, size) >= whole.vocab_size:
-        vocab = f"a vocabulary of {whole.vocab_size} tokens"
-        raise ValueError(f"tensor_parallel_size={size} is too large for {vocab}; lower it.")
+        raise ValueError(
+            f"tensor_parallel_size={size} is too large for vocab_size={whole.vocab_size}; lower it."
+        )
     fits = [n for n in range(1, whole.num_heads + 1) if _all_have_heads(whole, n)]
     if size not in fits:
         raise ValueError(

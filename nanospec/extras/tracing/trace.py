@@ -84,8 +84,7 @@ class Lane:
 
     Attributes:
         name: the request id.
-        prompt, output: the text of each token; for output tokens, the text that the token completed, as in
-            `Piece`.
+        prompt, output: the text of each token; in the output, what the token completed, as in `Piece`.
         prompt_ids, token_ids: the token ids of the prompt and the output.
         steps: all steps; their concatenated tokens are `token_ids`.
         start: seconds from the arrival of the first lane to the arrival of this one.
