@@ -164,9 +164,9 @@ def main(argv: list[str] | None = None) -> None:
     for name, found in table.items():
         low, middle, high = (found["ratio"][key] for key in ("min", "median", "max"))
         slower = "  SLOWER" * (found["faster_is"] == "more" and middle < LEAST)
-        said = "" if found.get("equal", True) else "  OUTPUTS DIFFER"
+        differ = "" if found.get("equal", True) else "  OUTPUTS DIFFER"
         ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
-        print(f"{name:24} {found['before']:8} {found['after']:8}  {ratio}{slower}{said}")
+        print(f"{name:24} {found['before']:8} {found['after']:8}  {ratio}{slower}{differ}")
     settings = {name: getattr(args, name) for name in ("rounds", "prompts", "max_tokens")}
     settings["commits"] = list(map(common.commit, folders))
     result = {"machine": common.environment(), "settings": settings, "table": table}

@@ -260,12 +260,12 @@ def table(rounds: Sequence[dict[tuple[str, str, str], Json]]) -> list[Json]:
 def show(rows: Sequence[Json]) -> None:
     for row in rows:
         ratio = row.get("nanospec_ratio")
-        said = (
+        note = (
             f"  nanospec {ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else ""
         )
-        said += "  equal {} of {}, {}".format(*row["equal_to_plain"], row["guess"]) if "guess" in row else ""
+        note += "  equal {} of {}, {}".format(*row["equal_to_plain"], row["guess"]) if "guess" in row else ""
         speed = row["tokens_per_second"]["median"]
-        print(f"{row['case']:18} {row['system']:12} {row['way']:7} {speed:8.1f}{said}")
+        print(f"{row['case']:18} {row['system']:12} {row['way']:7} {speed:8.1f}{note}")
 
 
 def main() -> None:

@@ -139,8 +139,8 @@ def run_group(group: Group, part: str, out: Path, until: float, cpu: bool = Fals
         if status in ("ok", "stopped") or not begun or any(row.get("done") for row in new):
             break
     outcome.seconds = time.time() - start
-    said = {"group": group.name, "text": f"{group.name}: {outcome.status} {outcome.why}".strip()}
-    rows.write(file, {**said, "status": outcome.status, "seconds": round(outcome.seconds, 1)})
+    row = {"group": group.name, "text": f"{group.name}: {outcome.status} {outcome.why}".strip()}
+    rows.write(file, {**row, "status": outcome.status, "seconds": round(outcome.seconds, 1)})
     return outcome
 
 
@@ -173,8 +173,8 @@ def _wait(command: list[str], sink: Any, end: float) -> tuple[str, str]:
 def _tail(log: Path, begin: int) -> str:
     """Return the last meaningful line of a group's output; for a traceback, the error."""
     lines = log.read_bytes()[begin:].decode(errors="replace").splitlines()
-    said = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith(("{", "="))]
-    return said[-1][:300] if said else ""
+    kept = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith(("{", "="))]
+    return kept[-1][:300] if kept else ""
 
 
 def run_part(

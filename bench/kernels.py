@@ -73,13 +73,13 @@ def one(out: Rows, case: Case, machine: dict[str, float], repeats: int) -> float
     us = times(out, case, repeats)
     limit = max(case.bytes / machine["bandwidth"], case.flops / machine["flops"]) * 1e6
     share = limit / us["kernel"]
-    said = "".join(f"  {which} {value}" for which, value in us.items() if which != "kernel")
-    said += (
+    details = "".join(f"  {which} {value}" for which, value in us.items() if which != "kernel")
+    details += (
         f"  error {found['error']:.1e}, {found['differing']:.1%} differ"
         if "error" in found
         else "  not checked"
     )
-    text = f"{'WRONG ' * wrong}{name:46} {us['kernel']:9.2f} us, limit {limit:8.2f} {share:6.1%}{said}"
+    text = f"{'WRONG ' * wrong}{name:46} {us['kernel']:9.2f} us, limit {limit:8.2f} {share:6.1%}{details}"
     out.add(text, headline=wrong or bool(HEADLINES.search(name)), kernel=case.kernel, case=case.label, us=us,
             limit_us=round(limit, 2), share=round(share, 3), **found)  # fmt: skip
     return share

@@ -148,11 +148,11 @@ def main() -> None:
                 rounds.append({name: together([found[name] for found in ran]) for name in engines})
             for row in summary(rounds):
                 rows.append({"kind": kind, "batch": B, **row})
-                said = (
+                details = (
                     f"{row['tokens_per_step']:6.2f} tokens per step, {row['ms_per_step']['median']:6.2f} ms"
                 )
                 ratios = f"{row['speedup']['median']:5.2f}x, sooner {row['sooner']['median']:.2f}x"
-                print(f"{kind:10} B={B:<3} K={row['k']:4} {said}, {ratios}", flush=True)
+                print(f"{kind:10} B={B:<3} K={row['k']:4} {details}, {ratios}", flush=True)
     settings = {name: getattr(args, name) for name in ("batches", "prompts", "rounds", "max_tokens")}
     result = {"environment": common.environment(), "model": Path(args.model).name, "settings": settings}
     costs = engines["auto"].policy.costs if "auto" in engines else None

@@ -201,8 +201,8 @@ def figures(found: Sequence[Answer], at: Sequence[float]) -> Json:
 
 def show(load: str, name: str, row: Json) -> None:
     times = [f"{row[p]['p50']:.3f} / {row[p]['p99']:.3f}" for p in row if p.endswith("_seconds")]
-    said = f"{row['goodput']:.0%} good, {row['failed']} failed, {', '.join(times)}"
-    print(f"  {load:12} {name:24} {row.get('tokens_per_second', 0):7.1f} tok/s, {said}", flush=True)
+    details = f"{row['goodput']:.0%} good, {row['failed']} failed, {', '.join(times)}"
+    print(f"  {load:12} {name:24} {row.get('tokens_per_second', 0):7.1f} tok/s, {details}", flush=True)
 
 
 def read_texts(folder: Path, count: int) -> list[str]:

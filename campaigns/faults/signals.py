@@ -62,16 +62,16 @@ class Sandbox:
         process: subprocess.Popen[str],
         moment: float,
         numbers: Sequence[int],
-        whom: Callable[[], int] | None = None,
+        target: Callable[[], int] | None = None,
     ) -> End:
-        """Send signals to a process (or `whom()`), first after `moment` seconds, then 1 to 300 ms apart."""
+        """Send signals to a process (or `target()`), first after `moment` seconds, then 1 to 300 ms apart."""
         try:
             for number in numbers:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(moment)
                     break
                 with suppress(ProcessLookupError):
-                    os.kill(process.pid if whom is None else whom(), number)
+                    os.kill(process.pid if target is None else target(), number)
                 moment = 0.001 * 300 ** (moment * 1e4 % 1)  # 1 to 300
             out, err = process.communicate(timeout=ENDS)
         finally:

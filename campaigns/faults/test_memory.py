@@ -130,15 +130,15 @@ def test_out_of_memory_in_capture_names_settings_to_lower(
     """The capture runs when the engine is created, or lazily with running requests. The next requests run."""
     monkeypatch.setattr(nanospec.device.graphs, "EagerCapture", NoRoom)
     monkeypatch.setattr(NoRoom, "error", SHORTAGES[0])
-    told = r"'CUDA error: .* during capture'\); lower max_num_batched_tokens=\d+, max_num_seqs=\d+"
+    message = r"'CUDA error: .* during capture'\); lower max_num_batched_tokens=\d+, max_num_seqs=\d+"
     options: dict[str, Any] = {"enforce_eager": False, "lazy_capture": lazy}
     if not lazy:
-        with pytest.raises(OutOfMemory, match=told):
+        with pytest.raises(OutOfMemory, match=message):
             make(folder, 3, **options)
         return
     model = small_model()
     llm, expected = small_llm(model, "as-on-gpu", **options), texts(model)
-    with pytest.raises(OutOfMemory, match=told):
+    with pytest.raises(OutOfMemory, match=message):
         ask(llm)
     assert_sound(llm.engine)
     assert ask(llm) == expected

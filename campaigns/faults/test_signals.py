@@ -115,8 +115,8 @@ def test_all_ranks_exit_on_signal(tmp_path: Path) -> None:
         requests(sandbox, 12)
         process = sandbox.start(args)
         other = number == SIGSTOP or draw.random() < 0.5
-        whom = rank(sandbox, process.pid) if other else None
-        end = sandbox.strike(process, draw.uniform(0.2, 1) * whole, [number], whom)
+        target = rank(sandbox, process.pid) if other else None
+        end = sandbox.strike(process, draw.uniform(0.2, 1) * whole, [number], target)
         assert_gone(end.orphans)
         if other:
             assert end.status in (0, 1, 2), end  # 1: a connecting leader can only exit

@@ -274,7 +274,7 @@ class Simulation:
     def _compare(self, i: int, request: Request) -> None:
         """Compare a finished request with the oracle."""
         assert request.is_finished, f"job {i} is not finished"
-        got, told = request.output_ids, self.expected[i]
+        got, expected = request.output_ids, self.expected[i]
         stats = request.stats
         assert stats.num_tokens == len(got), f"job {i} has {len(got)} tokens but counts {stats.num_tokens}"
         assert len(request.draft_sources) == len(got)
@@ -283,14 +283,15 @@ class Simulation:
             self._check_possible(i, got)
             return
         self._compare_tokens(i, request)
-        if request.finish_reason == "abort" and (got, told.finish_reason) != (told.token_ids, "abort"):
+        ending = expected.token_ids, expected.finish_reason
+        if request.finish_reason == "abort" and (got, "abort") != ending:
             assert i in self.cut, f"job {i} was aborted unexpectedly: {request.error}"
             return
-        assert (got, request.finish_reason) == (told.token_ids, told.finish_reason), f"job {i}"
+        assert (got, request.finish_reason) == ending, f"job {i}"
         if self.engine.tokenizer is not None:
-            found, wanted = (request.text, request.stop_reason), (told.text, told.stop_reason)
+            found, wanted = (request.text, request.stop_reason), (expected.text, expected.stop_reason)
             assert found == wanted, f"job {i}: got {found}, expected {wanted}"
-        self._compare_logprobs(request, told)
+        self._compare_logprobs(request, expected)
         if self._is_known(request) and not self.faults.raised:
             drafted, accepted = request.stats.num_drafted, request.stats.num_accepted
             assert accepted == drafted, f"job {i}: {drafted - accepted} correct drafts were rejected"
@@ -301,10 +302,10 @@ class Simulation:
         same = asked["method"] == "draft" and not asked["blur"] and request.finish_reason == "length"
         return same and not (params.changes_logits or request.constraint)
 
-    def _compare_logprobs(self, request: Request, told: Expected) -> None:
+    def _compare_logprobs(self, request: Request, expected: Expected) -> None:
         n = request.params.logprobs
-        assert len(request.logprobs) == (0 if n is None else len(told.token_ids))
-        for place, token, scores in zip(request.logprobs, told.token_ids, told.scores):
+        assert len(request.logprobs) == (0 if n is None else len(expected.token_ids))
+        for place, token, scores in zip(request.logprobs, expected.token_ids, expected.scores):
             wanted = scores.float().log_softmax(0)
             assert next(iter(place)) == token
             assert all(abs(at.logprob - float(wanted[t])) < 1e-4 for t, at in place.items())

@@ -69,13 +69,13 @@ class Served(Simulation):
         least = min(job["params"].get("min_tokens", 0), limit)
         body = {**job["params"], "max_tokens": limit, "min_tokens": least, "prompt": job["prompt"]}
         if job["ends"] is None and i % 2:
-            self._told(i, await client.post("/v1/completions", json=body))
+            self._check_response(i, await client.post("/v1/completions", json=body))
             return
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 await response.aread()
-                self._told(i, response)
+                self._check_response(i, response)
                 return
             await self._read_stream(i, response)
 
@@ -99,7 +99,7 @@ class Served(Simulation):
     def _read(self, i: int, request: Request) -> None:
         """Do nothing, since the server reads the pieces."""
 
-    def _told(self, i: int, response: httpx.Response) -> None:
+    def _check_response(self, i: int, response: httpx.Response) -> None:
         """Check a response that was not streamed."""
         found = response.json()
         if response.status_code == 500:
@@ -116,13 +116,15 @@ class Served(Simulation):
 
     def _same(self, i: int, choices: list[dict[str, Any]]) -> None:
         """Compare all choices of a stream, or the choice of a response, with the oracle."""
-        told, asked = self.expected[i], self.oracles[i].params.logprobs
+        expected, asked = self.expected[i], self.oracles[i].params.logprobs
         if not self.exact[i] or self.requests[i].finish_reason == "abort":
             return
         text, reason = "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
-        assert (text, reason) == (told.text, told.finish_reason), f"job {i}"
+        assert (text, reason) == (expected.text, expected.finish_reason), f"job {i}"
         found = [p for choice in choices for p in (choice["logprobs"] or {}).get("token_logprobs", ())]
-        scores = [s.float().log_softmax(0)[t] for s, t in zip(told.scores, told.token_ids, strict=True)]
+        scores = [
+            s.float().log_softmax(0)[t] for s, t in zip(expected.scores, expected.token_ids, strict=True)
+        ]
         wanted = [float(score) for score in scores][: self.requests[i].output.num_text_tokens]
         assert found == pytest.approx(wanted if asked is not None else [], abs=1e-4), f"job {i}"
         self.seen["logprobs"] += len(found)
