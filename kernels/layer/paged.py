@@ -168,7 +168,7 @@ def scores(k, query, C: tl.constexpr):
 
 @triton.jit
 def mask(s, tile, position, work, C: tl.constexpr):
-    """Set scores of cache entries that a column at `position` does not attend to to -inf. Most tiles need no
+    """Set scores to -inf where a column at `position` does not attend to the cache entry. Most tiles need no
     mask: those that end at `low` or before and begin within the window of the last query."""
     if (tile >= (work.low + 1) // C.TILE) | (tile * C.TILE <= work.high - 1 - C.WINDOW):
         back = position[None, :] - (tile * C.TILE + tl.arange(0, C.TILE))[:, None]
