@@ -77,7 +77,7 @@ class ModelDrafter(Drafter):
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> ModelDrafter:
         if spec.draft_model is None:
-            raise ValueError(f"method={spec.method!r} needs a draft model: set draft_model to one.")
+            raise ValueError(f"method={spec.method!r} needs a draft model; set draft_model.")
         folder = resolve_model(spec.draft_model)
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))

@@ -131,8 +131,8 @@ class Heads:
 def _layout(file: Path, names: Collection[str]) -> tuple[int, int]:
     """Return the number of heads and of blocks per head, from the names of the tensors. Raises ValueError if
     there are none."""
-    found = [re.fullmatch(r"([0-9]{1,2})\.([0-9]{1,2})\.linear\.(?:weight|bias)", name) for name in names]
-    heads, layers = ([int(match[part]) for match in found if match] for part in (1, 2))
+    matches = [re.fullmatch(r"([0-9]{1,2})\.([0-9]{1,2})\.linear\.(?:weight|bias)", name) for name in names]
+    heads, layers = ([int(match[part]) for match in matches if match] for part in (1, 2))
     if not heads:
         raise ValueError(
             f"{file} is not a file of Medusa heads: names such as '0.0.linear.weight' are missing "

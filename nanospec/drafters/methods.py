@@ -68,32 +68,32 @@ Drafters = Drafter | str | Sequence[Drafter | str]
 def resolve_drafters(spec: SpecConfig, given: Drafters | None) -> tuple[Drafter | type[Drafter], ...]:
     """Return the drafters `given`, or the classes of the methods of `spec` if None. Raises ValueError if they
     cannot be combined or do not support the settings of `spec`."""
-    found: tuple[Drafter | type[Drafter], ...]
+    resolved: tuple[Drafter | type[Drafter], ...]
     if given is None:
         _check_method(spec)
-        found = tuple(map(_class_of, spec.methods))
+        resolved = tuple(map(_class_of, spec.methods))
     else:
-        found = tuple(map(_given, given if isinstance(given, list | tuple) else [given]))
-        if not found or spec.method != SpecConfig.method:
+        resolved = tuple(map(_check_drafter, given if isinstance(given, list | tuple) else [given]))
+        if not resolved or spec.method != SpecConfig.method:
             raise ValueError(
                 f"drafter={shown(given)} cannot be combined with method={spec.method!r}; omit the method and "
                 'list all drafters, as in drafter=["ngram", MyDrafter()].'
             )
-    if costly := [drafter.name for drafter in found[:-1] if drafter.runs_model]:
+    if costly := [drafter.name for drafter in resolved[:-1] if drafter.runs_model]:
         raise ValueError(f"{costly[0]} has runs_model=True, so it must be the last drafter.")
-    if spec.tree_width > 1 and not any(drafter.makes_trees for drafter in found):
-        names = "+".join(drafter.name for drafter in found) or "none"
+    if spec.tree_width > 1 and not any(drafter.makes_trees for drafter in resolved):
+        names = "+".join(drafter.name for drafter in resolved) or "none"
         raise ValueError(f"tree_width={spec.tree_width} is not supported by {names}; use tree_width=1.")
-    return found
+    return resolved
 
 
 def _class_of(method: str) -> type[Drafter]:
     module, name = METHODS[method].split(".")
-    found: type[Drafter] = getattr(import_module(f".{module}", __package__), name)
-    return found
+    drafter_class: type[Drafter] = getattr(import_module(f".{module}", __package__), name)
+    return drafter_class
 
 
-def _given(drafter: Any) -> Drafter | type[Drafter]:
+def _check_drafter(drafter: Any) -> Drafter | type[Drafter]:
     """Check an entry of `Drafters`: a drafter, or a method without weights, whose class is returned."""
     if isinstance(drafter, Drafter):
         check_number(f"{drafter.name}.max_drafts", drafter.max_drafts, 0)
@@ -104,9 +104,9 @@ def _given(drafter: Any) -> Drafter | type[Drafter]:
         raise ValueError(f"drafter={drafter.__name__} is a class; pass an instance: {drafter.__name__}().")
     if not isinstance(drafter, str) or drafter not in METHODS:
         raise ValueError(f"drafter={shown(drafter)} must be a Drafter or one of {', '.join(METHODS)}.")
-    if (found := _class_of(drafter)).runs_model:
+    if (drafter_class := _class_of(drafter)).runs_model:
         raise ValueError(f"drafter={drafter!r} needs weights; use method=... to load it, or pass a Drafter.")
-    return found
+    return drafter_class
 
 
 def _check_method(spec: SpecConfig) -> None:

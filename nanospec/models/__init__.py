@@ -44,8 +44,8 @@ def available_models() -> list[str]:
     """Return the sorted names of all models in these folders, those of the form `org/name` included."""
     names: set[str] = set()
     for folder in weights_folders():
-        found = (*folder.glob("*/config.json"), *folder.glob("*/*/config.json"))
-        names |= {str(path.parent.relative_to(folder)) for path in found}
+        configs = (*folder.glob("*/config.json"), *folder.glob("*/*/config.json"))
+        names |= {str(path.parent.relative_to(folder)) for path in configs}
     return sorted(name for name in names if not name.startswith("."))
 
 
@@ -96,9 +96,9 @@ def download(hub_id: str, folder: Path | None = None) -> Path:
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT))  # read by the next import
     from huggingface_hub import snapshot_download
 
-    found = snapshot_download(
+    path = snapshot_download(
         hub_id, local_dir=folder, etag_timeout=HUB_TIMEOUT, allow_patterns=FILES, ignore_patterns=NOT_FILES
     )
-    if not (Path(found) / "config.json").is_file():
+    if not (Path(path) / "config.json").is_file():
         raise FileNotFoundError("it has no config.json")
-    return Path(found)
+    return Path(path)

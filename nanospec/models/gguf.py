@@ -161,7 +161,7 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     kind, pre = file["tokenizer.ggml.model"], file.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise ConversionError(
-            f"tokenizer {shown(kind)} with pre-tokenizer {shown(pre)} is not supported; supported is 'gpt2' "
+            f"tokenizer {shown(kind)} with pre-tokenizer {shown(pre)} is not supported; available: 'gpt2' "
             f"(byte-level BPE) with {', '.join(PRE_TOKENIZERS)}."
         )
     tokens = file.vocabulary()

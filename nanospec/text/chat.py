@@ -43,7 +43,7 @@ def text_and_ids(
 ) -> tuple[str | None, list[int]]:
     """Return the text of a prompt (None if it has only token ids) and its token ids. Given token ids are used
     instead of encoding the text. `encode` is `Tokenizer.encode_prompt`. Raises ValueError."""
-    given = prompt
+    original = prompt
     if not isinstance(prompt, Mapping):
         prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -52,7 +52,7 @@ def text_and_ids(
     are_ids = not isinstance(ids, str | bytes | bytearray) and _is_row(ids)
     if not (isinstance(text, str) if ids is None else are_ids and isinstance(text, str | None)):
         forms = "a string, token ids, or a dict with 'prompt' or 'prompt_token_ids'"
-        raise ValueError(f"prompt={shown(given)} must be {forms}.")
+        raise ValueError(f"prompt={shown(original)} must be {forms}.")
     if ids is not None and len(ids) >= max_model_len:
         raise ValueError(too_long(len(ids), max_model_len))
     return text, encode(text or "", max_model_len) if ids is None else list(map(as_int, ids))

@@ -167,7 +167,7 @@ class OutputText:
         text: the whole text, without the stop string.
         token_texts: the part of the text that each token added.
         num_tokens: number of tokens of the output.
-        num_text_tokens: number of these that belong to the text, without a stop token or stop string.
+        num_text_tokens: number of tokens before a stop token or stop string; sys.maxsize if there is none.
         stop: the stop string that ended the output. Stop strings before `min_tokens` tokens are ignored.
     """
 

@@ -432,7 +432,7 @@ def test_draft_model_by_name_with_same_vocabulary(folder: Path, tmp_path: Path) 
     (other / "tokenizer.json").write_text(tokenizer.replace('"q":16', '"q":99').replace('"q": 16', '"q": 99'))
     with pytest.raises(ValueError, match="'q' is 16 in the target's and 99 in the draft"):
         LLM(folder, spec=SpecConfig(method="draft", draft_model=str(other)), **options)
-    with pytest.raises(ValueError, match="needs a draft model: set draft_model to one"):
+    with pytest.raises(ValueError, match="needs a draft model; set draft_model"):
         LLM(folder, spec=SpecConfig(method="draft"), **options)
     with pytest.raises(FileNotFoundError, match="there is no model 'nowhere'"):
         LLM(folder, spec=SpecConfig(method="draft", draft_model="nowhere"), **options)

@@ -155,21 +155,21 @@ def read(raw: Raw, *, activation: str = "silu", act_key: str = "hidden_act", **f
 def value(raw: Raw, key: str, kind: type[T], default: T | None = None) -> T:
     """Return the value of a key, or the default if it is missing or null. Numbers must be positive. Raises
     ValueError for other values, and for a missing key without a default."""
-    found = default if raw.get(key) is None else raw[key]
-    if found is None:
+    result = default if raw.get(key) is None else raw[key]
+    if result is None:
         raise ValueError(f"{key!r} is missing.")
     if kind is bool:
-        if type(found) is not bool:
-            raise ValueError(f"{key}={shown(found)} must be true or false.")
-        return found
-    least, most = (1e-30, 1e30) if kind is float else (1, MOST.get(key, 2**31 - 1))
-    return kind(check_number(key, found, least, most, kind))
+        if type(result) is not bool:
+            raise ValueError(f"{key}={shown(result)} must be true or false.")
+        return result
+    low, high = (1e-30, 1e30) if kind is float else (1, MOST.get(key, 2**31 - 1))
+    return kind(check_number(key, result, low, high, kind))
 
 
 def optional(raw: Raw, key: str, default: float | None = None) -> float | None:
     """Return the number of a key, None if it is null, or the default if the key is missing."""
-    given = raw.get(key, default)
-    return None if given is None else value({key: given}, key, float)
+    number = raw.get(key, default)
+    return None if number is None else value({key: number}, key, float)
 
 
 def layer_windows(raw: Raw, window: int | None, has_window: Callable[[int], bool]) -> Windows:
