@@ -49,7 +49,7 @@ class Baton:
             self._back.release()
 
     def pause(self, lock: Turns | None = None) -> None:
-        """Let other threads run; with `lock`, until it is free. Does nothing in threads of others."""
+        """Let other threads run; with `lock`, until it is free. Does nothing in other threads."""
         own = self._number.get(threading.get_ident())
         if own is not None:
             self._waits_for[own] = lock
