@@ -390,7 +390,7 @@ def test_openai_client_raises_its_errors(server: Served) -> None:
             b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
             "application/json",
             400,
-            "text has '\\ud83d'",
+            "unpaired surrogate, '\\ud83d'",
         ),
         (b'{"prompt": "a", "temperature": NaN}', "application/json", 400, "NaN is not a finite number"),
         (b'{"prompt": "a", "' + b"x" * 100_000 + b'": 1}', "application/json", 400, "unknown field 'xxxx"),
