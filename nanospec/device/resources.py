@@ -93,11 +93,11 @@ def use_threads(threads: int | Literal["auto"]) -> None:
         torch.set_num_threads(max(math.ceil(min(cpu_quota(), DEFAULT_THREADS)), 1))
 
 
-def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+def cpu_quota(group_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the CPU quota of this process from cgroups (version 2), in CPUs; infinity if unlimited."""
     quotas = [math.inf]
     with suppress(OSError, ValueError):
-        group = root / own.read_text().partition("::")[2].strip().strip("/")
+        group = root / group_file.read_text().partition("::")[2].strip().strip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(root) and (folder / "cpu.max").is_file():
                 quota, period = (folder / "cpu.max").read_text().split()
@@ -249,12 +249,12 @@ def in_a_step(config: EngineConfig) -> str:
 
 
 @contextmanager
-def explained(what: str, remedy: str) -> Iterator[None]:
-    """Raise OutOfMemory if memory runs out in the `with` block, with the purpose `what` and the remedy."""
+def explained(purpose: str, remedy: str) -> Iterator[None]:
+    """Raise OutOfMemory if memory runs out in the `with` block, with the purpose and the remedy."""
     try:
         yield
     except Exception as error:
         if isinstance(error, OutOfMemory) or not ran_out(error):
             raise
         first = str(error).strip().split("\n")[0]
-        raise OutOfMemory(f"Ran out of memory for {what} ({shown(first)}); {remedy}.") from error
+        raise OutOfMemory(f"Ran out of memory for {purpose} ({shown(first)}); {remedy}.") from error

@@ -140,7 +140,7 @@ class Scheduler:
         request.blocks = cached + (self.pool.allocate(missing) or [])  # enough are free, see `_next`
         request.num_registered = len(cached)
         request.num_computed = len(cached) * self.block_size
-        if not request.num_preemptions:  # afterwards it finds its own blocks
+        if not request.num_preemptions:  # after a preemption, the cached blocks are its own
             request.num_cached_tokens = request.num_computed
         request.row = self._free_rows.pop()
         request.start_time = request.start_time or time.perf_counter()
