@@ -55,7 +55,7 @@ def apply(source: str, defect: Defect) -> str:
 
 def defects(source: str) -> list[Defect]:
     """Return all mutations of a source file, in order."""
-    return sorted(set(_Finder(source).found))
+    return sorted(set(_Finder(source).mutations))
 
 
 class _Finder(ast.NodeVisitor):
@@ -63,7 +63,7 @@ class _Finder(ast.NodeVisitor):
         self.lines = [0]
         for line in source.encode().splitlines(keepends=True):
             self.lines.append(self.lines[-1] + len(line))
-        self.found: list[Defect] = []
+        self.mutations: list[Defect] = []
         self.bound: set[str] = set()  # names that the function has assigned so far
         self.visit(ast.parse(source))
 
@@ -73,17 +73,17 @@ class _Finder(ast.NodeVisitor):
         start = self.lines[node.lineno - 1] + node.col_offset
         end = self.lines[node.end_lineno - 1] + node.end_col_offset
         text = after if isinstance(after, str) else f"({ast.unparse(after)})"
-        self.found.append(Defect(start, end, kind, text))
+        self.mutations.append(Defect(start, end, kind, text))
 
     def visit(self, node: ast.AST) -> None:
         for kind, after in _changed(node):
             assert isinstance(node, ast.expr)
             self.note(node, kind, after)
-        if isinstance(node, ast.stmt) and self._can_go(node):
+        if isinstance(node, ast.stmt) and self._is_deletable(node):
             self.note(node, "deleted", "pass")
         super().visit(node)
 
-    def _can_go(self, node: ast.stmt) -> bool:
+    def _is_deletable(self, node: ast.stmt) -> bool:
         """Return whether a statement can be deleted without obviously breaking the code."""
         if isinstance(node, ast.Expr):
             return not isinstance(node.value, (ast.Constant, ast.Yield))
@@ -93,18 +93,18 @@ class _Finder(ast.NodeVisitor):
         return isinstance(node, (ast.AugAssign, ast.Continue, ast.Break, ast.Raise, ast.Delete, ast.Assert))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        outside, self.bound = self.bound, {arg.arg for arg in node.args.args}
+        outer, self.bound = self.bound, {arg.arg for arg in node.args.args}
         for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
             self.visit(default)
         for statement in node.body:
             self.visit(statement)
-        self.bound = outside
+        self.bound = outer
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        outside, self.bound = self.bound, set()
+        outer, self.bound = self.bound, set()
         for statement in node.body:
             self.visit(statement)
-        self.bound = outside
+        self.bound = outer
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
@@ -175,10 +175,10 @@ def _changed(node: ast.AST) -> Iterator[tuple[str, ast.expr | str]]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, float):
         yield "constant", str(node.value * 2 or 1.0)
     elif isinstance(node, ast.Call):
-        yield from _called(node)
+        yield from _changed_call(node)
 
 
-def _called(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+def _changed_call(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
     """Yield calls of another function, or with other arguments."""
     name = node.func
     if isinstance(name, ast.Name) and name.id in NAMES:

@@ -246,8 +246,8 @@ def _wait(child: int, limit: float) -> tuple[int, Any, bool]:
     """Wait for a child and return (status, resource usage, whether it was killed after `limit` seconds)."""
     end, over = time.monotonic() + limit, False
     while True:
-        found, code, usage = os.wait4(child, os.WNOHANG)
-        if found:
+        pid, code, usage = os.wait4(child, os.WNOHANG)
+        if pid:
             return code, usage, over
         if time.monotonic() > end:
             over = True
@@ -255,12 +255,12 @@ def _wait(child: int, limit: float) -> tuple[int, Any, bool]:
         time.sleep(0.05)
 
 
-def drawn(file: str, source: str, sample: int, seed: int) -> list[Defect]:
+def sampled(file: str, source: str, sample: int, seed: int) -> list[Defect]:
     """Return the sampled mutants of a file, in source order."""
-    found = defects(source)
-    if 0 < sample < len(found):
-        found = sorted(random.Random(f"{seed} {file}").sample(found, sample))
-    return found
+    chosen = defects(source)
+    if 0 < sample < len(chosen):
+        chosen = sorted(random.Random(f"{seed} {file}").sample(chosen, sample))
+    return chosen
 
 
 def survivors(file: str, source: str, earlier: Sequence[dict[str, Any]]) -> list[Defect]:
@@ -304,19 +304,19 @@ def summary(lines: Sequence[dict[str, Any]]) -> str:
     """Return a summary line per file and in total."""
     texts = []
     for file in [*dict.fromkeys(line["file"] for line in lines), "all"]:
-        own = [line for line in lines if file in (line["file"], "all")]
-        counts = Counter("equivalent" if line.get("equivalent") else line["outcome"] for line in own)
-        killed, count = counts["killed"] + counts["timeout"], len(own) - counts["equivalent"]
+        selected = [line for line in lines if file in (line["file"], "all")]
+        counts = Counter("equivalent" if line.get("equivalent") else line["outcome"] for line in selected)
+        killed, count = counts["killed"] + counts["timeout"], len(selected) - counts["equivalent"]
         rest = f"({counts['timeout']} by timeout), {counts['equivalent']} equivalent"
         texts.append(f"{file}: {killed} of {count} killed {rest}")
     return "\n".join(texts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run mutation tests of source files.")
-    parser.add_argument("files", nargs="+")
+    parser = argparse.ArgumentParser("python -m campaigns.mutants", description="Run mutation tests.")
+    parser.add_argument("files", nargs="+", help="source files to mutate")
     parser.add_argument("--sample", type=int, default=0, help="number of mutants per file (0: all)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--again", type=Path, help="rerun only the survivors in an earlier results file")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
@@ -330,7 +330,7 @@ def main() -> None:
         for file in args.files:
             source = (ROOT / file).read_text()
             again = survivors(file, source, earlier)
-            chosen = again if args.again else drawn(file, source, args.sample, args.seed)
+            chosen = again if args.again else sampled(file, source, args.sample, args.seed)
             for line in try_all(file, Path(name), chosen):
                 lines.append(line)
                 if args.out:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from campaigns.simulate.command import main, scenario_of, tell
+from campaigns.simulate.command import main, report_failure, scenario_of
 from campaigns.simulate.defects import DEFECTS
 from campaigns.simulate.driver import Simulation, simulate
 from campaigns.simulate.limit import TooLong, within
@@ -58,8 +58,8 @@ FOUND_BY = {  # seeds of small scenarios
 def test_seeds_pass_and_cover_their_features() -> None:
     seen: Counter[str] = Counter()
     for seed in SEEDS:
-        seen += simulate(Scenario.drawn(seed))
-    kinds = "preemptions cached_tokens aborted accepted stopped_by_string guided other_rules lagging recorded"
+        seen += simulate(Scenario.from_seed(seed))
+    kinds = "preemptions cached_tokens aborted accepted stopped_by_string guided inexact lagging captured"
     missing = {*kinds.split(), "threaded", "interrupt", "error", "abort", "memory", "nan"} - seen.keys()
     assert not missing
     assert seen["drafted"] > seen["accepted"]
@@ -67,7 +67,7 @@ def test_seeds_pass_and_cover_their_features() -> None:
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defect_is_found(defect: str) -> None:
-    scenario = Scenario.drawn(FOUND_BY[defect])
+    scenario = Scenario.from_seed(FOUND_BY[defect])
     assert failure(scenario, simulate) is None
     with DEFECTS[defect]():
         assert failure(scenario, simulate) is not None
@@ -77,7 +77,7 @@ def test_planted_defect_is_found(defect: str) -> None:
 def test_seed_is_reproducible(seed: int) -> None:
     runs = []
     for _ in range(2):
-        scenario = Scenario.from_json(Scenario.drawn(seed).to_json())
+        scenario = Scenario.from_json(Scenario.from_seed(seed).to_json())
         simulation = Simulation(scenario)
         seen = simulation.run()
         requests = simulation.requests.items()
@@ -86,7 +86,7 @@ def test_seed_is_reproducible(seed: int) -> None:
 
 
 def test_shrunk_scenario_fails_in_the_same_place() -> None:
-    scenario = Scenario.drawn(4)
+    scenario = Scenario.from_seed(4)
     with DEFECTS["block is registered too early"]():
         result = failure(scenario, simulate)
         assert result is not None
@@ -103,11 +103,11 @@ def test_flaky_failure_is_reported_and_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert tell(5, "engine", "AssertionError: once\n") == 1
+    assert report_failure(5, "engine", "AssertionError: once\n") == 1
     message = capsys.readouterr().err
     assert "Seed 5 failed:\nAssertionError: once\n" in message
     assert message.endswith("-m campaigns.simulate --as engine --replay simulate-5.json\n")
-    assert Scenario.from_json(Path("simulate-5.json").read_text()) == Scenario.drawn(5)
+    assert Scenario.from_json(Path("simulate-5.json").read_text()) == Scenario.from_seed(5)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_endless_scenario_fails() -> None:
         while True:
             pass
 
-    ends = pytest.raises(TooLong, match=r"not ended within 0\.3 s")
+    ends = pytest.raises(TooLong, match=r"Not finished after 0\.3 s")
     with mock.patch.object(Engine, "step", step), ends, within(0.3):
-        simulate(Scenario.drawn(5))
+        simulate(Scenario.from_seed(5))
 
 
 @pytest.mark.parametrize("seed", [1])

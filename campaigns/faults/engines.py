@@ -25,7 +25,7 @@ def small_model() -> Model:
     return tiny_model(vocab_size=VOCAB, num_layers=1)
 
 
-def texts(model: Model, jobs: list[Job] = JOBS) -> list[list[int]]:
+def reference(model: Model, jobs: list[Job] = JOBS) -> list[list[int]]:
     """Return the output of each job when it runs alone."""
     return [outcome.token_ids for outcome in run_alone(model, jobs, max_model_len=WINDOW)]
 
@@ -44,8 +44,8 @@ def small_llm(model: Model, mode: str, **options: Any) -> LLM:
     return llm
 
 
-def ask(llm: LLM, jobs: list[Job] = JOBS) -> list[list[int]]:
-    """Generate the outputs of all jobs in one call."""
+def run(llm: LLM, jobs: list[Job] = JOBS) -> list[list[int]]:
+    """Run all jobs in one call and return their output tokens."""
     outputs = llm.generate([job.prompt for job in jobs], [job.params for job in jobs])
     return [output.outputs[0].token_ids for output in outputs]
 

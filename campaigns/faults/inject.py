@@ -32,7 +32,7 @@ class Injector:
         self._within = {(known, line) for known, line in self._within if known != id(frame)}
         return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
-    def _leaves_with(self, frame: FrameType) -> bool:
+    def _is_with_exit(self, frame: FrameType) -> bool:
         """Return whether the line event is the exit of a `with` block, where Python handles no signals."""
         name, place = frame.f_code.co_filename, (id(frame), frame.f_lineno)
         if not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
@@ -42,8 +42,8 @@ class Injector:
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         # `locking.py` is safe against signals only.
-        spared = self.error is not KeyboardInterrupt and frame.f_code.co_filename.endswith("locking.py")
-        if event != "line" or self._leaves_with(frame) or spared:
+        skipped = self.error is not KeyboardInterrupt and frame.f_code.co_filename.endswith("locking.py")
+        if event != "line" or self._is_with_exit(frame) or skipped:
             return self._line
         self.lines += 1
         if self.lines == self.at:
@@ -59,9 +59,9 @@ class Injector:
 def raising(at: int, error: Callable[[], BaseException] = KeyboardInterrupt) -> Iterator[Injector]:
     """Raise an error once, at line number `at` of the context. If `at` is 0, only count lines."""
     injector = Injector(at, error)
-    before = sys.gettrace()
+    previous = sys.gettrace()
     sys.settrace(injector._enter)
     try:
         yield injector
     finally:
-        sys.settrace(before)
+        sys.settrace(previous)

@@ -1,7 +1,7 @@
 """Send signals to real processes, and collect their output and leftovers.
 
     sandbox = Sandbox(folder)
-    end = sandbox.strike(sandbox.start(["--prompt", "ab"]), 1.5, [signal.SIGINT])
+    end = sandbox.send(sandbox.start(["--prompt", "ab"]), 1.5, [signal.SIGINT])
 
 Each process has a private cache, home and temporary folder, which show its leftover files and identify its
 child processes.
@@ -22,8 +22,8 @@ from nanospec.kernels import native
 
 ROOT = Path(__file__).resolve().parents[2]
 NOISE = re.compile(r"Traceback|Exception ignored|Fatal Python|terminate called|core dumped|leaked")
-PYTHONS_OWN = "Fatal Python error: init_"  # Ctrl-C during the initialization of Python
-ENDS = 120.0  # time limit in seconds for a process to exit
+STARTUP_ERROR = "Fatal Python error: init_"  # Ctrl-C during the initialization of Python
+TIMEOUT = 120.0  # time limit in seconds for a process to exit
 
 
 class End(NamedTuple):
@@ -57,42 +57,42 @@ class Sandbox:
         command = [sys.executable, str(ROOT / "run.py"), *map(str, args)]
         return subprocess.Popen(command, cwd=self.folder, env=self.env, text=True, **pipes)
 
-    def strike(
+    def send(
         self,
         process: subprocess.Popen[str],
-        moment: float,
-        numbers: Sequence[int],
-        target: Callable[[], int] | None = None,
+        delay: float,
+        signals: Sequence[int],
+        find_pid: Callable[[], int] | None = None,
     ) -> End:
-        """Send signals to a process (or `target()`), first after `moment` seconds, then 1 to 300 ms apart."""
+        """Send signals to a process (or to `find_pid()`), first after `delay` s, then 1 to 300 ms apart."""
         try:
-            for number in numbers:
+            for number in signals:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(moment)
+                    process.wait(delay)
                     break
                 with suppress(ProcessLookupError):
-                    os.kill(process.pid if target is None else target(), number)
-                moment = 0.001 * 300 ** (moment * 1e4 % 1)  # 1 to 300
-            out, err = process.communicate(timeout=ENDS)
+                    os.kill(process.pid if find_pid is None else find_pid(), number)
+                delay = 0.001 * 300 ** (delay * 1e4 % 1)  # 1 to 300
+            out, err = process.communicate(timeout=TIMEOUT)
         finally:
             process.kill()
-            orphans = [pid for pid in self.alive() if pid != process.pid]
+            orphans = [pid for pid in self.processes() if pid != process.pid]
         code = process.returncode
         return End(code if code >= 0 else 128 - code, out, err, orphans)
 
-    def alive(self) -> list[int]:
+    def processes(self) -> list[int]:
         """Return the running processes of this sandbox, including child processes."""
-        mark, found = f"TMPDIR={self.folder}/tmp".encode(), []
+        mark, pids = f"TMPDIR={self.folder}/tmp".encode(), []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if mark in (path / "environ").read_bytes().split(b"\0"):
-                    found.append(int(path.name))
-        return found
+                    pids.append(int(path.name))
+        return pids
 
-    def left(self) -> set[str]:
-        """Return files in the temporary and cache folders that processes left."""
+    def leftovers(self) -> set[str]:
+        """Return the files that processes left in the temporary and cache folders."""
         return self._files() - self._before
 
     def _files(self) -> set[str]:
-        found = (path for name in ("tmp", "cache") for path in (self.folder / name).rglob("*"))
-        return {str(path.relative_to(self.folder)) for path in found}
+        paths = (path for name in ("tmp", "cache") for path in (self.folder / name).rglob("*"))
+        return {str(path.relative_to(self.folder)) for path in paths}

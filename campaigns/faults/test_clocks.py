@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from campaigns.faults.engines import JOBS, assert_sound, small_engine, small_model, texts
+from campaigns.faults.engines import JOBS, assert_sound, reference, small_engine, small_model
 from tests.drive import finish
 
 DAY = 86_400.0
@@ -18,7 +18,7 @@ DAY = 86_400.0
 def test_clock_jumps(mode: str, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wall clock may be set back; the monotonic clock may jump forward (suspend) or stand still."""
     model = small_model()
-    expected = texts(model)
+    expected = reference(model)
     counter, wall, calls = time.perf_counter, time.time, itertools.count()
     still = counter() + DAY
 

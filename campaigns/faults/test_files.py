@@ -29,7 +29,7 @@ TASKS = [
 
 
 @contextmanager
-def room_for(size: int) -> Iterator[None]:
+def file_size_limit(size: int) -> Iterator[None]:
     """Limit the size of files in the context. Writes beyond it are truncated, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -56,7 +56,7 @@ def test_batch_resumes_after_full_disk(tmp_path: Path) -> None:
     whole = sorted(path.read_bytes().split(b"\n"))
     for size in range(path.stat().st_size):
         path = tmp_path / "results"
-        with room_for(size), pytest.raises(OSError):
+        with file_size_limit(size), pytest.raises(OSError):
             write_results(path)
         write_results(path)
         assert sorted(path.read_bytes().split(b"\n")) == whole, size
@@ -72,7 +72,7 @@ def test_trace_is_written_atomically(tmp_path: Path) -> None:
             path.unlink(missing_ok=True)
             if before is not None:
                 path.write_bytes(before)
-            with room_for(size), pytest.raises(OSError):
+            with file_size_limit(size), pytest.raises(OSError):
                 trace.save(path)
             assert (path.read_bytes() if path.exists() else None) == before
             assert len(os.listdir(tmp_path)) == int(before is not None)
@@ -83,7 +83,7 @@ def test_heads_are_written_atomically(tmp_path: Path) -> None:
     path, heads = tmp_path / "heads", HeadsInTraining(tiny_model(), Settings(vocab=9), torch.zeros(9).long())
     path.write_bytes(b"those before")
     for size in (0, 9, 100, 2000, 3900):
-        with room_for(size), pytest.raises(OSError):
+        with file_size_limit(size), pytest.raises(OSError):
             heads.save(path, {})
         assert path.read_bytes() == b"those before"
         assert os.listdir(tmp_path) == ["heads"]

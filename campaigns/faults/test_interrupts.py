@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from campaigns.faults.engines import JOBS, ask, assert_sound, small_llm, small_model, stream, texts
+from campaigns.faults.engines import JOBS, assert_sound, reference, run, small_llm, small_model, stream
 from campaigns.faults.inject import Injector, raising
 from nanospec import LLM, RequestOutput
 
 SOME = 12
-WAYS: dict[str, Callable[[LLM], Any]] = {"generate": ask, "stream": stream}
+WAYS: dict[str, Callable[[LLM], Any]] = {"generate": run, "stream": stream}
 
 
 def lines_to_try(total: int, sample: int | None) -> list[int]:
@@ -29,9 +29,9 @@ def lines_to_try(total: int, sample: int | None) -> list[int]:
 
 def interrupt(mode: str, way: str, sample: int | None, error: type[BaseException]) -> None:
     model = small_model()
-    llm, expected = small_llm(model, mode), texts(model)
+    llm, expected = small_llm(model, mode), reference(model)
     for _ in range(2):
-        assert ask(llm) == expected
+        assert run(llm) == expected
     assert llm.engine.metrics.num_preemptions
     with raising(0) as counted:
         WAYS[way](llm)
@@ -40,7 +40,7 @@ def interrupt(mode: str, way: str, sample: int | None, error: type[BaseException
             WAYS[way](llm)
         sound(llm, injector)
         assert not llm.shared._lock.locked(), injector.where
-        assert ask(llm) == expected, injector.where
+        assert run(llm) == expected, injector.where
         sound(llm, injector)
 
 
@@ -96,7 +96,7 @@ def test_requests_are_always_in_a_queue() -> None:
 def test_second_ctrl_c_during_abort() -> None:
     """The second interrupt arrives while requests are aborted; streams in other threads still end."""
     model = small_model()
-    llm, expected = small_llm(model, "as-on-gpu"), texts(model)
+    llm, expected = small_llm(model, "as-on-gpu"), reference(model)
     abort = llm.engine.abort_all
     errors: list[str | None] = []
 
@@ -115,7 +115,7 @@ def test_second_ctrl_c_during_abort() -> None:
     next(bystander)
     original, llm.engine.step = llm.engine.step, step  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        ask(llm)
+        run(llm)
     llm.engine.step = original  # type: ignore[method-assign]
     thread = threading.Thread(target=lambda: list(bystander), daemon=True)
     thread.start()
@@ -123,5 +123,5 @@ def test_second_ctrl_c_during_abort() -> None:
     assert not thread.is_alive()
     assert errors
     assert ends[0].finish_reason == "abort"  # its tokens are unspecified
-    assert ask(llm) == expected
+    assert run(llm) == expected
     assert_sound(llm.engine)

@@ -11,7 +11,7 @@ import torch
 
 import nanospec.device.graphs
 import nanospec.extras.loading
-from campaigns.faults.engines import JOBS, ask, assert_sound, small_engine, small_llm, small_model, texts
+from campaigns.faults.engines import JOBS, assert_sound, reference, run, small_engine, small_llm, small_model
 from nanospec import SamplingParams
 from nanospec.device.graphs import EagerCapture
 from nanospec.device.resources import OutOfMemory, ran_out
@@ -47,7 +47,7 @@ def test_out_of_memory_in_prefill_aborts_one_request(mode: str) -> None:
     """Requests that share its blocks are also aborted; all others continue."""
     model = small_model()
     jobs = [JOBS[0], Job([9, 8, 7], SamplingParams(temperature=0, max_tokens=30)), *JOBS[1:], JOBS[2]]
-    expected = texts(model, jobs)
+    expected = reference(model, jobs)
     for at in (1, 2, 4):
         engine = small_engine(model, mode, num_blocks=14, max_num_seqs=6)
         prefill = engine.worker.prefill
@@ -58,12 +58,12 @@ def test_out_of_memory_in_prefill_aborts_one_request(mode: str) -> None:
         lost = [request for request in requests if request.finish_reason == "abort"]
         assert bool(lost) == (calls[0] >= at)
         assert len(lost) < len(jobs)
-        for request, wanted in zip(requests, expected, strict=True):
+        for request, output in zip(requests, expected, strict=True):
             if request in lost:
                 assert request.error is not None
                 assert "Ran out of memory for the prompt; lower max_num_batched_tokens=24" in request.error
             else:
-                assert request.output_ids == wanted, at
+                assert request.output_ids == output, at
         engine.worker.prefill = prefill  # type: ignore[method-assign]
         again = [engine.add(job.prompt, job.params) for job in jobs]  # no unwritten block is reused
         finish(engine)
@@ -74,12 +74,12 @@ def test_out_of_memory_in_prefill_aborts_one_request(mode: str) -> None:
 @pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: type(error).__name__)
 def test_out_of_memory_in_step_names_settings_to_lower(error: BaseException) -> None:
     model = small_model()
-    llm, expected = small_llm(model, "as-on-gpu"), texts(model)
+    llm, expected = small_llm(model, "as-on-gpu"), reference(model)
     failing_at(llm.engine.worker, "step", 5, error)
     with pytest.raises(OutOfMemory, match=r"a step, .*; lower max_num_batched_tokens=24, max_num_seqs=3"):
-        ask(llm)
+        run(llm)
     assert_sound(llm.engine)
-    assert ask(llm) == expected
+    assert run(llm) == expected
 
 
 @pytest.mark.parametrize("where", ["load_parts", "Worker"])
@@ -90,8 +90,8 @@ def test_out_of_memory_while_loading_suggests_a_fix(
         raise SHORTAGES[0]
 
     monkeypatch.setattr(nanospec.extras.loading, where, short)
-    wanted = "the weights on cpu .*a smaller model" if where == "load_parts" else "in addition.*lower max_num"
-    with pytest.raises(OutOfMemory, match=f"^Ran out of memory for .*{wanted}"):
+    fix = "the weights on cpu .*a smaller model" if where == "load_parts" else "in addition.*lower max_num"
+    with pytest.raises(OutOfMemory, match=f"^Ran out of memory for .*{fix}"):
         make(folder, 3)
 
 
@@ -101,15 +101,15 @@ def test_other_errors_are_not_out_of_memory() -> None:
     assert all(map(ran_out, SHORTAGES))
 
 
-class NoRoom(EagerCapture):
+class FailingCapture(EagerCapture):
     """Runs out of memory in its first capture, which then fails like a CUDA graph."""
 
     error: Exception | None = None
 
     def __init__(self, step: Callable[[], StepResult]) -> None:
         super().__init__(step)
-        if (error := NoRoom.error) is not None:
-            NoRoom.error = None
+        if (error := FailingCapture.error) is not None:
+            FailingCapture.error = None
             try:
                 raise error
             finally:
@@ -128,8 +128,8 @@ def test_out_of_memory_in_capture_names_settings_to_lower(
     folder: Path, lazy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The capture runs when the engine is created, or lazily with running requests. The next requests run."""
-    monkeypatch.setattr(nanospec.device.graphs, "EagerCapture", NoRoom)
-    monkeypatch.setattr(NoRoom, "error", SHORTAGES[0])
+    monkeypatch.setattr(nanospec.device.graphs, "EagerCapture", FailingCapture)
+    monkeypatch.setattr(FailingCapture, "error", SHORTAGES[0])
     message = r"'CUDA error: .* during capture'\); lower max_num_batched_tokens=\d+, max_num_seqs=\d+"
     options: dict[str, Any] = {"enforce_eager": False, "lazy_capture": lazy}
     if not lazy:
@@ -137,11 +137,11 @@ def test_out_of_memory_in_capture_names_settings_to_lower(
             make(folder, 3, **options)
         return
     model = small_model()
-    llm, expected = small_llm(model, "as-on-gpu", **options), texts(model)
+    llm, expected = small_llm(model, "as-on-gpu", **options), reference(model)
     with pytest.raises(OutOfMemory, match=message):
-        ask(llm)
+        run(llm)
     assert_sound(llm.engine)
-    assert ask(llm) == expected
+    assert run(llm) == expected
 
 
 @pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
@@ -160,19 +160,19 @@ def test_worker_fails_at_every_call(mode: str, verb: str) -> None:
 def fail_once(mode: str, verb: str, some: bool) -> None:
     """Run once for each call (or some calls) of a worker's method, which fails."""
     model = small_model()
-    llm, expected = small_llm(model, mode), texts(model)
+    llm, expected = small_llm(model, mode), reference(model)
     original, at, step = getattr(llm.engine.worker, verb), 0, 1
     while True:
         at += step
         step *= 4 if some else 1
         calls = failing_at(llm.engine.worker, verb, at, RuntimeError("a cosmic ray"))
         try:
-            assert ask(llm) == expected
+            assert run(llm) == expected
         except RuntimeError as error:
             assert str(error) == "a cosmic ray"  # noqa: PT017
         setattr(llm.engine.worker, verb, original)
         assert_sound(llm.engine)
-        assert ask(llm) == expected
+        assert run(llm) == expected
         if calls[0] < at:
             return
 
@@ -183,7 +183,7 @@ def test_temporary_nan_affects_no_other_request(mode: str, number: int) -> None:
     """The weights are NaN in every tenth forward pass, with shared blocks and preemption. Requests outside of
     it have correct outputs, and so have all requests in the next run."""
     model = small_model()
-    engine, expected = small_engine(model, mode), texts(model)
+    engine, expected = small_engine(model, mode), reference(model)
     embedding, write_kv, calls = model.embedding, model.write_kv, [0]
 
     def poisoned(*args: Any) -> None:
@@ -197,13 +197,13 @@ def test_temporary_nan_affects_no_other_request(mode: str, number: int) -> None:
         requests = [engine.add(job.prompt, job.params) for job in JOBS]
         finish(engine)
         assert_sound(engine)
-        for request, wanted in zip(requests, expected, strict=True):
+        for request, output in zip(requests, expected, strict=True):
             if request.finish_reason == "abort":
                 assert request.error is not None
                 assert "logits are NaN or infinite" in request.error
-                assert request.output_ids == wanted[: len(request.output_ids)]
+                assert request.output_ids == output[: len(request.output_ids)]
             else:
-                assert request.output_ids == wanted
+                assert request.output_ids == output
     model.write_kv = write_kv  # type: ignore[method-assign]
     for _ in range(2):
         again = [engine.add(job.prompt, job.params) for job in JOBS]

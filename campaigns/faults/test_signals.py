@@ -14,13 +14,13 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
 
-from campaigns.faults.signals import NOISE, PYTHONS_OWN, End, Sandbox
+from campaigns.faults.signals import NOISE, STARTUP_ERROR, End, Sandbox
 from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone, random_model
 from tests.nanospec.test_llm import folder
 
 __all__ = ["folder"]
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(7200)]
-HOW_MANY = int(os.environ.get("FAULTS", "20"))
+RUNS = int(os.environ.get("FAULTS", "20"))
 SIGNALS = [[SIGINT], [SIGINT] * 2, [SIGINT] * 2, [SIGINT] * 3, [SIGTERM], [SIGTERM] * 2, [SIGHUP], [SIGKILL]]
 SMALL: list[object] = ["--dtype", "float32", "--device", "cpu", "--max-num-seqs", 4]
 LONG: list[object] = ["--max-tokens", 300, "--ignore-eos"]
@@ -44,8 +44,8 @@ def requests(sandbox: Sandbox, count: int) -> None:
 def results(sandbox: Sandbox) -> list[tuple[int, str, list[int]]]:
     """Return the complete lines of the results, without statistics."""
     file = sandbox.folder / "out.jsonl"
-    found = [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")]
-    return sorted((line["index"], line["key"], line["token_ids"]) for line in found)
+    lines = [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")]
+    return sorted((line["index"], line["key"], line["token_ids"]) for line in lines)
 
 
 def check(end: End, sandbox: Sandbox, statuses: set[int], killed: bool) -> None:
@@ -53,7 +53,7 @@ def check(end: End, sandbox: Sandbox, statuses: set[int], killed: bool) -> None:
     assert not NOISE.search(end.err), end
     assert killed or not end.orphans, end
     assert_gone(end.orphans)
-    assert killed or not sandbox.left(), end
+    assert killed or not sandbox.leftovers(), end
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -66,24 +66,24 @@ def test_process_exits_on_signal(way: str, folder: Path, tmp_path: Path) -> None
         (sandbox.folder / "typed").write_text("ab\nabc\nabcd\n")
         with open(sandbox.folder / "typed") as typed:
             process = sandbox.start(args, stdin=typed)
-            return sandbox, sandbox.strike(process, share * whole, numbers or [])
+            return sandbox, sandbox.send(process, share * whole, numbers or [])
 
     whole, begin = 0.0, time.monotonic()
     undisturbed, end = run("undisturbed")
     assert end.status == 0, end
     whole = time.monotonic() - begin
-    for seed in range(HOW_MANY):
+    for seed in range(RUNS):
         draw = random.Random(f"{way}-{seed}")
         numbers = draw.choice(SIGNALS)
         sandbox, end = run(str(seed), draw.random(), numbers)
-        if end.err.startswith(PYTHONS_OWN):
+        if end.err.startswith(STARTUP_ERROR):
             continue
         if way == "compile":
-            kept = {name for name in sandbox.left() if name.endswith(".so") and name.count("/") == 2}
+            kept = {name for name in sandbox.leftovers() if name.endswith(".so") and name.count("/") == 2}
             sandbox._before |= kept
         check(end, sandbox, {0, 128 + numbers[0]}, SIGKILL in numbers)
         if way == "batch":
-            assert sandbox.strike(sandbox.start(args), 0, []).status == 0
+            assert sandbox.send(sandbox.start(args), 0, []).status == 0
             assert results(sandbox) == results(undisturbed)
 
 
@@ -91,7 +91,7 @@ def rank(sandbox: Sandbox, leader: int) -> Callable[[], int]:
     """Return a function that finds the process of rank 1. It raises ProcessLookupError if there is none."""
 
     def find() -> int:
-        for pid in sandbox.alive():
+        for pid in sandbox.processes():
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if pid != leader and b"nanospec.extras.tensor_parallel.launch" in command:
                 return pid
@@ -101,26 +101,26 @@ def rank(sandbox: Sandbox, leader: int) -> Callable[[], int]:
 
 
 def test_all_ranks_exit_on_signal(tmp_path: Path) -> None:
-    """If a rank is killed or stopped, all exit in time with an error message, and the batch can resume."""
+    """If a rank is killed or stopped, all ranks exit in time with an error, and the batch can be resumed."""
     args = ["--model", random_model(tmp_path / "model"), *SMALL, *BATCH, *SPLIT]
     begin = time.monotonic()
     undisturbed = Sandbox(tmp_path / "undisturbed")
     requests(undisturbed, 12)
-    assert undisturbed.strike(undisturbed.start(args), 0, []).status == 0
+    assert undisturbed.send(undisturbed.start(args), 0, []).status == 0
     whole = time.monotonic() - begin
-    for seed in range(-(-HOW_MANY // 2)):
+    for seed in range(-(-RUNS // 2)):
         draw = random.Random(f"ranks-{seed}")
         sandbox = Sandbox(tmp_path / str(seed))
         number = draw.choice([SIGINT, SIGTERM, SIGKILL, SIGSTOP, SIGKILL])
         requests(sandbox, 12)
         process = sandbox.start(args)
         other = number == SIGSTOP or draw.random() < 0.5
-        target = rank(sandbox, process.pid) if other else None
-        end = sandbox.strike(process, draw.uniform(0.2, 1) * whole, [number], target)
+        find_pid = rank(sandbox, process.pid) if other else None
+        end = sandbox.send(process, draw.uniform(0.2, 1) * whole, [number], find_pid)
         assert_gone(end.orphans)
         if other:
             assert end.status in (0, 1, 2), end  # 1: a connecting leader can only exit
             assert end.status == 0 or "Rank 1" in end.err or "A rank did not complete" in end.err, end
         check(end._replace(orphans=[]), sandbox, {0, 1, 2, 128 + number}, number == SIGKILL and not other)
-        assert sandbox.strike(sandbox.start(args), 0, []).status == 0
+        assert sandbox.send(sandbox.start(args), 0, []).status == 0
         assert results(sandbox) == results(undisturbed)

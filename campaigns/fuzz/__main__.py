@@ -30,16 +30,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=60, help="seconds per target (default: %(default)s)")
     parser.add_argument("--file", type=Path, help="run a single input, without atheris")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if unknown := sorted(set(asked.names) - set(NAMES)):
+    args = parser.parse_args()
+    if unknown := sorted(set(args.names) - set(NAMES)):
         parser.error(f"unknown target {unknown[0]!r}. Available: {', '.join(NAMES)}")
-    if asked.file is not None:
-        for name in asked.names:
-            load(name).one(asked.file.read_bytes())
+    if args.file is not None:
+        for name in args.names:
+            load(name).one(args.file.read_bytes())
         return 0
-    if asked.inside:
-        fuzz(asked.names[0], asked.seconds)
-    failed = [name for name in asked.names or NAMES if not passes(name, asked.seconds)]
+    if args.inside:
+        fuzz(args.names[0], args.seconds)
+    failed = [name for name in args.names or NAMES if not passes(name, args.seconds)]
     print(f"Failed: {', '.join(failed)}" if failed else "Found no bugs.")
     return bool(failed)
 

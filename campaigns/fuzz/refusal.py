@@ -24,10 +24,10 @@ def answer(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     return None
 
 
-def check_names(text: str, given: Sequence[Path]) -> None:
+def check_names(text: str, paths: Sequence[Path]) -> None:
     """Raise AssertionError unless a message names one of the paths, or a file in one of them."""
-    within = [file for path in given if path.is_dir() for file in path.iterdir()]
-    names = [str(path) for path in given] + [path.name for path in (*given, *within)]
+    within = [file for path in paths if path.is_dir() for file in path.iterdir()]
+    names = [str(path) for path in paths] + [path.name for path in (*paths, *within)]
     assert not names or any(name in text for name in names), f"the message names no file: {text[:300]}"
 
 

@@ -64,8 +64,8 @@ def model() -> Any:
 
 def one(data: bytes) -> None:
     for url in (COMPLETIONS, CHAT):
-        asked = answer(read, url, data)
-        assert asked is None or all(0 < len(ids) < WINDOW for ids in asked.prompts)
+        request = answer(read, url, data)
+        assert request is None or all(0 < len(ids) < WINDOW for ids in request.prompts)
 
 
 def read(url: str, data: bytes) -> APIRequest:

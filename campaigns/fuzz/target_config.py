@@ -59,12 +59,12 @@ SEEDS = [json.dumps({"architectures": [name], **SMALL, **more}).encode() for nam
 
 
 def one(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
         (folder / "config.json").write_bytes(data)
-        found = answer(read_config, folder)
-    if found is not None:
-        family, config = found
+        result = answer(read_config, folder)
+    if result is not None:
+        family, config = result
         assert len(family.stored_shapes(config)) <= len(family.places(config))
         assert config.attention_scale > 0
         for rope in (config.rope, config.local_rope):

@@ -22,9 +22,9 @@ HEAD = 6000  # bytes of the fields and tensor shapes, which precede the tensor d
 
 
 def stored(architecture: str, quantized: bool) -> bytes:
-    with tempfile.TemporaryDirectory() as place:
-        write_gguf(Path(place) / "m.gguf", architecture, quantized=quantized)
-        return (Path(place) / "m.gguf").read_bytes()
+    with tempfile.TemporaryDirectory() as path:
+        write_gguf(Path(path) / "m.gguf", architecture, quantized=quantized)
+        return (Path(path) / "m.gguf").read_bytes()
 
 
 SEEDS = [stored("llama", True), stored("qwen2", True)]
@@ -44,8 +44,8 @@ def mutate(data: bytes, rng: Random) -> bytes:
 
 
 def one(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        source, folder = Path(place) / "m.gguf", Path(place) / "model"
+    with tempfile.TemporaryDirectory() as path:
+        source, folder = Path(path) / "m.gguf", Path(path) / "model"
         source.write_bytes(data)
         answer(convert, source, folder, "bfloat16")
         written = weight_files(folder) if (folder / "model.safetensors").is_file() else []

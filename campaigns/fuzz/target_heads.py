@@ -54,9 +54,9 @@ def mutate(data: bytes, rng: Random) -> bytes:
 
 
 def one(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as place, launch.forced("naive"):
-        (Path(place) / "heads.safetensors").write_bytes(data)
-        heads = answer(Heads.load, Path(place) / "heads.safetensors", model())
+    with tempfile.TemporaryDirectory() as path, launch.forced("naive"):
+        (Path(path) / "heads.safetensors").write_bytes(data)
+        heads = answer(Heads.load, Path(path) / "heads.safetensors", model())
         if heads is not None:
             drafts = heads.tokens(heads.logits(torch.zeros(1, H)).argmax(-1))
             assert drafts.shape == (1, heads.num_heads)

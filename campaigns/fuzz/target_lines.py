@@ -42,8 +42,8 @@ def read(source: str) -> list[Task]:
 
 
 def one(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        source, target = Path(place) / "requests.jsonl", Path(place) / "results.jsonl"
+    with tempfile.TemporaryDirectory() as path:
+        source, target = Path(path) / "requests.jsonl", Path(path) / "results.jsonl"
         source.write_bytes(data)
         target.write_bytes(data)
         tasks = answer(read, str(source)) or []

@@ -41,18 +41,18 @@ SEEDS = [json.dumps(each).encode() for each in FORMATS]
 def one(data: bytes) -> None:
     start = time.perf_counter()
     try:
-        asked = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError):
         return
-    answer(follow, asked)
+    answer(follow, value)
     assert time.perf_counter() - start < LIMIT
 
 
-def follow(asked: Any) -> None:
+def follow(value: Any) -> None:
     """Compile a `response_format` and advance by a few allowed tokens."""
-    params, llm = SamplingParams(response_format=asked), model()
+    params, llm = SamplingParams(response_format=value), model()
     llm.engine.check([1], params)
-    if (response_format := checked(asked)) is None:
+    if (response_format := checked(value)) is None:
         return
     guide: Guide = llm.grammars.guide(response_format)
     for _ in range(8):

@@ -56,19 +56,19 @@ def mutate(data: bytes, rng: Random) -> bytes:
 
 
 def one(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as path:
         for name, content in files_of(data).items():
             if name in NAMES:
-                (Path(place) / name).write_bytes(content)
-        found = answer(Tokenizer, place)
-    if found is not None:
-        ids = answer(found.encode, "ab a\n é")
-        answer(found.decode, list(range(12)) + (ids or []))
-        stream = Detokenizer(found)
+                (Path(path) / name).write_bytes(content)
+        tokenizer = answer(Tokenizer, path)
+    if tokenizer is not None:
+        ids = answer(tokenizer.encode, "ab a\n é")
+        answer(tokenizer.decode, list(range(12)) + (ids or []))
+        stream = Detokenizer(tokenizer)
         for i in (*range(12), *(ids or [])):
-            assert isinstance(stream.push([i]) + found.text_of(i), str)
-            assert isinstance(token_bytes(found, i, found.text_of(i)), bytes)
+            assert isinstance(stream.push([i]) + tokenizer.text_of(i), str)
+            assert isinstance(token_bytes(tokenizer, i, tokenizer.text_of(i)), bytes)
         assert isinstance(stream.flush(), str)
-        ids = [*found.eos_token_ids, 0]
+        ids = [*tokenizer.eos_token_ids, 0]
         assert all(type(i) is int and 0 <= i < 2**31 for i in ids)
-        answer(found.apply_chat_template, [{"role": "user", "content": "a"}])
+        answer(tokenizer.apply_chat_template, [{"role": "user", "content": "a"}])

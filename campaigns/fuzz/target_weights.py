@@ -103,8 +103,8 @@ def mutate(data: bytes, rng: Random) -> bytes:
 
 
 def one(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
         (folder / "config.json").write_text(json.dumps(CONFIG))
         for name, content in files_of(data).items():
             if name and name != "config.json" and len(os.fsencode(name)) < 256:
@@ -116,15 +116,15 @@ def one(data: bytes) -> None:
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors that the loader passes to the model."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def model(config: ModelConfig, dtype: torch.dtype, device: str, get: Any) -> dict[str, torch.Tensor]:
-        found.update((name, get(name)) for name in config.parameter_shapes())
-        return found
+        tensors.update((name, get(name)) for name in config.parameter_shapes())
+        return tensors
 
     with patch.object(weights, "Model", model):
         weights.load_model(folder, torch.float32, "cpu")
-    return found
+    return tensors
 
 
 def assert_right(model: dict[str, torch.Tensor], folder: Path) -> None:
@@ -143,7 +143,7 @@ def assert_right(model: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def numbers(content: bytes, dtype: str) -> np.ndarray[Any, Any]:
-    found = np.frombuffer(content, {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[dtype])
+    values = np.frombuffer(content, {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[dtype])
     if dtype == "BF16":
-        return (found.astype(np.uint32) << 16).view(np.float32)
-    return found.astype(np.float32)
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)

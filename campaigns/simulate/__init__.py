@@ -13,6 +13,6 @@
     served.py      the same requests over HTTP
     command.py     the command line
 
-`python -m campaigns.simulate --seeds 1000` runs it (`make simulate`). Nothing depends on the clock, on thread
-scheduling or on other random numbers than the seed's, so failures are reproducible.
+`python -m campaigns.simulate --seeds 1000` runs it (`make simulate`). A run depends only on its
+seed, not on the clock or on thread scheduling, so failures are reproducible.
 """

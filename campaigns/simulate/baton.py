@@ -36,26 +36,26 @@ class Baton:
         for thread in threads:
             thread.join()
 
-    def _body(self, own: int, body: Callable[[], None]) -> None:
-        self._number[threading.get_ident()] = own
-        self._go[own], self._waits_for[own] = threading.Semaphore(0), None
+    def _body(self, number: int, body: Callable[[], None]) -> None:
+        self._number[threading.get_ident()] = number
+        self._go[number], self._waits_for[number] = threading.Semaphore(0), None
         try:
             self.pause()
             body()
         except BaseException as error:
             self._errors.append(error)
         finally:
-            del self._go[own], self._waits_for[own]
+            del self._go[number], self._waits_for[number]
             self._back.release()
 
     def pause(self, lock: Turns | None = None) -> None:
-        """Let other threads run; with `lock`, until it is free. Does nothing in other threads."""
-        own = self._number.get(threading.get_ident())
-        if own is not None:
-            self._waits_for[own] = lock
+        """Let other threads run, until `lock` is free if given. No effect in threads not started by `run`."""
+        number = self._number.get(threading.get_ident())
+        if number is not None:
+            self._waits_for[number] = lock
             self._back.release()
-            self._go[own].acquire()
-            self._waits_for[own] = None
+            self._go[number].acquire()
+            self._waits_for[number] = None
 
 
 class Turns:

@@ -24,29 +24,29 @@ from nanospec.text.tokenizer import Detokenizer, OutputText
 Defect = Callable[[], AbstractContextManager[Any]]
 
 
-def _after(kind: type, name: str, more: Callable[..., Any]) -> Defect:
+def _after(target: type, name: str, more: Callable[..., Any]) -> Defect:
     """Patch a method to call `more(result, self, *args)` afterwards, whose result replaces its own."""
-    method = getattr(kind, name)
+    method = getattr(target, name)
 
     def changed(self: Any, *args: Any, **named: Any) -> Any:
         result = method(self, *args, **named)
         other = more(result, self, *args)
         return result if other is None else other
 
-    return lambda: mock.patch.object(kind, name, changed)
+    return lambda: mock.patch.object(target, name, changed)
 
 
-def _row(more: Callable[..., None]) -> Defect:
+def _after_write_row(more: Callable[..., None]) -> Defect:
     """Patch `write_row` to call `more` afterwards."""
     write_row = nanospec.device.worker.write_row
-    return _instead(nanospec.device.worker, "write_row", lambda *args: more(write_row(*args), *args))
+    return _replace(nanospec.device.worker, "write_row", lambda *args: more(write_row(*args), *args))
 
 
-def _instead(kind: Any, name: str, other: Callable[..., Any]) -> Defect:
-    return lambda: mock.patch.object(kind, name, other)
+def _replace(target: Any, name: str, other: Callable[..., Any]) -> Defect:
+    return lambda: mock.patch.object(target, name, other)
 
 
-def _keeps_names(pool: BlockPool, count: int) -> list[int] | None:
+def _allocate_keeping_hashes(pool: BlockPool, count: int) -> list[int] | None:
     """`BlockPool.allocate` without removing the hashes of the blocks."""
     if count > len(pool.free):
         return None
@@ -56,22 +56,22 @@ def _keeps_names(pool: BlockPool, count: int) -> list[int] | None:
     return blocks
 
 
-def _one_cached(_: None, scheduler: Scheduler, request: Request, cached: list[int]) -> None:
+def _skip_one_block(_: None, scheduler: Scheduler, request: Request, cached: list[int]) -> None:
     request.num_computed = min(request.num_computed + scheduler.block_size, request.num_tokens - 1)
 
 
-def _one_more(_: None, scheduler: Scheduler, request: Request) -> None:
+def _register_early(_: None, scheduler: Scheduler, request: Request) -> None:
     """Register a block whose last token is not computed yet."""
     i = request.num_registered
     if request.num_tokens - 1 > request.num_computed and len(request.hashes(scheduler.block_size)) > i:
         scheduler.pool.register(request.blocks[i], request.hashes(scheduler.block_size)[i])
 
 
-def _short_of_slots(_: None, scheduler: Scheduler, *args: Any) -> None:
+def _ignore_lag(_: None, scheduler: Scheduler, *args: Any) -> None:
     scheduler.slots_ahead = scheduler.lookahead  # ignores the queued step
 
 
-def _commit(targets: Any, batch: Any, table: Any, proposal: Any) -> Verdict:
+def _accept_last_draft(targets: Any, batch: Any, table: Any, proposal: Any) -> Verdict:
     """`commit` that always accepts the last draft of a row."""
     if proposal.num_drafts.numel() and batch.parents is None:
         for start, count in zip(batch.q_start.tolist(), batch.q_len.tolist(), strict=True):
@@ -80,65 +80,65 @@ def _commit(targets: Any, batch: Any, table: Any, proposal: Any) -> Verdict:
     return COMMIT(targets, batch, table, proposal)
 
 
-def _prefill(worker: Worker, chunks: Sequence[Chunk]) -> None:
+def _prefill_all_but_last(worker: Worker, chunks: Sequence[Chunk]) -> None:
     """`prefill` without the last token of each chunk."""
     PREFILL(worker, [Chunk(row, start, max(count - 1, 1)) for row, start, count in chunks])
 
 
-def _late_stop(output: OutputText, new: str) -> bool:
-    """Search stop strings in the text of the latest token only."""
+def _search_latest_token(output: OutputText, new: str) -> bool:
+    """Search for stop strings in the text of the latest token only."""
     output.text += new
-    found = [new.find(s) for s in output._stops if s in new]
-    if not found or output.num_tokens < output._min_tokens:
+    positions = [new.find(s) for s in output._stops if s in new]
+    if not positions or output.num_tokens < output._min_tokens:
         return False
-    output.text = output.text[: len(output.text) - len(new) + min(found)]
+    output.text = output.text[: len(output.text) - len(new) + min(positions)]
     output.stop = next(s for s in output._stops if s in new)
     return True
 
 
-def _gives_way(scheduler: Scheduler, request: Request, plan: Plan) -> bool:
+def _preempt_always(scheduler: Scheduler, request: Request, plan: Plan) -> bool:
     """Preempt each request instead of decoding, so that its prompt is recomputed forever."""
     scheduler._preempt(request, plan)
     return False
 
 
-def _uncounted(_: None, engine: Engine, *args: Any) -> None:
+def _reset_aborted(_: None, engine: Engine, *args: Any) -> None:
     engine.metrics.num_aborted = 0
 
 
-def _barred_longer(_: None, table: Table, request: Admission, spec: Any) -> None:
+def _extend_min_tokens(_: None, table: Table, request: Admission, spec: Any) -> None:
     """Forbid stop tokens for one token more than `min_tokens`."""
     end = request.num_prompt + request.params.min_tokens + 1
     table.min_len[request.row] = min(end, request.max_len)
 
 
-def _all_of_them(_: None, table: Table, request: Admission, spec: Any) -> None:
+def _reset_top_p(_: None, table: Table, request: Admission, spec: Any) -> None:
     table.top_p[request.row] = 1.0
 
 
-def _flush(detokenizer: Detokenizer) -> str:
+def _flush_nothing(detokenizer: Detokenizer) -> str:
     """Drop the text that was held back."""
     detokenizer._window, detokenizer._returned = [], 0
     return ""
 
 
-def _finds_itself(_: None, scheduler: Scheduler, request: Request, cached: list[int]) -> None:
+def _count_own_blocks(_: None, scheduler: Scheduler, request: Request, cached: list[int]) -> None:
     """Count the tokens that a preempted request had computed as cache hits."""
     if request.num_preemptions:
         request.num_cached_tokens += request.num_computed
 
 
-def _silent(_: None, table: Table, request: Admission, spec: Any) -> None:
+def _disable_drafts(_: None, table: Table, request: Admission, spec: Any) -> None:
     """Disable drafts after a preemption."""
     if len(request.tokens) > request.num_prompt:
         table.limit[request.row] = 0
 
 
-def _last_first(scheduler: Scheduler, request: Request) -> None:
+def _add_in_front(scheduler: Scheduler, request: Request) -> None:
     scheduler.waiting.appendleft(request)
 
 
-def _short_first(scheduler: Scheduler, plan: Plan) -> tuple[Request, list[int]] | None:
+def _next_that_fits(scheduler: Scheduler, plan: Plan) -> tuple[Request, list[int]] | None:
     """Admit any request that fits, even if earlier ones are waiting."""
     if scheduler._free_rows and not plan.preempted:
         for request in scheduler.waiting:
@@ -149,7 +149,7 @@ def _short_first(scheduler: Scheduler, plan: Plan) -> tuple[Request, list[int]] 
     return None
 
 
-def _no_panic(shared: SharedEngine, action: Callable[[], Any]) -> Any:
+def _guard_exceptions_only(shared: SharedEngine, action: Callable[[], Any]) -> Any:
     """Do not abort requests after a panic, which is not an Exception."""
     try:
         return action()
@@ -158,59 +158,59 @@ def _no_panic(shared: SharedEngine, action: Callable[[], Any]) -> Any:
         raise
 
 
-def _short_stream(pieces: list[Piece], request: Request) -> list[Piece]:
+def _drop_last_piece(pieces: list[Piece], request: Request) -> list[Piece]:
     return pieces[:-1] if request.is_finished and len(pieces) > 1 else pieces
 
 
-def _carries_on(shared: SharedEngine) -> list[Request]:
+def _step_unguarded(shared: SharedEngine) -> list[Request]:
     """Do not abort requests after an interrupted step."""
     return shared.engine.step()
 
 
-def _cut_short(_: int, request: Request, *args: Any) -> None:
+def _abort_after_five(_: int, request: Request, *args: Any) -> None:
     """Abort requests after five output tokens, as if memory had run out."""
     if not request.is_finished and len(request.output_ids) >= 5:
         request.error = "Out of memory."
         request.finish("abort")
 
 
-def _out_of_memory(_: Any, engine: Engine) -> None:
+def _fail_with_two(_: Any, engine: Engine) -> None:
     if len(engine.scheduler.running) == 2:
         raise MemoryError
 
 
 @contextmanager
-def _without(module: Any, name: str) -> Iterator[None]:
+def _remove(module: Any, name: str) -> Iterator[None]:
     with mock.patch.object(module, name):
         yield
 
 
 COMMIT, PREFILL = nanospec.device.step.commit, Worker.prefill
 DEFECTS: dict[str, Defect] = {
-    "reallocated block keeps its hash": _instead(BlockPool, "allocate", _keeps_names),
-    "one block too many counts as cached": _after(Scheduler, "_admit", _one_cached),
-    "block is registered too early": _after(Scheduler, "register", _one_more),
+    "reallocated block keeps its hash": _replace(BlockPool, "allocate", _allocate_keeping_hashes),
+    "one block too many counts as cached": _after(Scheduler, "_admit", _skip_one_block),
+    "block is registered too early": _after(Scheduler, "register", _register_early),
     "no slots for queued steps": _after(Scheduler, "reset", lambda _, s: setattr(s, "slots_ahead", 0)),
-    "too few slots with lag": _after(Scheduler, "__init__", _short_of_slots),
-    "last draft is not verified": _instead(nanospec.device.step, "commit", _commit),
-    "accepted tree nodes are not moved": lambda: _without(nanospec.device.step, "kv_move"),
-    "stop string across tokens is missed": _instead(OutputText, "_append", _late_stop),
-    "outputs are aborted without cause": _after(Request, "append", _cut_short),
-    "steps with two requests fail": _after(Engine, "step", _out_of_memory),
-    "interrupted step aborts no requests": _instead(SharedEngine, "step", _carries_on),
-    "end of chunk is not computed": _instead(Worker, "prefill", _prefill),
-    "min_tokens is off by one": _row(_barred_longer),
-    "top_p is ignored": _row(_all_of_them),
-    "held-back text is lost": _instead(Detokenizer, "flush", _flush),
-    "prefix cache never hits": _instead(BlockPool, "match", lambda pool, names: []),
-    "no drafts after preemption": _row(_silent),
-    "last request is admitted first": _instead(Scheduler, "add", _last_first),
-    "short request is admitted first": _instead(Scheduler, "_next", _short_first),
-    "panic aborts no requests": _instead(SharedEngine, "_guarded", _no_panic),
-    "end of stream is lost": _after(Request, "new_pieces", _short_stream),
+    "too few slots with lag": _after(Scheduler, "__init__", _ignore_lag),
+    "last draft is not verified": _replace(nanospec.device.step, "commit", _accept_last_draft),
+    "accepted tree nodes are not moved": lambda: _remove(nanospec.device.step, "kv_move"),
+    "stop string across tokens is missed": _replace(OutputText, "_append", _search_latest_token),
+    "outputs are aborted without cause": _after(Request, "append", _abort_after_five),
+    "steps with two requests fail": _after(Engine, "step", _fail_with_two),
+    "interrupted step aborts no requests": _replace(SharedEngine, "step", _step_unguarded),
+    "end of chunk is not computed": _replace(Worker, "prefill", _prefill_all_but_last),
+    "min_tokens is off by one": _after_write_row(_extend_min_tokens),
+    "top_p is ignored": _after_write_row(_reset_top_p),
+    "held-back text is lost": _replace(Detokenizer, "flush", _flush_nothing),
+    "prefix cache never hits": _replace(BlockPool, "match", lambda pool, names: []),
+    "no drafts after preemption": _after_write_row(_disable_drafts),
+    "last request is admitted first": _replace(Scheduler, "add", _add_in_front),
+    "short request is admitted first": _replace(Scheduler, "_next", _next_that_fits),
+    "panic aborts no requests": _replace(SharedEngine, "_guarded", _guard_exceptions_only),
+    "end of stream is lost": _after(Request, "new_pieces", _drop_last_piece),
     "salts are ignored": _after(Engine, "new", lambda request, *args: setattr(request, "salt", b"")),
-    "preempted request counts its own blocks as cached": _after(Scheduler, "_admit", _finds_itself),
-    "abort is not counted": _after(Engine, "abort", _uncounted),
-    "decoding request is preempted": _instead(Scheduler, "_extend", _gives_way),
-    "released blocks are lost": _instead(BlockPool, "release", lambda pool, blocks: None),
+    "preempted request counts its own blocks as cached": _after(Scheduler, "_admit", _count_own_blocks),
+    "abort is not counted": _after(Engine, "abort", _reset_aborted),
+    "decoding request is preempted": _replace(Scheduler, "_extend", _preempt_always),
+    "released blocks are lost": _replace(BlockPool, "release", lambda pool, blocks: None),
 }

@@ -9,10 +9,10 @@ from unittest import mock
 
 from campaigns.simulate.baton import Baton, Turns
 from campaigns.simulate.faults import RAISED, Faults
-from campaigns.simulate.invariants import Names, check, check_counters
+from campaigns.simulate.invariants import BlockTexts, check, check_counters
 from campaigns.simulate.model import MockHeads
 from campaigns.simulate.oracle import Expected, limited, tokenizer
-from campaigns.simulate.scenario import CALLS, OWN, TEXT_VOCAB, Scenario, model_of, oracle_of
+from campaigns.simulate.scenario import CALLS, CUSTOM, TEXT_VOCAB, Scenario, model_of, oracle_of
 from campaigns.simulate.watch import Watch
 from nanospec.config import SamplingParams
 from nanospec.device.worker import Worker
@@ -48,10 +48,10 @@ class Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.rng = scenario, random.Random(scenario.seed)
         self.model = model_of(scenario.engine, scenario.seed)
-        self._ask_oracles()
+        self._run_oracles()
         for fault in scenario.faults:
             if fault["kind"] == "nan":
-                self._spoil(fault)
+                self._inject_nan(fault)
         self.seen: Counter[str] = Counter()
         self.clock = Clock()
         self.requests: dict[int, Request] = {}
@@ -59,30 +59,30 @@ class Simulation:
         self.baton = Baton(self.rng)
         self.pieces: dict[int, list[str]] = {}
 
-    def _ask_oracles(self) -> None:
+    def _run_oracles(self) -> None:
         self.oracles = [oracle_of(self.model, self.scenario.engine, job) for job in self.scenario.jobs]
         self.expected = [oracle.run() for oracle in self.oracles]
         self.exact = [self._is_exact(oracle.params) for oracle in self.oracles]
 
-    def _spoil(self, fault: dict[str, Any]) -> None:
+    def _inject_nan(self, fault: dict[str, Any]) -> None:
         """Make the model return NaN after a prefix of a request's output."""
         output = self.expected[fault["job"]].token_ids
         text = self.scenario.jobs[fault["job"]]["prompt"] + output[: fault["number"] % max(len(output), 1)]
-        self.model.spoilt.add(tuple(text))
-        self._ask_oracles()
+        self.model.nan_after.add(tuple(text))
+        self._run_oracles()
 
     def run(self) -> Counter[str]:
         """Run the scenario and return the counts of events. Raises AssertionError on any violation."""
         with mock.patch("time.perf_counter", self.clock):
             self.prepare()
             (self._run_threads if self.scenario.threads else self._run_alone)()
-            self._ask_again()
-        return self.concluded()
+            self._check_prefix_cache()
+        return self.finish()
 
     def prepare(self) -> None:
         """Create the engine and install the checks and faults."""
         self.engine = self._engine()
-        self.names = Names(self.engine.config.block_size)
+        self.block_texts = BlockTexts(self.engine.config.block_size)
         self.watch = Watch(self.engine, self.scenario.engine)
         self.shared = SharedEngine(self.engine)
         self.faults = Faults(self.scenario.faults, self.seen, self._act)
@@ -93,7 +93,7 @@ class Simulation:
         self._engine_step = self.engine.step
         self.engine.step = self._step  # type: ignore[method-assign]
 
-    def concluded(self) -> Counter[str]:
+    def finish(self) -> Counter[str]:
         """Check the final state and return the counts of events."""
         assert_idle(self.engine)
         for i, request in self.requests.items():
@@ -104,38 +104,38 @@ class Simulation:
         return self.seen
 
     def _engine(self) -> Engine:
-        asked = self.scenario.engine
-        method, own = asked["method"], asked["method"] in OWN
-        text = asked["vocab"] == TEXT_VOCAB
-        spec = {name: asked[name] for name in ("tree_width", "acceptance")}
+        settings = self.scenario.engine
+        method, custom = settings["method"], settings["method"] in CUSTOM
+        text = settings["vocab"] == TEXT_VOCAB
+        spec = {name: settings[name] for name in ("tree_width", "acceptance")}
         draft = heads = None
         if "draft" in method:
-            draft = model_of(asked, self.scenario.seed)
-            draft.after = draft.after + asked["blur"] * draft.after.roll(1, 0)
+            draft = model_of(settings, self.scenario.seed)
+            draft.after = draft.after + settings["blur"] * draft.after.roll(1, 0)
         if "medusa" in method:
             heads = MockHeads(self.model, NUM_HEADS)
-        recorded = {size: {k: 1 + 0.1 * k for k in range(64)} for size in (1, 2, 4, 8)}
-        costs = StepCosts(recorded) if asked["recorded"] else StepCosts(packed={1: 1.0, 64: 2.0, 600: 9.0})
+        captured = {size: {k: 1 + 0.1 * k for k in range(64)} for size in (1, 2, 4, 8)}
+        costs = StepCosts(captured) if settings["captured"] else StepCosts(packed={1: 1.0, 64: 2.0, 600: 9.0})
         with mock.patch.object(Worker, "measure", return_value=costs):
             return make_engine(
                 self.model,
-                None if method == "none" else asked["k"],
-                num_blocks=asked["blocks"],
-                min_n=asked["min_n"],
-                spec=spec if own or method == "none" else {**spec, "method": method},
+                None if method == "none" else settings["k"],
+                num_blocks=settings["blocks"],
+                min_n=settings["min_n"],
+                spec=spec if custom or method == "none" else {**spec, "method": method},
                 draft_model=draft,
                 heads=heads,  # type: ignore[arg-type]
-                drafter=self._drafter(method) if own else None,
+                drafter=self._drafter(method) if custom else None,
                 tokenizer=tokenizer() if text else None,
-                max_num_seqs=asked["rows"],
-                max_model_len=asked["window"],
-                max_num_batched_tokens=asked["budget"],
-                block_size=asked["block_size"],
-                enable_prefix_caching=asked["caching"],
-                async_scheduling=asked["lag"],
-                enforce_eager=not asked["recorded"],
+                max_num_seqs=settings["rows"],
+                max_model_len=settings["window"],
+                max_num_batched_tokens=settings["budget"],
+                block_size=settings["block_size"],
+                enable_prefix_caching=settings["caching"],
+                async_scheduling=settings["lag"],
+                enforce_eager=not settings["captured"],
                 lazy_capture=True,
-                trace=asked["trace"],
+                trace=settings["trace"],
             )
 
     def _drafter(self, kind: str) -> FunctionDrafter:
@@ -146,12 +146,12 @@ class Simulation:
             for job, expected in zip(self.scenario.jobs, self.expected, strict=True)
         ]
 
-        def next_tokens(history: list[int], wanted: int) -> list[int]:
+        def next_tokens(history: list[int], count: int) -> list[int]:
             n = len(history)
             text = next((t for t in texts if kind == "known" and t[:n] == history and len(t) > n), None)
             if text is None:
-                return rng.choices(range(vocab), k=rng.randint(0, wanted))
-            return [token if rng.random() < 0.8 else rng.randrange(vocab) for token in text[n : n + wanted]]
+                return rng.choices(range(vocab), k=rng.randint(0, count))
+            return [token if rng.random() < 0.8 else rng.randrange(vocab) for token in text[n : n + count]]
 
         return FunctionDrafter(next_tokens)
 
@@ -211,14 +211,14 @@ class Simulation:
                     self._cut(i)
             pending = [request for request in pending if not request.is_finished]
 
-    def _ask_again(self) -> None:
-        """Run one prompt four times after all jobs. The prefix cache must return all of its blocks, but only
-        to requests with the same salt."""
+    def _check_prefix_cache(self) -> None:
+        """Run one prompt four times, alone, at the end. The prefix cache must return all of its blocks, but
+        only to requests with the same salt."""
         size, self.faults.over = self.engine.config.block_size, True
         prompt = max((job["prompt"] for job in self.scenario.jobs), key=len)[: 3 * size + 1]
         whole = (len(prompt) - 1) // size * size * bool(self.scenario.engine["caching"])
         job = {"prompt": prompt, "params": {"temperature": 0.0, "max_tokens": 2, "seed": 0}}
-        for salt, found in ((b"", None), (b"", whole), (b"x", 0), (b"x", whole)):
+        for salt, expected in ((b"", None), (b"", whole), (b"x", 0), (b"x", whole)):
             oracle = oracle_of(self.model, self.scenario.engine, job)
             self.oracles.append(oracle)
             self.expected.append(oracle.run())
@@ -227,9 +227,9 @@ class Simulation:
             while not request.is_finished:
                 with self.shared.turn():
                     self.shared.step()
-            hits, spoilt = request.num_cached_tokens, self.expected[-1].finish_reason == "abort"
-            right = spoilt or found in (hits, None)
-            assert right, f"{hits} of {len(prompt)} tokens were cached, expected {found}"
+            hits, is_nan = request.num_cached_tokens, self.expected[-1].finish_reason == "abort"
+            right = is_nan or expected in (hits, None)
+            assert right, f"{hits} of {len(prompt)} tokens were cached, expected {expected}"
 
     def _add(self, i: int) -> None:
         job, oracle = self.scenario.jobs[i], self.oracles[i]
@@ -243,11 +243,11 @@ class Simulation:
             touched = self._engine_step()
         self.seen["steps"] += 1
         for i, request in self.requests.items():
-            self.names.learn(request)
+            self.block_texts.learn(request)
             self._compare_tokens(i, request)
             if i % 2:
                 self._read(i, request)
-        check(self.engine, self.model, self.names)
+        check(self.engine, self.model, self.block_texts)
         return touched
 
     def _read(self, i: int, request: Request) -> None:
@@ -266,31 +266,31 @@ class Simulation:
         return rule == "exact" or greedy or alone
 
     def _compare_tokens(self, i: int, request: Request) -> None:
-        got = request.output_ids
+        output = request.output_ids
         if self.exact[i]:
-            wanted = self.expected[i].token_ids[: len(got)]
-            assert got == wanted, f"job {i} generated {got} instead of {wanted}"
+            expected = self.expected[i].token_ids[: len(output)]
+            assert output == expected, f"job {i} generated {output} instead of {expected}"
 
     def _compare(self, i: int, request: Request) -> None:
         """Compare a finished request with the oracle."""
         assert request.is_finished, f"job {i} is not finished"
-        got, expected = request.output_ids, self.expected[i]
+        output, expected = request.output_ids, self.expected[i]
         stats = request.stats
-        assert stats.num_tokens == len(got), f"job {i} has {len(got)} tokens but counts {stats.num_tokens}"
-        assert len(request.draft_sources) == len(got)
+        assert stats.num_tokens == len(output), f"job {i} counts {stats.num_tokens} of {len(output)} tokens"
+        assert len(request.draft_sources) == len(output)
         self._read(i, request)
         if not self.exact[i]:
-            self._check_possible(i, got)
+            self._check_possible(i, output)
             return
         self._compare_tokens(i, request)
-        ending = expected.token_ids, expected.finish_reason
-        if request.finish_reason == "abort" and (got, "abort") != ending:
+        matches = (output, request.finish_reason) == (expected.token_ids, expected.finish_reason)
+        if request.finish_reason == "abort" and not matches:
             assert i in self.cut, f"job {i} was aborted unexpectedly: {request.error}"
             return
-        assert (got, request.finish_reason) == ending, f"job {i}"
+        assert matches, f"job {i}: got {(output, request.finish_reason)}, expected {expected[:2]}"
         if self.engine.tokenizer is not None:
-            found, wanted = (request.text, request.stop_reason), (expected.text, expected.stop_reason)
-            assert found == wanted, f"job {i}: got {found}, expected {wanted}"
+            actual, correct = (request.text, request.stop_reason), (expected.text, expected.stop_reason)
+            assert actual == correct, f"job {i}: got {actual}, expected {correct}"
         self._compare_logprobs(request, expected)
         if self._is_known(request) and not self.faults.raised:
             drafted, accepted = request.stats.num_drafted, request.stats.num_accepted
@@ -298,25 +298,26 @@ class Simulation:
 
     def _is_known(self, request: Request) -> bool:
         """Return whether the draft model equals the target and must therefore predict the whole output."""
-        asked, params = self.scenario.engine, request.params
-        same = asked["method"] == "draft" and not asked["blur"] and request.finish_reason == "length"
+        settings, params = self.scenario.engine, request.params
+        same = settings["method"] == "draft" and not settings["blur"] and request.finish_reason == "length"
         return same and not (params.changes_logits or request.constraint)
 
     def _compare_logprobs(self, request: Request, expected: Expected) -> None:
         n = request.params.logprobs
         assert len(request.logprobs) == (0 if n is None else len(expected.token_ids))
-        for place, token, scores in zip(request.logprobs, expected.token_ids, expected.scores):
-            wanted = scores.float().log_softmax(0)
-            assert next(iter(place)) == token
-            assert all(abs(at.logprob - float(wanted[t])) < 1e-4 for t, at in place.items())
-            assert place[token].rank == 1 + int((wanted > wanted[token]).sum())
+        for logprobs, token, scores in zip(request.logprobs, expected.token_ids, expected.scores):
+            reference = scores.float().log_softmax(0)
+            assert next(iter(logprobs)) == token
+            assert all(abs(at.logprob - float(reference[t])) < 1e-4 for t, at in logprobs.items())
+            assert logprobs[token].rank == 1 + int((reference > reference[token]).sum())
 
-    def _check_possible(self, i: int, got: list[int]) -> None:
+    def _check_possible(self, i: int, output: list[int]) -> None:
         """Check for rejection sampling that each token has nonzero probability."""
         oracle, tokens = self.oracles[i], list(self.oracles[i].prompt)
         if (oracle.params.acceptance or self.scenario.engine["acceptance"]) == "rejection":
-            for token in got:
-                assert oracle.may_say(oracle.scores(tokens), tokens, token), f"job {i} has {token}"
+            for token in output:
+                possible = oracle.is_possible(oracle.scores(tokens), tokens, token)
+                assert possible, f"job {i} cannot generate {token}"
                 tokens.append(token)
 
     def _count(self) -> None:
@@ -332,11 +333,11 @@ class Simulation:
             accepted=spec.num_accepted,
             stopped_by_string=sum(isinstance(r.stop_reason, str) for r in self.requests.values()),
             guided=sum(r.constraint is not None for r in self.requests.values()),
-            not_followed=sum("response_format failed" in (r.error or "") for r in self.requests.values()),
+            failed_grammars=sum("response_format failed" in (r.error or "") for r in self.requests.values()),
             nan=sum("NaN" in (r.error or "") for r in self.requests.values()),
-            other_rules=sum(not self.exact[i] for i in self.requests),
+            inexact=sum(not self.exact[i] for i in self.requests),
             lagging=self.engine.lag,
-            recorded=self.engine.worker.graphs is not None,
+            captured=self.engine.worker.graphs is not None,
             threaded=bool(self.scenario.threads),
         )
 

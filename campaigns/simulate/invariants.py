@@ -11,8 +11,8 @@ from nanospec.engine.request import Request
 from nanospec.outputs import Metrics
 
 
-class Names:
-    """Maps block hashes to their texts, for all requests so far."""
+class BlockTexts:
+    """Maps the block hashes of all requests so far to the tokens that they cover."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -28,17 +28,17 @@ class Names:
         self._done[request] = count, parent
 
 
-def check(engine: Engine, model: Mock, names: Names) -> None:
+def check(engine: Engine, model: Mock, block_texts: BlockTexts) -> None:
     """Raise AssertionError if an invariant is violated."""
     running = engine.scheduler.running
     check_queues(engine)
     check_blocks(engine)
-    cache = engine.worker.kv_cache
-    for block, name in engine.scheduler.pool._hash_of.items():
-        assert name in names.text_of, f"block {block} has an unknown hash"
-        text = names.text_of[name]
-        held = text[-names.block_size :], [*range(len(text) - names.block_size, len(text))]
-        assert entries_of(cache, block) == held, f"the contents of block {block} do not match its hash"
+    cache, size = engine.worker.kv_cache, block_texts.block_size
+    for block, digest in engine.scheduler.pool._hash_of.items():
+        assert digest in block_texts.text_of, f"block {block} has an unknown hash"
+        text = block_texts.text_of[digest]
+        expected = text[-size:], [*range(len(text) - size, len(text))]
+        assert entries_of(cache, block) == expected, f"the contents of block {block} do not match its hash"
     for request in running:
         check_row(engine, request)
 
@@ -68,7 +68,7 @@ def check_blocks(engine: Engine) -> None:
             counts[block] += 1
     assert counts == pool._references, "reference counts do not match the running requests"
     assert sorted(pool.free) == [b for b, n in enumerate(counts) if not n], "the free list is wrong"
-    assert {name: block for block, name in pool._hash_of.items()} == pool._block_of, "hashes are inconsistent"
+    assert {digest: b for b, digest in pool._hash_of.items()} == pool._block_of, "hashes are inconsistent"
 
 
 def check_row(engine: Engine, request: Request) -> None:
@@ -78,8 +78,8 @@ def check_row(engine: Engine, request: Request) -> None:
     assert request.num_computed < n <= request.max_len
     assert len(blocks) * size >= request.num_computed, "a request has too few blocks"
     ahead = int(table.num_tokens[row]) - n
-    most = engine.lag * (engine.worker.max_k + 1)
-    assert 0 <= ahead <= most, f"the device is {ahead} tokens ahead of the host"
+    limit = engine.lag * (engine.worker.max_k + 1)
+    assert 0 <= ahead <= limit, f"the device is {ahead} tokens ahead of the host"
     assert table.tokens[row, :n].tolist() == request.tokens, "the device has different tokens"
     device = table.block_table[row].tolist()
     assert device == blocks + blocks[-1:] * (len(device) - len(blocks)), "the device has different blocks"
@@ -96,15 +96,15 @@ def check_counters(metrics: Metrics, requests: Sequence[Request], whole: bool) -
     spec, stats = metrics.spec, [request.stats for request in requests]
     assert metrics.num_finished + metrics.num_aborted == len(requests), "requests are lost or counted twice"
     for name in ("num_steps", "num_tokens", "num_drafted", "num_accepted", "num_steps_with_drafts"):
-        counted, wanted = getattr(spec, name), sum(getattr(one, name) for one in stats)
-        assert counted == wanted, f"{name} is {counted} in the engine and {wanted} in its requests"
+        total, expected = getattr(spec, name), sum(getattr(one, name) for one in stats)
+        assert total == expected, f"{name} is {total} in the engine and {expected} in its requests"
     assert spec.num_tokens == sum(len(request.output_ids) for request in requests)
     assert all(0 <= one.num_accepted <= one.num_drafted for one in stats)
     assert metrics.num_preemptions == sum(request.num_preemptions for request in requests)
     admitted = [request for request in requests if request.start_time is not None]
     assert all(request.num_cached_tokens < len(request.prompt_ids) for request in requests)
-    found, prompts = metrics.num_cached_tokens, metrics.num_prompt_tokens
-    wanted = sum(r.num_cached_tokens for r in admitted), sum(len(r.prompt_ids) for r in admitted)
-    assert found <= prompts, f"{found} of {prompts} prompt tokens were cached"
-    right = (found, prompts) == wanted or not whole
-    assert right, f"(cached, prompt) tokens are {(found, prompts)}, expected {wanted}"
+    cached, prompts = metrics.num_cached_tokens, metrics.num_prompt_tokens
+    expected = sum(r.num_cached_tokens for r in admitted), sum(len(r.prompt_ids) for r in admitted)
+    assert cached <= prompts, f"{cached} of {prompts} prompt tokens were cached"
+    right = (cached, prompts) == expected or not whole
+    assert right, f"(cached, prompt) tokens are {(cached, prompts)}, expected {expected}"

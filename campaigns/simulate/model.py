@@ -1,8 +1,8 @@
 """A mock model with known distributions that verifies the contents of the KV cache.
 
 A cache entry encodes its token and position. A query decodes all entries that it attends to and checks that
-they are one text with each position once, up to its own. Its logits are the sum of a row for the last token,
-which makes texts repetitive, and of a row for a checksum of the text, which makes them depend on all tokens.
+they form one text in which each position up to its own occurs once. Its logits are the sum of a row for the
+last token, which makes texts repetitive, and a row for a checksum of the whole text.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BASE, SUMS, WIDTH = 64, 61, 16  # base of encoded digits, number of checksums, s
 
 
 class Mock(Model):
-    """See the module docstring. `surprise` is the weight of the checksum relative to the last token. `spoilt`
-    is a set of texts after which all logits are NaN."""
+    """See the module docstring. `surprise` is the weight of the checksum relative to the last token.
+    `nan_after` is a set of texts after which all logits are NaN."""
 
     def __init__(
         self, vocab_size: int, window: int, seed: int, surprise: float, dtype: torch.dtype = torch.float32
@@ -35,13 +35,13 @@ class Mock(Model):
             head_dim=WIDTH, max_position_embeddings=window,
         )  # fmt: skip
         self.dtype, self.device = dtype, torch.device("cpu")
-        self.norm: Any = SimpleNamespace(weight=torch.empty(0, dtype=dtype))  # for compute_info
+        self.norm: Any = SimpleNamespace(weight=torch.empty(0, dtype=dtype))  # read by `computed_by`
         self.weight_bytes = 0
         self.lm_head = Linear(torch.zeros(vocab_size, WIDTH, dtype=dtype))
         self.after = _likely_successors(rng, vocab_size)  # [V, V]
         self.whole = torch.from_numpy(surprise * rng.standard_normal((SUMS, vocab_size))).float()
         self.worth = rng.integers(SUMS, size=(window, vocab_size))
-        self.spoilt: set[tuple[int, ...]] = set()
+        self.nan_after: set[tuple[int, ...]] = set()
 
     def scores(self, last: Any, total: Any) -> Tensor:
         """Return the logits [N, V] after texts with the last tokens `last` [N] and checksums `total` [N]."""
@@ -62,39 +62,39 @@ class Mock(Model):
                 j = np.arange(base + count)
                 slots = blocks[b, j // block_size].astype(np.int64) * block_size + j % block_size
                 text = _decode(keys[slots], values[slots])
-                own = None if masks is None else masks[start : start + count].tolist()
-                hidden[start : start + count, :4] = torch.from_numpy(self._states(*text, base, own))
+                row_masks = None if masks is None else masks[start : start + count].tolist()
+                hidden[start : start + count, :4] = torch.from_numpy(self._states(*text, base, row_masks))
         return hidden.to(self.dtype)
 
     def _states(self, ids: Any, positions: Any, base: int, masks: list[int] | None) -> Any:
         """Return the hidden states [n, 4] of the entries from `base` on. `masks`: ancestors in a tree."""
         n = len(ids) - base
         worth = self.worth[np.clip(positions, 0, len(self.worth) - 1), ids]
-        spoilt = np.zeros(n)
+        nan_after = np.zeros(n)
         if masks is None:
             assert (positions == np.arange(len(ids))).all(), f"a text has the positions {positions.tolist()}"
             totals = worth.cumsum()[base:]
-            for text in self.spoilt:
+            for text in self.nan_after:
                 if base < len(text) <= len(ids) and tuple(ids[: len(text)].tolist()) == text:
-                    spoilt[len(text) - 1 - base] = 1
+                    nan_after[len(text) - 1 - base] = 1
         else:
             totals = np.zeros(n, dtype=np.int64)
             for i, mask in enumerate(masks):
                 sees = [*range(base), *(base + q for q in range(n) if mask >> q & 1)]
-                found = sorted(positions[sees].tolist())
-                assert found == list(range(positions[base + i] + 1)), f"a node sees the positions {found}"
+                visible = sorted(positions[sees].tolist())
+                assert visible == list(range(positions[base + i] + 1)), f"a node sees the positions {visible}"
                 totals[i] = worth[sees].sum()
-                path = sorted(sees, key=positions.__getitem__) if self.spoilt else ()
-                spoilt[i] = tuple(ids[list(path)].tolist()) in self.spoilt
+                path = sorted(sees, key=positions.__getitem__) if self.nan_after else ()
+                nan_after[i] = tuple(ids[list(path)].tolist()) in self.nan_after
         last = ids[base:]
-        return np.stack([last // BASE, last % BASE, totals % SUMS, spoilt], 1).astype(np.float32)
+        return np.stack([last // BASE, last % BASE, totals % SUMS, nan_after], 1).astype(np.float32)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         high, low, total = hidden[:, :3].long().unbind(1)
-        found = self.scores(high * BASE + low, total)
-        if self.spoilt:
-            found[hidden[:, 3] > 0] = float("nan")
-        return found if out is None else out[: len(found)].copy_(found)
+        logits = self.scores(high * BASE + low, total)
+        if self.nan_after:
+            logits[hidden[:, 3] > 0] = float("nan")
+        return logits if out is None else out[: len(logits)].copy_(logits)
 
 
 class MockHeads:
@@ -108,11 +108,11 @@ class MockHeads:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, num_heads, V] for hidden states [N, H]."""
         last = hidden[:, 0].long() * BASE + hidden[:, 1].long()
-        found = []
+        logits = []
         for _ in range(self.num_heads):
             last = self.model.after[last].argmax(1)
-            found.append(self.model.after[last])
-        return torch.stack(found, 1).to(self.model.dtype)
+            logits.append(self.model.after[last])
+        return torch.stack(logits, 1).to(self.model.dtype)
 
     def tokens(self, index: Tensor) -> Tensor:
         return index.int()
@@ -134,16 +134,16 @@ def _likely_successors(rng: np.random.Generator, vocab_size: int) -> Tensor:
 
 
 def _encode(ids: Any, positions: Any) -> Any:
-    """Return cache entries [n, WIDTH] of digits, which are exact in every dtype, and a 1 as a marker."""
-    found = np.zeros((len(ids), WIDTH), dtype=np.float32)
-    found[:, 0], found[:, 1], found[:, 2] = ids // BASE, ids % BASE, 1
-    found[:, 3], found[:, 4] = positions // BASE, positions % BASE
-    return found
+    """Return entries [n, WIDTH] of digits, which are exact in every dtype. A 1 marks them as not zeroed."""
+    entries = np.zeros((len(ids), WIDTH), dtype=np.float32)
+    entries[:, 0], entries[:, 1], entries[:, 2] = ids // BASE, ids % BASE, 1
+    entries[:, 3], entries[:, 4] = positions // BASE, positions % BASE
+    return entries
 
 
 def _decode(keys: Tensor, values: Tensor) -> tuple[Any, Any]:
     """Return the tokens and positions [n] of entries [n, WIDTH]. Invalid entries have position -1."""
-    found = keys.float().numpy().astype(np.int64)
-    whole = (found[:, 2] == 1) & (values == keys).all(1).numpy()
-    ids, positions = found[:, 0] * BASE + found[:, 1], found[:, 3] * BASE + found[:, 4]
-    return np.where(whole, ids, 0), np.where(whole, positions, -1)
+    digits = keys.float().numpy().astype(np.int64)
+    valid = (digits[:, 2] == 1) & (values == keys).all(1).numpy()
+    ids, positions = digits[:, 0] * BASE + digits[:, 1], digits[:, 3] * BASE + digits[:, 4]
+    return np.where(valid, ids, 0), np.where(valid, positions, -1)

@@ -79,15 +79,15 @@ class Oracle:
         window, text = engine["window"], engine["vocab"] == TEXT_VOCAB
         self.model, self.params, self.prompt, self.index = model, params, prompt, index
         self.max_len = window if params.max_tokens is None else min(window, len(prompt) + params.max_tokens)
-        own = (0,) if text and not params.ignore_eos else ()
-        self.stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
+        eos = (0,) if text and not params.ignore_eos else ()
+        self.stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
         self.tokenizer = tokenizer() if text else None
         self.guide: Guide | None = None
         if params.response_format is not None:
             with limited(engine):
                 self.guide = grammars(TEXT_VOCAB, engine.get("items")).guide(params.response_format)
         self.table = self._row()
-        self._asked = replace(params, stop_token_ids=self.stop_ids)  # min_tokens forbids all of them
+        self._params = replace(params, stop_token_ids=self.stop_ids)  # min_tokens forbids all of them
 
     def run(self) -> Expected:
         """Return the output."""
@@ -106,27 +106,27 @@ class Oracle:
                 stopped_by = token if token in self.params.stop_token_ids else None
                 break
             old, text = len(text), self._text(tokens, len(text))
-            found = self._stop_string(text, old, len(tokens))
+            match = self._stop_string(text, old, len(tokens))
             if self.guide is not None:
                 self.guide.advance([token])
                 reason = "stop" if self.guide.ended else "abort" if self.guide.error else ""
-            if found is not None:
-                (at, stopped_by), reason = found, "stop"
+            if match is not None:
+                (at, stopped_by), reason = match, "stop"
                 return self._of(tokens, reason, stopped_by, text[:at], scores)
             if len(tokens) == self.max_len and not reason:
                 reason = "length"
         ends = bool(tokens[len(self.prompt) :]) and tokens[-1] in self.stop_ids
         old, text = len(text), self._text(tokens[:-1] if ends else tokens, None)
-        found = self._stop_string(text, old, len(tokens))
-        if found is not None:
-            text = text[: found[0]]
+        match = self._stop_string(text, old, len(tokens))
+        if match is not None:
+            text = text[: match[0]]
             if reason == "length":
                 reason = "stop"
-            stopped_by = found[1]
+            stopped_by = match[1]
         return self._of(tokens, reason, stopped_by, text, scores)
 
     def _text(self, tokens: list[int], known: int | None) -> str:
-        """Return the output's text. Until finished (None), exclude an incomplete character after `known`."""
+        """Return the text of the output. With `known`, hold back a last character that may still change."""
         text = (self.tokenizer or tokenizer()).decode(tokens[len(self.prompt) :])
         return text if known is None else text[: max(len(text) - text.endswith("\ufffd"), known)]
 
@@ -137,14 +137,14 @@ class Oracle:
         """Return (position, string) of the first stop string that ends after the first `old` characters."""
         if num_tokens - len(self.prompt) < self.params.min_tokens:
             return None
-        found = [(at, s) for s in self.params.stop if (at := text.find(s, max(old - len(s) + 1, 0))) >= 0]
-        return min(found) if found else None
+        matches = [(at, s) for s in self.params.stop if (at := text.find(s, max(old - len(s) + 1, 0))) >= 0]
+        return min(matches) if matches else None
 
     def scores(self, tokens: list[int]) -> Tensor:
         """Return the logits [V] after a text, with the request's grammar mask."""
         worth = self.model.worth[range(len(tokens)), tokens].sum()
         logits = self.model.scores([tokens[-1]], [int(worth) % SUMS])
-        if tuple(tokens) in self.model.spoilt:
+        if tuple(tokens) in self.model.nan_after:
             logits.fill_(float("nan"))
         if self.guide is not None:
             mask = self.guide.plan(tokens, 0, 1, 1).masks[0]
@@ -156,41 +156,42 @@ class Oracle:
 
     def draw(self, scores: Tensor, tokens: list[int]) -> int:
         """Sample the token after a text."""
-        given = scores.float()
+        changed = scores.float()
         if self.params.changes_logits:
             self.table.output_counts[0] = torch.bincount(
                 torch.tensor(tokens[len(self.prompt) :], dtype=torch.long), minlength=len(scores)
             )
-            given = penalize(given, 0, len(tokens), [], self.table)
-        token = int(sample.draw(given, 0, len(tokens), self.table))
-        assert token == NAN_TOKEN or self.may_say(scores, tokens, token), f"{token} is not allowed"
+            changed = penalize(changed, 0, len(tokens), [], self.table)
+        token = int(sample.draw(changed, 0, len(tokens), self.table))
+        allowed = token == NAN_TOKEN or self.is_possible(scores, tokens, token)
+        assert allowed, f"token {token} was sampled, but is not allowed"
         return token
 
-    def may_say(self, scores: Tensor, tokens: list[int], token: int) -> bool:
+    def is_possible(self, scores: Tensor, tokens: list[int], token: int) -> bool:
         """Return whether a token has nonzero probability after a text."""
         output = tuple(tokens[len(self.prompt) :])
-        x = exact.changed(scores.double().numpy(), self.prompt, output, self._asked)
-        return exact.may_draw(x, token, self._asked)
+        x = exact.changed(scores.double().numpy(), self.prompt, output, self._params)
+        return exact.may_draw(x, token, self._params)
 
     def _row(self) -> Table:
         """Return a table with one row that has the request's sampling parameters."""
-        asked, size = self.params, self.model.config.vocab_size
+        params, size = self.params, self.model.config.vocab_size
         table = Table.empty(1, 1, 1, size, "cpu")
         for column, value in (
-            (table.temperature, asked.temperature),
-            (table.top_k, asked.top_k),
-            (table.top_p, asked.top_p),
-            (table.min_p, asked.min_p),
-            (table.seed, seed_of(asked.seed, self.index, 0)),
-            (table.min_len, len(self.prompt) + asked.min_tokens),
-            (table.repetition, asked.repetition_penalty),
-            (table.presence, asked.presence_penalty),
-            (table.frequency, asked.frequency_penalty),
+            (table.temperature, params.temperature),
+            (table.top_k, params.top_k),
+            (table.top_p, params.top_p),
+            (table.min_p, params.min_p),
+            (table.seed, seed_of(params.seed, self.index, 0)),
+            (table.min_len, len(self.prompt) + params.min_tokens),
+            (table.repetition, params.repetition_penalty),
+            (table.presence, params.presence_penalty),
+            (table.frequency, params.frequency_penalty),
         ):
             column[0] = value
         stop_ids = (*self.stop_ids, *[-1] * table.num_stops)[: table.num_stops]
         table.stop_ids[0] = torch.tensor(stop_ids)
         table.in_prompt[0, list(self.prompt)] = True
-        for token, bias in asked.logit_bias.items():
+        for token, bias in params.logit_bias.items():
             table.bias[0, token] = bias
         return table

@@ -19,7 +19,7 @@ from tests.nanospec.extras.grammar.guided import FORMATS
 METHODS = (
     "none", "ngram", "draft", "medusa", "ngram+draft", "ngram+medusa",
 )  # fmt: skip
-OWN = ("junk", "known")  # custom drafters: random drafts, and mostly correct drafts
+CUSTOM = ("junk", "known")  # custom drafters: random drafts, and mostly correct drafts
 CALLS = ("admit", "prefill", "step", "fetch")
 
 
@@ -46,13 +46,13 @@ class Scenario:
     threads: int = 0
 
     @classmethod
-    def drawn(cls, seed: int, text: bool = False) -> Scenario:
+    def from_seed(cls, seed: int, text: bool = False) -> Scenario:
         """Generate the scenario of a seed. If `text`, it always has a tokenizer."""
         rng = random.Random(seed)
         engine = _engine(rng)
         engine["vocab"] = TEXT_VOCAB if text else engine["vocab"]
         jobs = [_job(rng, engine, seed) for _ in range(rng.choice((1, 2, 4, 7, 12, 20)))]
-        more = random.Random(f"{seed}, more")  # a second generator, so that additions keep old seeds
+        more = random.Random(f"{seed}, more")  # a second generator, so that older seeds keep their scenarios
         if more.random() < 0.15:
             _outgrow(more, engine, jobs)
         _share_beginnings(rng, engine, jobs)
@@ -81,9 +81,9 @@ def oracle_of(model: Mock, engine: dict[str, Any], job: dict[str, Any]) -> Oracl
 
 
 def params_of(job: dict[str, Any]) -> SamplingParams:
-    asked = dict(job["params"])
-    bias = {int(token): value for token, value in asked.pop("logit_bias", {}).items()}
-    return SamplingParams(**asked, logit_bias=bias)
+    params = dict(job["params"])
+    bias = {int(token): value for token, value in params.pop("logit_bias", {}).items()}
+    return SamplingParams(**params, logit_bias=bias)
 
 
 def _engine(rng: random.Random) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _engine(rng: random.Random) -> dict[str, Any]:
     window = rng.choice((rng.randint(2, 20), rng.randint(20, 60), *[rng.randint(60, 200)] * 4))
     rows = rng.choice((1, 2, 3, 5, 8))
     each = -(-window // size)
-    method = rng.choice(METHODS * 2 + OWN)
+    method = rng.choice(METHODS * 2 + CUSTOM)
     engine = {
         "vocab": rng.choice((2, 3, 5, 17, 31, 64, TEXT_VOCAB, TEXT_VOCAB)),
         "window": window,
@@ -109,7 +109,7 @@ def _engine(rng: random.Random) -> dict[str, Any]:
         "budget": rng.choice((1, 5, 17, 64, 2048)),
         "caching": rng.random() < 0.7,
         "lag": rng.random() < 0.5,
-        "recorded": rng.random() < 0.4,
+        "captured": rng.random() < 0.4,
         "trace": rng.random() < 0.2,
     }
     if not _fits(engine):
@@ -119,7 +119,7 @@ def _engine(rng: random.Random) -> dict[str, Any]:
 
 def _fits(engine: dict[str, Any]) -> bool:
     """Return whether the drafting method supports the tree width."""
-    if engine["method"] in OWN or engine["tree_width"] > engine["vocab"]:
+    if engine["method"] in CUSTOM or engine["tree_width"] > engine["vocab"]:
         return bool(engine["tree_width"] == 1)
     try:
         resolve_drafters(SpecConfig(method=engine["method"], tree_width=engine["tree_width"]), None)
@@ -185,8 +185,8 @@ def _outgrow(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, An
     for job in jobs:
         job["arrives"] = min(job["arrives"], rng.randint(0, 3))
         job["prompt"] = job["prompt"][: rng.randint(1, 2 * engine["block_size"])]
-        asked, limit = job["params"], rng.randint(30, 60)
-        asked["max_tokens"] = max(asked["max_tokens"] or 0, asked.get("min_tokens", 0), limit)
+        params, limit = job["params"], rng.randint(30, 60)
+        params["max_tokens"] = max(params["max_tokens"] or 0, params.get("min_tokens", 0), limit)
 
 
 def _share_beginnings(rng: random.Random, engine: dict[str, Any], jobs: list[dict[str, Any]]) -> None:
@@ -205,12 +205,12 @@ def _stop_inside(
     model = model_of(engine, seed)
     for job in jobs:
         if rng.random() < 0.3 and guided == ("response_format" in job["params"]):
-            found = oracle_of(model, engine, job).run()
-            if len(found.text) > 1:
-                at = rng.randrange(len(found.text))
-                job["params"]["stop"] = [found.text[at : at + rng.randint(1, 4)], "no such text"]
-            elif found.token_ids:
-                job["params"]["stop_token_ids"] = [rng.choice(found.token_ids)]
+            expected = oracle_of(model, engine, job).run()
+            if len(expected.text) > 1:
+                at = rng.randrange(len(expected.text))
+                job["params"]["stop"] = [expected.text[at : at + rng.randint(1, 4)], "no such text"]
+            elif expected.token_ids:
+                job["params"]["stop_token_ids"] = [rng.choice(expected.token_ids)]
 
 
 def _fault(rng: random.Random, num_jobs: int) -> dict[str, Any]:
@@ -253,9 +253,9 @@ def _let_grammars_fail(rng: random.Random, engine: dict[str, Any], jobs: list[di
     rng.choice(jobs)["params"]["response_format"] = {}
     for job in jobs:
         if "response_format" in job["params"]:
-            asked = {"type": "grammar", "grammar": 'start: x ";"\nx: "a" | x x'}
+            ambiguous = {"type": "grammar", "grammar": 'start: x ";"\nx: "a" | x x'}
             job["params"] = {name: job["params"][name] for name in ("temperature", "seed")}
-            job["params"] |= {"max_tokens": 60, "response_format": asked, "logit_bias": {str(end): -50.0}}
+            job["params"] |= {"max_tokens": 60, "response_format": ambiguous, "logit_bias": {str(end): -50.0}}
 
 
 def _rare_faults(rng: random.Random, num_jobs: int) -> list[dict[str, Any]]:

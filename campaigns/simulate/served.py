@@ -20,7 +20,7 @@ from nanospec.apps.serve.logs import log
 from nanospec.engine.request import Request, seed_of
 from tests.nanospec.apps.serve.conftest import serving
 
-LATER = 0.002  # seconds per step of arrival time
+STEP_SECONDS = 0.002  # seconds per step of arrival time
 
 
 class Served(Simulation):
@@ -28,7 +28,7 @@ class Served(Simulation):
 
     def run(self) -> Counter[str]:
         self.prepare()
-        self.broken: list[BaseException] = []
+        self.violations: list[BaseException] = []
         llm = LLM.__new__(LLM)
         llm.config, llm.engine, llm.shared = self.engine.config, self.engine, self.shared
         assert self.engine.tokenizer is not None
@@ -42,9 +42,9 @@ class Served(Simulation):
                 asyncio.run(self._clients(server.url))
         finally:
             log.disabled = False
-            if self.broken:  # the clients' errors are consequences
-                raise self.broken[0]
-        return self.concluded()
+            if self.violations:  # the clients' errors are consequences
+                raise self.violations[0]
+        return self.finish()
 
     def _queued(self, request: Request) -> None:
         assert request.params.seed is not None
@@ -55,7 +55,7 @@ class Served(Simulation):
         try:
             return super()._step()
         except AssertionError as error:  # the server would handle it as a failed step
-            self.broken.append(error)
+            self.violations.append(error)
             raise
 
     async def _clients(self, url: str) -> None:
@@ -64,7 +64,7 @@ class Served(Simulation):
 
     async def _client(self, client: httpx.AsyncClient, i: int) -> None:
         job = self.scenario.jobs[i]
-        await asyncio.sleep(LATER * job["arrives"])
+        await asyncio.sleep(STEP_SECONDS * job["arrives"])
         limit = job["params"].get("max_tokens") or self.scenario.engine["window"]
         least = min(job["params"].get("min_tokens", 0), limit)
         body = {**job["params"], "max_tokens": limit, "min_tokens": least, "prompt": job["prompt"]}
@@ -92,42 +92,40 @@ class Served(Simulation):
                 return
         choices = [choice for event in events for choice in event.get("choices", ())]
         if any("error" in event for event in events):
-            self._failed(i)
+            self._check_failure(i)
             return
-        self._same(i, choices)
+        self._compare_choices(i, choices)
 
     def _read(self, i: int, request: Request) -> None:
         """Do nothing, since the server reads the pieces."""
 
     def _check_response(self, i: int, response: httpx.Response) -> None:
-        """Check a response that was not streamed."""
-        found = response.json()
+        body = response.json()
         if response.status_code == 500:
-            self._failed(i)
+            self._check_failure(i)
             return
         assert response.status_code == 200, f"job {i}: {response.text}"
-        assert found["usage"]["completion_tokens"] == len(self.requests[i].output_ids)
-        self._same(i, found["choices"])
+        assert body["usage"]["completion_tokens"] == len(self.requests[i].output_ids)
+        self._compare_choices(i, body["choices"])
 
-    def _failed(self, i: int) -> None:
+    def _check_failure(self, i: int) -> None:
         """Check that a failed request was running when a fault was injected, or is expected to fail."""
         self.seen["failed"] += 1
         assert i in self.cut or self.expected[i].finish_reason == "abort", f"job {i} failed"
 
-    def _same(self, i: int, choices: list[dict[str, Any]]) -> None:
+    def _compare_choices(self, i: int, choices: list[dict[str, Any]]) -> None:
         """Compare all choices of a stream, or the choice of a response, with the oracle."""
-        expected, asked = self.expected[i], self.oracles[i].params.logprobs
+        expected, n = self.expected[i], self.oracles[i].params.logprobs
         if not self.exact[i] or self.requests[i].finish_reason == "abort":
             return
         text, reason = "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
         assert (text, reason) == (expected.text, expected.finish_reason), f"job {i}"
-        found = [p for choice in choices for p in (choice["logprobs"] or {}).get("token_logprobs", ())]
-        scores = [
-            s.float().log_softmax(0)[t] for s, t in zip(expected.scores, expected.token_ids, strict=True)
-        ]
-        wanted = [float(score) for score in scores][: self.requests[i].output.num_text_tokens]
-        assert found == pytest.approx(wanted if asked is not None else [], abs=1e-4), f"job {i}"
-        self.seen["logprobs"] += len(found)
+        logprobs = [p for choice in choices for p in (choice["logprobs"] or {}).get("token_logprobs", ())]
+        pairs = zip(expected.scores, expected.token_ids, strict=True)
+        reference = [float(scores.float().log_softmax(0)[token]) for scores, token in pairs]
+        reference = reference[: self.requests[i].output.num_text_tokens]
+        assert logprobs == pytest.approx(reference if n is not None else [], abs=1e-4), f"job {i}"
+        self.seen["logprobs"] += len(logprobs)
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:

@@ -15,7 +15,7 @@ from campaigns.simulate.scenario import Scenario
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = {
-    "trace": False, "recorded": False, "lag": False, "caching": True, "acceptance": "exact", "k": 2,
+    "trace": False, "captured": False, "lag": False, "caching": True, "acceptance": "exact", "k": 2,
     "method": "ngram", "tree_width": 1, "dtype": "float32", "block_size": 16, "budget": 2048, "rows": 2,
     "blur": 0.0, "surprise": 1.0,
 }  # fmt: skip
@@ -42,16 +42,16 @@ def shrink(scenario: Scenario, run: Callable[[Scenario], object], tries: int = 4
     error = failure(scenario, run)
     if error is None or isinstance(error, TooLong):  # each run would take as long
         return scenario
-    place, again = place_of(error), True
-    while again:
-        again = False
+    place, reduced = place_of(error), True
+    while reduced:
+        reduced = False
         for smaller in _smaller(scenario):
             tries -= 1
             if tries < 0:
                 return scenario
             error = failure(smaller, run)
             if error is not None and place_of(error) == place:
-                scenario, again = smaller, True
+                scenario, reduced = smaller, True
                 break
     return scenario
 

@@ -16,10 +16,10 @@ STALLED = 12  # maximum number of consecutive steps without progress of the firs
 
 
 class Watch:
-    """Checks one engine. `asked` are the engine settings of the scenario."""
+    """Checks one engine. `settings` are the engine settings of the scenario."""
 
-    def __init__(self, engine: Engine, asked: dict[str, Any]) -> None:
-        self.engine, self._asked = engine, asked
+    def __init__(self, engine: Engine, settings: dict[str, Any]) -> None:
+        self.engine, self._settings = engine, settings
         self._busy_steps = self._idle_steps = 0
         self._first: tuple[Request, int] | None = None
         scheduler = engine.scheduler
@@ -46,10 +46,10 @@ class Watch:
     def _waits_for_blocks(self, request: Request) -> bool:
         """Return whether the first uncached block of a prompt is being computed for another request."""
         size, pool = self.engine.config.block_size, self.engine.scheduler.pool
-        names = request.hashes(size)[: (request.num_tokens - 1) // size]
-        found = sum(1 for _ in takewhile(pool._block_of.__contains__, names))
-        text = request.tokens[: (found + 1) * size]
-        return found < len(names) and any(
+        hashes = request.hashes(size)[: (request.num_tokens - 1) // size]
+        cached = sum(1 for _ in takewhile(pool._block_of.__contains__, hashes))
+        text = request.tokens[: (cached + 1) * size]
+        return cached < len(hashes) and any(
             other.salt == request.salt and other.tokens[: len(text)] == text and not other.is_prefilled
             for other in self.engine.scheduler.running
         )
@@ -79,19 +79,19 @@ class Watch:
         self._idle_steps = self._idle_steps + 1 if self.engine.has_work and self._first == before else 0
         assert self._idle_steps < STALLED, f"no progress in {STALLED} steps"
         texts = sum(request.max_len for request in requests)
-        most = (1 + self.engine.lag) * texts + STALLED * (1 + len(requests))
-        assert self._busy_steps <= most, f"{self._busy_steps} steps are too many for {texts} tokens"
+        limit = (1 + self.engine.lag) * texts + STALLED * (1 + len(requests))
+        assert self._busy_steps <= limit, f"{self._busy_steps} steps are too many for {texts} tokens"
 
     def _must_draft(self, request: Request, text: list[int]) -> bool:
         """Return whether a step after `text` must have drafts: K is fixed, and n-gram lookup has a match or a
-        draft model can catch up within the token budget. In recorded steps, a draft model after lookup may
+        draft model can catch up within the token budget. In captured steps, a draft model after lookup may
         have missed too many tokens (`ModelDrafter.first_pass`)."""
-        asked, own = self._asked, request.params.num_speculative_tokens
-        fixed = asked["k"] not in (0, "auto") and own != 0 and request.constraint is None
+        settings, limit = self._settings, request.params.num_speculative_tokens
+        fixed = settings["k"] not in (0, "auto") and limit != 0 and request.constraint is None
         if not fixed or len(text) + 1 >= request.max_len:
             return False
-        methods, n = asked["method"].split("+"), asked["min_n"]
+        methods, n = settings["method"].split("+"), settings["min_n"]
         places = range(len(text) - n) if "ngram" in methods else ()
-        keeps_up = asked["method"] == "draft" or ("draft" in methods and not asked["recorded"])
-        keeps_up &= asked["budget"] > asked["rows"] * asked["window"]
+        keeps_up = settings["method"] == "draft" or ("draft" in methods and not settings["captured"])
+        keeps_up &= settings["budget"] > settings["rows"] * settings["window"]
         return keeps_up or any(text[i : i + n] == text[-n:] for i in places)
