@@ -212,8 +212,8 @@ class Simulation:
             pending = [request for request in pending if not request.is_finished]
 
     def _check_prefix_cache(self) -> None:
-        """Run one prompt four times, alone, at the end. The prefix cache must return all of its blocks, but
-        only to requests with the same salt."""
+        """Run one prompt four times after all jobs. The prefix cache must return all of its blocks, but only
+        to requests with the same salt."""
         size, self.faults.over = self.engine.config.block_size, True
         prompt = max((job["prompt"] for job in self.scenario.jobs), key=len)[: 3 * size + 1]
         whole = (len(prompt) - 1) // size * size * bool(self.scenario.engine["caching"])
