@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.traces import MAX_DRAFTS, Trace
-from nanospec.drafters.estimates import Offer, StepCosts
+from nanospec.drafters.estimates import RowProposal, StepCosts
 from nanospec.drafters.policy import AutoPolicy, Policy
 from nanospec.kernels import NO_DRAFTER, RUNNING
 from nanospec.kernels.speculation.report import RowReport
@@ -117,14 +117,14 @@ class Auto(Strategy):
     def __init__(self, policy: Policy, costs: StepCosts) -> None:
         self.policy, self.costs = policy, costs
         self.lag = int(bool(costs.captured))
-        self.seen: list[tuple[int, list[Offer], list[int], list[int], list[int]]] = []
+        self.seen: list[tuple[int, list[RowProposal], list[int], list[int], list[int]]] = []
 
     def plan(self, batch: Batch) -> tuple[list[int], float]:
         limits = dict.fromkeys(batch.rows, MAX_DRAFTS)
         self.k = self.policy.choose(limits, limits, 0, batch.waiting)[1]
         drafts = batch.offered(self.k)
         drafter = (NGRAM if n else NO_DRAFTER for n in drafts)
-        self.offers = list(map(Offer, batch.rows, drafter, drafts, batch.match()))
+        self.offers = list(map(RowProposal, batch.rows, drafter, drafts, batch.match()))
         if self.costs.packed:
             drafts = self.policy.cut(self.offers)
         return drafts, step_ms(self.costs, self.k, drafts)

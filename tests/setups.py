@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanospec.config import SamplingParams
-from nanospec.drafters import Drafter, SimpleDrafter, make_proposal, room
+from nanospec.drafters import Drafter, SimpleDrafter, draft_limits, make_proposal
 from nanospec.drafters.medusa import Heads
 from nanospec.engine.engine import Engine
 from nanospec.kernels.sampling.sample import sample
@@ -85,7 +85,7 @@ class SamplingDrafter(Drafter):
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         own, index = table._replace(seed=table.seed ^ 0x5EED), rows.clamp(min=0)
-        num_drafts, last = room(table, rows, k), table.num_tokens[index] - 1
+        num_drafts, last = draft_limits(table, rows, k), table.num_tokens[index] - 1
         token, drafts, logits = table.tokens[index, last.clamp(min=0)], list[Tensor](), list[Tensor]()
         for j in range(k):
             batch = lay_out_text(table, rows, last + j, (num_drafts - j).clamp(0, 1), 1)
@@ -108,7 +108,7 @@ class Fork(Drafter):
         first = self.likely[table.tokens[index, (table.num_tokens[index] - 1).clamp(min=0)]]
         drafts = torch.cat((first, self.likely[first].flatten(1)), 1)[:, :k]
         parents = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)[:k].expand_as(drafts).contiguous()
-        return make_proposal(drafts, room(table, rows, k), parents)
+        return make_proposal(drafts, draft_limits(table, rows, k), parents)
 
 
 class Setup(NamedTuple):

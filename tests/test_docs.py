@@ -215,7 +215,7 @@ def snippets(document: Path) -> list[tuple[str, str]]:
 WITH_SNIPPETS = [path for path in DOCUMENTS if snippets(path)]
 
 
-LONG = ("extend-sampling.md", "extend-drafter.md")
+LONG = ("extend-drafter.md",)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import nanospec.extras.loading
 from campaigns.faults.engines import JOBS, assert_sound, reference, run, small_engine, small_llm, small_model
 from nanospec import SamplingParams
 from nanospec.device.graphs import EagerCapture
-from nanospec.device.resources import OutOfMemory, ran_out
+from nanospec.device.resources import OutOfMemory, is_oom
 from nanospec.device.step import StepResult
 from tests.drive import Job, finish
 from tests.nanospec.test_llm import folder, make
@@ -97,8 +97,8 @@ def test_out_of_memory_while_loading_suggests_a_fix(
 
 def test_other_errors_are_not_out_of_memory() -> None:
     for error in (RuntimeError("a kernel"), OSError(28, "No space left on device"), ValueError("memory")):
-        assert not ran_out(error)
-    assert all(map(ran_out, SHORTAGES))
+        assert not is_oom(error)
+    assert all(map(is_oom, SHORTAGES))
 
 
 class FailingCapture(EagerCapture):
@@ -120,7 +120,7 @@ def test_error_after_out_of_memory_is_not_out_of_memory() -> None:
     """A retry in `except MemoryError` may raise another error."""
     later = RuntimeError("libcuda: driver too old")
     later.__context__ = MemoryError()
-    assert not ran_out(later)
+    assert not is_oom(later)
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -7,8 +7,8 @@ the latest, because recent text predicts best. The occurrence may overlap the su
 end of the text, it restarts at the match, as in LZ77 (Ziv & Lempel, 1977), so that even a text with a short
 period fills all drafts.
 
-A row with a match gets `room` drafts, a row without one gets none. Unused entries of the result hold token 0
-and source -1. Without drafts, the match length is 0.
+A row with a match gets `draft_limits` drafts, a row without one gets none. Unused entries of the result hold
+token 0 and source -1. Without drafts, the match length is 0.
 
 Trees: up to `Table.width` matches with different next tokens each start a branch at the root, best match
 first. A branch gets half of the remaining drafts (rounded up), and the last one gets them all. So a tree
@@ -29,7 +29,7 @@ from .. import MAX_DRAFTS, OWN
 from ..launch import next_power_of_2, use_native, use_triton
 from ..native import call
 from ..table import Table
-from .proposal import Proposal, empty_proposal, room, room_of
+from .proposal import Proposal, draft_limit, draft_limits, empty_proposal
 
 LONG_MATCH = tl.constexpr(3)  # tokens
 INDEX_BITS = tl.constexpr(24)  # low bits of a packed (match length, index)
@@ -54,7 +54,7 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) ->
     for b, s in enumerate(rows.tolist()):
         text = table.tokens[s, : int(table.num_tokens[s])]
         starts, n = matches(text, int(table.min_n[s]), int(table.max_n[s]))
-        num_drafts = int(room(table, rows[b : b + 1], k)) if n else 0
+        num_drafts = int(draft_limits(table, rows[b : b + 1], k)) if n else 0
         width = 1 if n > LONG_MATCH.value else max(int(table.width[s]), 1)
         if num_drafts:
             source, parents = tree(text, starts, num_drafts, width)
@@ -125,7 +125,7 @@ def _best_match(text, length, min_n, max_n, taken, MAX_N: tl.constexpr, BLOCK: t
 def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     b, j, slot = tl.program_id(0), tl.arange(0, DRAFTS), tl.arange(0, SLOTS)
     s = tl.load(rows + b)
-    row, room = tl.maximum(s, 0), room_of(table, s, k)
+    row, room = tl.maximum(s, 0), draft_limit(table, s, k)
     text, length = table.tokens + row.to(tl.int64) * table.max_context, tl.load(table.num_tokens + row)
     min_n, max_n = tl.load(table.min_n + row), tl.load(table.max_n + row)
     taken = tl.full([SLOTS], -1, tl.int32)  # the first token of each branch

@@ -35,7 +35,7 @@ class Proposal(NamedTuple):
 
     drafts: Tensor  # [B, K] int32, draft tokens; those beyond num_drafts are ignored
     num_drafts: Tensor  # [B] int32
-    source: Tensor  # [B, K] int32, index in the history that a draft was copied from, else GUESSED
+    source: Tensor  # [B, K] int32, index in the history that a draft was copied from, else GENERATED
     match_len: Tensor  # [B] int32, length of the n-gram match, 0 if none
     drafter: Tensor  # [B] int32, index of the drafter in a method ("ngram+draft": 0, 1); unused if no drafts
     parents: Tensor | None = None  # [B, K] int32, trees only: the place 0 .. K that each draft follows
@@ -75,7 +75,7 @@ def parents_of(proposal: Proposal) -> Tensor:
     return torch.arange(k, dtype=torch.int32, device=proposal.drafts.device).expand(B, k)
 
 
-def room(table: Table, rows: Tensor, k: int) -> Tensor:
+def draft_limits(table: Table, rows: Tensor, k: int) -> Tensor:
     """Return how many of k drafts each request row can use, [B] int32; 0 for inactive rows. A row that is one
     token short of `max_len` can use none, because the target always emits one token."""
     index = rows.clamp(min=0)
@@ -85,8 +85,8 @@ def room(table: Table, rows: Tensor, k: int) -> Tensor:
 
 
 @triton.jit
-def room_of(table, s, k):
-    """Return `room` of one request row."""
+def draft_limit(table, s, k):
+    """Return `draft_limits` of one request row."""
     row = tl.maximum(s, 0)
     left = tl.load(table.max_len + row) - tl.load(table.num_tokens + row) - 1
     left = tl.minimum(left, tl.load(table.limit + row))

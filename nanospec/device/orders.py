@@ -65,7 +65,7 @@ class StepOrder(NamedTuple):
         logprobs: [B] number of most likely tokens to report, -1 for no log-probabilities.
         drafting: rows for which drafters propose drafts.
         k, last_k: maximum number of drafts per row, and of the last drafter, which may run a model.
-        grown: rows that got more blocks.
+        new_blocks: rows that got more blocks.
         extra: the value returned by `plan` of each extension.
     """
 
@@ -74,7 +74,7 @@ class StepOrder(NamedTuple):
     drafting: list[int]
     k: int
     last_k: int
-    grown: list[RowBlocks]
+    new_blocks: list[RowBlocks]
     extra: Sequence[Any] = ()
 
 
@@ -85,7 +85,7 @@ class RowResult(NamedTuple):
     logprobs: list[dict[int, Logprob]] | None
 
 
-class Flight(NamedTuple):
+class PendingStep(NamedTuple):
     """A queued step, whose results may not be available yet. `lines` waits for its report, see `decode`."""
 
     lines: Callable[[], list[list[int]]]
@@ -98,12 +98,14 @@ class Flight(NamedTuple):
         columns = () if self.logprobs is None else (column.tolist() for column in self.logprobs)
         entries: Iterator[Any] = zip(*columns, strict=True)
         return [
-            RowResult(report, None if n < 0 else [as_dict(t, next(entries), n) for t in report.tokens])
+            RowResult(report, None if n < 0 else [logprobs_by_id(t, next(entries), n) for t in report.tokens])
             for report, n in zip(reports, self.num_top, strict=True)
         ]
 
 
-def as_dict(token: int, entry: tuple[float, int, list[float], list[int]], num_top: int) -> dict[int, Logprob]:
+def logprobs_by_id(
+    token: int, entry: tuple[float, int, list[float], list[int]], num_top: int
+) -> dict[int, Logprob]:
     """Return the log-probabilities of a token and of the `num_top` most likely ones. `entry`: log-probability
     and rank of the token, then log-probabilities and ids of the most likely tokens."""
     logprob, rank, top, ids = entry

@@ -229,7 +229,7 @@ class OutOfMemory(MemoryError):
     """Raised when memory runs out. The message gives the purpose and the settings to lower."""
 
 
-def ran_out(error: BaseException) -> bool:
+def is_oom(error: BaseException) -> bool:
     """Return whether an error is an out-of-memory error of Python, the system or PyTorch, or an error of a
     CUDA graph whose capture failed due to an out-of-memory error."""
     if isinstance(error, OSError):
@@ -237,11 +237,11 @@ def ran_out(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text, cause = str(error), error.__context__
-    no_memory = "can't allocate memory" in text or ("captur" in text and cause is not None and ran_out(cause))
+    no_memory = "can't allocate memory" in text or ("captur" in text and cause is not None and is_oom(cause))
     return isinstance(error, RuntimeError) and no_memory
 
 
-def in_a_step(config: EngineConfig) -> str:
+def oom_remedy(config: EngineConfig) -> str:
     """Return the remedy if a step runs out of memory: the settings to lower."""
     names = ("max_num_batched_tokens", "max_num_seqs", "kv_cache_memory", "max_model_len")
     settings = [f"{name}={value}" for name in names if (value := getattr(config, name)) is not None]
@@ -249,12 +249,12 @@ def in_a_step(config: EngineConfig) -> str:
 
 
 @contextmanager
-def explained(purpose: str, remedy: str) -> Iterator[None]:
+def explain_oom(purpose: str, remedy: str) -> Iterator[None]:
     """Raise OutOfMemory if memory runs out in the `with` block, with the purpose and the remedy."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, OutOfMemory) or not ran_out(error):
+        if isinstance(error, OutOfMemory) or not is_oom(error):
             raise
         first = str(error).strip().split("\n")[0]
         raise OutOfMemory(f"Ran out of memory for {purpose} ({shown(first)}); {remedy}.") from error

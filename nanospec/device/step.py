@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..drafters import Drafter, methods
-from ..drafters.estimates import DraftTimes, Offer
+from ..drafters.estimates import DraftTimes, RowProposal
 from ..kernels import MAX_DRAFTS
 from ..kernels.sampling.accept import accept
 from ..kernels.sampling.sample import sample
@@ -33,7 +33,7 @@ from ..models.decoder import Model
 from .extension import Extension
 from .orders import STAGES, Stopwatch
 
-Cut = Callable[[list[Offer]], list[int]]
+Cut = Callable[[list[RowProposal]], list[int]]
 """Type of `Policy.cut`, which returns the number of drafts to verify for each row."""
 
 
@@ -122,5 +122,5 @@ class Step:
 def _cut(rows: Tensor, proposal: Proposal, cut: Cut) -> Proposal:
     """Return the proposal with the number of drafts of each row reduced by the policy."""
     columns = rows, proposal.drafter.clamp(min=0), proposal.num_drafts, proposal.match_len.clamp(min=0)
-    kept = cut(list(map(Offer, *(column.tolist() for column in columns))))
+    kept = cut(list(map(RowProposal, *(column.tolist() for column in columns))))
     return proposal._replace(num_drafts=torch.tensor(kept, dtype=torch.int32, device=rows.device))

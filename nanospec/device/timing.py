@@ -41,12 +41,12 @@ SLEEP = 1 << 21  # GPU cycles, about 1 ms, in which the host launches a step
 CONTEXT, PERIOD = 1024, 7  # length and period of the text of rehearsed rows, in tokens
 Rehearse = Callable[[int], AbstractContextManager[None]]
 """Fills a number of request rows with text to draft from, and empties them at the end of the `with` block."""
-Meet = Callable[[], object]
+Barrier = Callable[[], object]
 """Queues a barrier with the other devices of a split model, so that waiting for them is not measured."""
 
 
 def step_costs(
-    step: Step, max_k: int, graphs: StepGraphs | None, num_blocks: int, meet: Meet = tuple
+    step: Step, max_k: int, graphs: StepGraphs | None, num_blocks: int, barrier: Barrier = tuple
 ) -> StepCosts:
     """Time steps of all sizes, captured ones if `graphs` is given. Call it before the first request."""
     table = step.table
@@ -57,7 +57,7 @@ def step_costs(
         graphs.capture_all()
     rehearse, times = partial(rehearsal, table, num_blocks), dict[int, dict[int, float]]()
     for bucket in tqdm(graphs.buckets(), desc="Timing steps", disable=None, leave=False):
-        times.setdefault(bucket.batch, {})[bucket.k] = replay_ms(graphs, bucket, rehearse, meet=meet)
+        times.setdefault(bucket.batch, {})[bucket.k] = replay_ms(graphs, bucket, rehearse, barrier=barrier)
     for row, drafter in product(range(table.num_rows), step.drafters):
         drafter.release(row)  # discard its state from the rehearsals
     return StepCosts(captured=times)
@@ -124,7 +124,7 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
 
 
 def replay_ms(
-    graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, repeats: int = 5, meet: Meet = tuple
+    graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, repeats: int = 5, barrier: Barrier = tuple
 ) -> float:
     """Return the median milliseconds of `repeats` replays of a bucket. Since a step changes the rows that it
     reads, the rows are filled again before each replay, so that all replays do the same work."""
@@ -132,22 +132,22 @@ def replay_ms(
     graphs.send([*range(bucket.batch)])
     for _ in range(repeats + 1):
         with rehearse(bucket.batch):
-            times.append(elapsed_ms(graphs.captures[bucket].replay, graphs.device, meet))
+            times.append(elapsed_ms(graphs.captures[bucket].replay, graphs.device, barrier))
     return statistics.median(times[1:])
 
 
-def elapsed_ms(run: Callable[[], None], device: torch.device, meet: Meet) -> float:
+def elapsed_ms(run: Callable[[], None], device: torch.device, barrier: Barrier) -> float:
     """Return the milliseconds that `run` takes. On a GPU this is the time on the device, without the time
     that the host takes to launch it."""
     synchronize(device)
     if device.type != "cuda":
-        meet()
+        barrier()
         start = time.perf_counter()
         run()
         return (time.perf_counter() - start) * 1e3
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(SLEEP)  # keeps the GPU busy during the launches, so that they run without a gap
-    meet()
+    barrier()
     before.record()
     run()
     after.record()

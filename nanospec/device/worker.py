@@ -29,10 +29,10 @@ from ..kernels.transfer import to_host, write
 from ..models.decoder import Model
 from .extension import Extension
 from .graphs import KS, StepGraphs
-from .orders import Admission, Flight, RowResult, StepOrder, write_row
+from .orders import Admission, PendingStep, RowResult, StepOrder, write_row
 from .resources import max_drafts, on_own_device, plan_cache, used_memory
 from .step import Cut, Step
-from .timing import Meet, step_costs
+from .timing import Barrier, step_costs
 
 
 class Worker:
@@ -128,9 +128,9 @@ class Worker:
 
     @on_own_device
     @torch.inference_mode()
-    def step(self, order: StepOrder, cut: Cut) -> Flight:
+    def step(self, order: StepOrder, cut: Cut) -> PendingStep:
         """Queue a step. If it is not captured, `cut` returns the number of drafts to verify for each row."""
-        for row_blocks in order.grown:
+        for row_blocks in order.new_blocks:
             self._set_blocks(*row_blocks)
         rows, num_top, graphs = order.rows, order.logprobs, self.graphs
         requested = {each: v for each, v in zip(self.extensions, order.extra, strict=True) if v is not None}
@@ -146,13 +146,13 @@ class Worker:
                     drafter.catch_up(order.drafting)
             result = graphs.run(rows, bucket)
         logprobs = kept_logprobs(*result, num_top) if max(num_top) >= 0 else None
-        return Flight(to_host(result.report), logprobs, num_top)
+        return PendingStep(to_host(result.report), logprobs, num_top)
 
     @on_own_device
-    def fetch(self, flight: Flight) -> list[RowResult]:
+    def fetch(self, pending: PendingStep) -> list[RowResult]:
         """Wait for a step and return a result for each of its rows."""
         with self.stages["wait"]:
-            return flight.results()
+            return pending.results()
 
     @on_own_device
     def release(self, row: int) -> None:
@@ -162,6 +162,6 @@ class Worker:
             drafter.release(row)
 
     @on_own_device
-    def measure(self, meet: Meet = tuple) -> StepCosts:
+    def measure(self, barrier: Barrier = tuple) -> StepCosts:
         """Time steps of all sizes. Call it before the first request."""
-        return step_costs(self._step, self.max_k, self.graphs, self.num_blocks, meet)
+        return step_costs(self._step, self.max_k, self.graphs, self.num_blocks, barrier)

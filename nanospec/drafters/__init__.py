@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import GUESSED, MAX_DRAFTS, NO_DRAFTER
+from ..kernels import GENERATED, MAX_DRAFTS, NO_DRAFTER
 from ..kernels.batch import Batch
 from ..kernels.speculation.proposal import Proposal
-from ..kernels.speculation.proposal import room as room  # for drafters
+from ..kernels.speculation.proposal import draft_limits as draft_limits  # for drafters
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..text import as_int, shown
@@ -97,7 +97,7 @@ class Drafter:
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         """Return up to `k` >= 1 drafts, in k columns, for each of the request rows [B] int32: none for -1
-        (padding), at most `room`. Must not write to `table` or `rows`. Invalid drafts are dropped later."""
+        (padding), at most `draft_limits`. Must not write to `table` or `rows`. Invalid drafts are dropped."""
         raise NotImplementedError(f"{self.name} must define propose(self, table, rows, k).")
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
@@ -141,7 +141,7 @@ class SimpleDrafter(Drafter):
         self._notes.pop(row, None)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        limits = room(table, rows, min(k, self.max_drafts)).tolist()
+        limits = draft_limits(table, rows, min(k, self.max_drafts)).tolist()
         if not any(limits):
             return no_drafts(rows, k)
         pairs = zip(rows.tolist(), limits, strict=True)
@@ -183,5 +183,5 @@ def no_drafts(rows: Tensor, k: int) -> Proposal:
 @cache
 def _no_drafts(B: int, k: int, device: torch.device) -> Proposal:
     zeros = torch.zeros(B, dtype=torch.int32, device=device)
-    source = torch.full((B, k), GUESSED, dtype=torch.int32, device=device)
+    source = torch.full((B, k), GENERATED, dtype=torch.int32, device=device)
     return Proposal(torch.zeros_like(source), zeros, source, zeros, torch.full_like(zeros, NO_DRAFTER))

@@ -35,7 +35,7 @@ from ..models import resolve_model
 from ..models.decoder import Model
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
-from . import Drafter, Memory, Target, make_proposal, no_drafts, room
+from . import Drafter, Memory, Target, draft_limits, make_proposal, no_drafts
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
@@ -138,7 +138,7 @@ class ModelDrafter(Drafter):
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         num_tokens = table.num_tokens[rows.clamp(min=0)]
         ready = num_tokens - self.computed[rows] <= self.first_pass
-        wanted = torch.where(ready, room(table, rows, k), 0)
+        wanted = torch.where(ready, draft_limits(table, rows, k), 0)
         width, bound = self.first_pass, None
         last = num_tokens - 1
         first = torch.minimum(self.computed[rows], last)

@@ -152,7 +152,7 @@ class RowAccounts:
         self._saved.pop(row, None)
 
 
-class Offer(NamedTuple):
+class RowProposal(NamedTuple):
     """The drafts proposed for a row; see `Proposal` for the fields."""
 
     row: int
@@ -198,10 +198,10 @@ class Estimator:
         self._factor: dict[int, dict[int, Rate]] = {}  # by row; one for all match lengths of at least 1
         self._state: dict[int, int] = {}  # MISS or FULL, by row
 
-    def gains(self, offer: Offer, least: float = 0) -> list[float]:
+    def gains(self, proposal: RowProposal, least: float = 0) -> list[float]:
         """Return the probability of each draft of a row that it and all previous ones are accepted, as far as
         it is at least `least`."""
-        row, drafter, num_drafts, match_len = offer
+        row, drafter, num_drafts, match_len = proposal
         gain, gains = self._chance(row, drafter, match_len or self._state.get(row, MISS)), list[float]()
         further = self._of(self._next, NEXT, drafter, match_len).value
         while len(gains) < num_drafts and gain >= least:

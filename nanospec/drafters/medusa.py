@@ -40,7 +40,7 @@ from ..kernels.table import Table
 from ..models import default_heads
 from ..models.weights import check_fit, listed, open_safetensors
 from ..text import shown
-from . import Drafter, Memory, Target, make_proposal, room
+from . import Drafter, Memory, Target, draft_limits, make_proposal
 
 if TYPE_CHECKING:
     from ..config import SpecConfig
@@ -208,7 +208,7 @@ class MedusaDrafter(Drafter):
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         index = rows.clamp(min=0)
-        wanted = torch.where(self.ready[index], room(table, rows, k), 0)
+        wanted = torch.where(self.ready[index], draft_limits(table, rows, k), 0)
         candidate, parents, sizes = self._tree(k)
         width = (table.width[index] - 1).clamp(0, self.width - 1).long()
         drafts = self._candidates(table, index).flatten(1).gather(1, candidate[width])

@@ -22,7 +22,7 @@ from ..config import EngineConfig, SpecConfig
 from ..kernels import NO_DRAFTER
 from ..kernels.batch import Batch
 from ..kernels.speculation import ngram
-from ..kernels.speculation.proposal import Proposal, merge, room
+from ..kernels.speculation.proposal import Proposal, draft_limits, merge
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.config import ModelConfig
@@ -205,7 +205,7 @@ def learn(
 
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
     """Propose for those of the rows [B] that can use drafts, and record the time in `times`."""
-    has_room = room(table, rows, k) > 0
+    has_room = draft_limits(table, rows, k) > 0
     if not (number := int(has_room.sum())):
         return no_drafts(rows, k)
     drafter.catch_up(rows[has_room].tolist())

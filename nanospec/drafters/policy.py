@@ -20,7 +20,7 @@ from functools import partial
 
 from ..kernels import NO_DRAFTER
 from ..kernels.speculation.report import RowReport
-from .estimates import Estimator, Offer, RowAccounts, StepCosts
+from .estimates import Estimator, RowAccounts, RowProposal, StepCosts
 
 ByRow = Mapping[int, int]  # request row -> number of drafts
 SHARE = 0.005  # maximum share of the time for probes, and by which a row may be slowed by drafts of others
@@ -31,12 +31,12 @@ class Policy:
 
     Attributes:
         costs: measured step costs; None if not measured.
-        promised: estimated speedup of the latest step, in tokens per ms, over a step without drafts; None for
-            a fixed K.
+        expected_speedup: estimated tokens per ms of the latest step, relative to a step without drafts; None
+            for a fixed K.
     """
 
     costs: StepCosts | None = None
-    promised: float | None = None
+    expected_speedup: float | None = None
 
     def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
         """Return K of the next step and the maximum number of drafts of the last drafter.
@@ -47,9 +47,9 @@ class Policy:
         """
         return max(limits.values()), max(of_drafters.values())
 
-    def cut(self, offers: Sequence[Offer]) -> list[int]:
+    def cut(self, proposals: Sequence[RowProposal]) -> list[int]:
         """Return the number of drafts to verify for each row of a packed step."""
-        return [offer.num_drafts for offer in offers]
+        return [each.num_drafts for each in proposals]
 
     def observe(self, row: int, report: RowReport) -> None:
         """Update the estimates from a row's result of a step with K > 0."""
@@ -70,7 +70,7 @@ class AutoPolicy(Policy):
 
     def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
         B, max_k = len(limits), max(limits.values())
-        self._context, self._waiting, self._probing, self.promised = context, waiting, False, 1.0
+        self._context, self._waiting, self._probing, self.expected_speedup = context, waiting, False, 1.0
         plain = self.costs.cost(B, B, context)
         self._credit = min(self._credit + SHARE * plain, plain)
         if self.costs.packed and self._model == NO_DRAFTER:
@@ -80,20 +80,20 @@ class AutoPolicy(Policy):
         tokens = self.estimator.tokens(weighed, self._model, tuple(ms))
         rates = {k: n / ms[k] for k, n in zip(ms, tokens)}
         best = max(rates, key=rates.__getitem__)
-        self.promised = rates[best] / rates[0]
+        self.expected_speedup = rates[best] / rates[0]
         larger = min((k for k in ms if k > best), default=best)
         self._probing = larger > best and self._spend_credit(ms[larger] - ms[best])
         chosen = larger if self._probing else best
         return (max_k, chosen) if self.costs.packed else (chosen, chosen)
 
-    def cut(self, offers: Sequence[Offer]) -> list[int]:
-        B, cost = len(offers), partial(self.costs.cost, len(offers), context=self._context)
+    def cut(self, proposals: Sequence[RowProposal]) -> list[int]:
+        B, cost = len(proposals), partial(self.costs.cost, len(proposals), context=self._context)
         plain, gains = cost(B), dict[int, list[float]]()
         # A draft less likely than this cannot raise the tokens per ms of any step, so it is not considered.
         least = B / plain * self.costs.least_slope(B, self._context)
-        for offer in offers:
-            verify_all = self._probing and offer.drafter == self._model  # the drafts of a probe
-            gains[offer.row] = [1.0] * offer.num_drafts if verify_all else self.estimator.gains(offer, least)
+        for each in proposals:
+            verify_all = self._probing and each.drafter == self._model  # the drafts of a probe
+            gains[each.row] = [1.0] * each.num_drafts if verify_all else self.estimator.gains(each, least)
         alone = self.costs.cost(1, 1, self._context // B)
         allowed = self._accounts.allowed({row: sum(chances) for row, chances in gains.items()}, plain, alone)
         likeliest = sorted(((gain, row) for row, chances in gains.items() for gain in chances), reverse=True)
@@ -104,15 +104,15 @@ class AutoPolicy(Policy):
             rates.append(total / ms if fits else 0.0)
         number = rates.index(max(rates))
         if not self._probing:
-            self.promised = rates[number] / rates[0]
+            self.expected_speedup = rates[number] / rates[0]
         taken = Counter(row for _, row in likeliest[:number])
-        more = [offer.row for offer in offers if offer.num_drafts > taken[offer.row]]
+        more = [each.row for each in proposals if each.num_drafts > taken[each.row]]
         if more and self._spend_credit(cost(B + number + 1) - cost(B + number)):
             self._turn += 1
             taken[more[self._turn % len(more)]] += 1
         if not self._waiting:
             self._accounts.spend(cost(B + taken.total()) - (1 + SHARE) * plain)
-        return [taken[offer.row] for offer in offers]
+        return [taken[each.row] for each in proposals]
 
     def _spend_credit(self, ms: float) -> bool:
         """Take the cost of a probe from the credit; return False if the credit is too small."""

@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
-from ..device.orders import Flight, RowBlocks, RowResult, StepOrder, method_of
-from ..device.resources import in_a_step, ran_out
+from ..device.orders import PendingStep, RowBlocks, RowResult, StepOrder, method_of
+from ..device.resources import is_oom, oom_remedy
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels.batch import Chunk
@@ -28,13 +28,13 @@ from .scheduler import Plan, Scheduler
 
 
 class Queued(NamedTuple):
-    """A step that has been queued but not collected: its requests, their rows at that time, K, the results in
-    flight, and the value returned by `Extension.queued` of each extension."""
+    """A step that has been queued but not collected: its requests, their rows at that time, K, its pending
+    results, and the value returned by `Extension.queued` of each extension."""
 
     requests: list[Request]
     rows: list[int]
     k: int
-    flight: Flight
+    pending: PendingStep
     extension_states: list[Any]
 
 
@@ -146,7 +146,7 @@ class Engine:
         lag = self.lag if plan.decode else 0  # collect everything if no step was queued
         while len(self._queue) > lag:
             queued = self._queue.popleft()
-            results = self.worker.fetch(queued.flight)
+            results = self.worker.fetch(queued.pending)
             with self.worker.stages["host"]:
                 updated += self._collect(queued, results)
             for extension, state in zip(self.extensions, queued.extension_states, strict=True):
@@ -170,11 +170,11 @@ class Engine:
         try:
             self.worker.prefill([Chunk(r.row, start, count) for r, start, count in plan.prefill])
         except Exception as error:
-            if not ran_out(error) or self.worker.failure is not None:
+            if not is_oom(error) or self.worker.failure is not None:
                 raise
             aborted = self.scheduler.forget_unwritten(plan)
             for request in aborted:
-                self.abort(request, f"Ran out of memory for the prompt; {in_a_step(self.config)}.")
+                self.abort(request, f"Ran out of memory for the prompt; {oom_remedy(self.config)}.")
             return aborted
         self.metrics.num_prefill_tokens += sum(count for _, _, count in plan.prefill)
         return []
@@ -192,13 +192,13 @@ class Engine:
             drafting=[row for row, limit in drafter_limits.items() if min(limit, k)],
             k=k,
             last_k=last_k,
-            grown=[RowBlocks(r.row, r.num_tokens, r.blocks, n) for r, n in plan.grown.items()],
+            new_blocks=[RowBlocks(r.row, r.num_tokens, r.blocks, n) for r, n in plan.new_blocks.items()],
             extra=[each.plan(requests, [min(n, k) for n in limits.values()]) for each in self.extensions],
         )
         self.metrics.num_forward_steps += 1
-        flight = self.worker.step(order, self.policy.cut)
+        pending = self.worker.step(order, self.policy.cut)
         states = [each.queued(order.rows) for each in self.extensions]
-        return Queued(requests, order.rows, k, flight, states)
+        return Queued(requests, order.rows, k, pending, states)
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Append the results to their requests and release finished ones. Return the requests updated."""

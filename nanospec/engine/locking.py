@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..device.resources import compute_info, explained, in_a_step, ran_out
+from ..device.resources import compute_info, explain_oom, is_oom, oom_remedy
 from ..text import shown
 from .engine import Engine
 from .request import Request
@@ -89,12 +89,12 @@ class SharedEngine:
         try:
             return action()
         except BaseException as error:
-            remedy = in_a_step(self.engine.config)
+            remedy = oom_remedy(self.engine.config)
             self._failure = f"A step failed with {shown(error)}, and all requests were aborted; retry them."
-            if ran_out(error):
+            if is_oom(error):
                 self._failure = f"Ran out of memory in a step, and all requests were aborted; {remedy}."
             self._abort_all()
-            with explained("a step, and all requests were aborted", remedy):
+            with explain_oom("a step, and all requests were aborted", remedy):
                 raise
 
     def _abort_all(self) -> None:

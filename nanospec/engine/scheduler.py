@@ -30,14 +30,14 @@ class Plan:
         prefill: (request, first token, number of tokens) of each prompt chunk.
         decode: requests that decode.
         admitted: requests that got a row, with the number of their blocks found in the prefix cache.
-        grown: requests that got more blocks, with the number of blocks they had before.
+        new_blocks: requests that got more blocks, with the number of blocks they had before.
         preempted: rows of the preempted requests.
     """
 
     prefill: list[tuple[Request, int, int]] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
     admitted: dict[Request, int] = field(default_factory=dict)
-    grown: dict[Request, int] = field(default_factory=dict)
+    new_blocks: dict[Request, int] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
 
 
@@ -173,7 +173,7 @@ class Scheduler:
             self._preempt(victim, plan)
             if victim is request:
                 return False
-        plan.grown[request] = len(request.blocks)
+        plan.new_blocks[request] = len(request.blocks)
         request.blocks += blocks
         return True
 

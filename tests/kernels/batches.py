@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanospec.kernels import GUESSED
+from nanospec.kernels import GENERATED
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.native import library
 from nanospec.kernels.speculation.proposal import Proposal
@@ -93,7 +93,7 @@ def make_batch(
 def proposal_of(batch: Batch) -> Proposal:
     """Return a proposal of a batch's drafts, as from a draft model."""
     B, k = batch.num_rows, batch.max_q_len - 1
-    drafts, zeros = torch.full((B, k), GUESSED, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+    drafts, zeros = torch.full((B, k), GENERATED, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
     return Proposal(drafts, (batch.q_len - 1).clamp(min=0), drafts, zeros, zeros)
 
 

@@ -22,7 +22,7 @@ from itertools import cycle, islice, repeat
 from typing import Any, NamedTuple
 
 from ...config import SamplingParams
-from ...kernels import GUESSED
+from ...kernels import GENERATED
 from ...text import reason
 from ...text.tokenizer import Tokenizer
 from .response_format import check_together, checked
@@ -110,7 +110,7 @@ class Guide:
     def _run(self, text: list[int], min_n: int, max_n: int) -> tuple[int, Iterator[tuple[int, int]]]:
         """Return the match length, and pairs (draft, source) that continue the text consumed so far."""
         if forced := self._matcher.compute_ff_tokens():
-            return FORCED, zip(forced, repeat(GUESSED))
+            return FORCED, zip(forced, repeat(GENERATED))
         first, length = look_up(text, min_n, max_n)
         sources = cycle(range(first, len(text))) if length else ()  # repeats the text since the match
         return length, ((text[i], i) for i in sources)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ...device.graphs import StepGraphs
-from ...device.orders import Admission, Flight, RowResult, StepOrder
+from ...device.orders import Admission, PendingStep, RowResult, StepOrder
 from ...device.step import Cut
-from ...device.timing import Meet
+from ...device.timing import Barrier
 from ...device.worker import Worker
 from ...drafters import Drafter
 from ...drafters.estimates import StepCosts
@@ -86,21 +86,21 @@ class Rank(Worker):
         with self._all("prefill", chunks):
             super().prefill(chunks)
 
-    def step(self, order: StepOrder, cut: Cut = lambda offers: []) -> Flight:
+    def step(self, order: StepOrder, cut: Cut = lambda proposals: []) -> PendingStep:
         with self._all("step", order):
-            return super().step(order, lambda offers: self.group.share(lambda: cut(offers)))
+            return super().step(order, lambda proposals: self.group.share(lambda: cut(proposals)))
 
-    def fetch(self, flight: Flight) -> list[RowResult]:
+    def fetch(self, pending: PendingStep) -> list[RowResult]:
         assert self.job is not None  # only the leader fetches results
         with self.job.command("fetch"):
-            return super().fetch(flight)
+            return super().fetch(pending)
 
     def release(self, row: int) -> None:
         if self.failure is None:  # after a failure there is nothing to release
             with self._all("release", row):
                 super().release(row)
 
-    def measure(self, meet: Meet = tuple) -> StepCosts:
+    def measure(self, barrier: Barrier = tuple) -> StepCosts:
         with self._all("measure"):
             return super().measure(lambda: self.group.gather(torch.zeros(1, device=self.device)))
 

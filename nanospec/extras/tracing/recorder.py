@@ -85,12 +85,12 @@ class Recorder(Extension):
         self.num_requests += 1
 
     def queued(self, rows: Sequence[int]) -> Any:
-        """Start copying lines to the host. Return `Policy.promised` and a function to await it."""
+        """Start copying lines to the host. Return `Policy.expected_speedup` and a function to await it."""
         with current(self._worker.device):
-            return self._policy.promised, to_host(self._lines[: max(rows) + 1])
+            return self._policy.expected_speedup, to_host(self._lines[: max(rows) + 1])
 
     def collected(self, step: Queued, results: Sequence[RowResult], state: Any) -> None:
-        promised, lines = state[0], state[1]()
+        expected_speedup, lines = state[0], state[1]()
         seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
@@ -115,8 +115,8 @@ class Recorder(Extension):
                     parents=parents,
                     verified=verified,
                     accepted=walk(tokens, drafts[:verified], parents),
-                    reason=self._reason(request, len(drafts), verified, step.k, promised),
-                    promised=promised,
+                    reason=self._reason(request, len(drafts), verified, step.k, expected_speedup),
+                    expected_speedup=expected_speedup,
                     plain_ms=plain_ms,
                 )
             )
@@ -134,7 +134,9 @@ class Recorder(Extension):
         tokens = B * (1 + step.k) if captured else B + sum(result.report.num_drafted for result in results)
         return self._costs.cost(B, B, context) / self._costs.cost(B, tokens, context)
 
-    def _reason(self, request: Request, drafted: int, verified: int, k: int, promised: float | None) -> str:
+    def _reason(
+        self, request: Request, drafted: int, verified: int, k: int, expected_speedup: float | None
+    ) -> str:
         """Return `StepRecord.reason` for a step with `drafted` drafts."""
         if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
             return "off"
@@ -142,11 +144,11 @@ class Recorder(Extension):
             return "end"
         if not drafted:
             return "does not pay" if k == 0 else "no match"
-        if promised is None:
+        if expected_speedup is None:
             return "fixed"
         if not verified:
             return "does not pay"
-        return "pays" if promised > 1 else "probe"
+        return "pays" if expected_speedup > 1 else "probe"
 
 
 def recorder_of(extensions: Sequence[Extension]) -> Recorder:

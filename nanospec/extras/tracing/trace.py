@@ -39,7 +39,7 @@ class StepRecord:
         accepted: the places (from 1 on) of the accepted drafts.
         reason: what determined `verified`: "off", "end" (only one token was left to generate), "no match",
             "fixed", "pays", "does not pay" or "probe".
-        promised: the estimated speedup of the whole step, in tokens per ms relative to a step without drafts;
+        expected_speedup: the estimated tokens per ms of the whole step, relative to a step without drafts;
             None if the policy made no estimate.
         plain_ms: the estimated milliseconds of the step without drafts: its measured time, scaled by the
             ratio of the step costs measured at startup.
@@ -57,7 +57,7 @@ class StepRecord:
     verified: int
     accepted: list[int]
     reason: str
-    promised: float | None
+    expected_speedup: float | None
     plain_ms: float
 
 

@@ -195,9 +195,9 @@ def test_elapsed_ms_uses_cuda_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append("idle"))
-    meet = partial(order.append, "meet")
-    assert elapsed_ms(lambda: order.append("run"), torch.device("cuda"), meet) == 0.25
-    assert order == ["idle", "sleep", "meet", "event", "run", "event", "wait"]
+    barrier = partial(order.append, "barrier")
+    assert elapsed_ms(lambda: order.append("run"), torch.device("cuda"), barrier) == 0.25
+    assert order == ["idle", "sleep", "barrier", "event", "run", "event", "wait"]
 
 
 @pytest.mark.parametrize("setup", [

@@ -9,7 +9,7 @@ from nanospec.config import SpecConfig
 from nanospec.device.graphs import StepGraphs
 from nanospec.device.step import Step, _cut
 from nanospec.drafters import Drafter, no_drafts
-from nanospec.drafters.estimates import Offer
+from nanospec.drafters.estimates import RowProposal
 from nanospec.kernels import NO_DRAFTER
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
@@ -88,13 +88,13 @@ def test_padded_step_does_not_time_its_drafter() -> None:
 
 
 def test_cut_passes_offers_to_policy() -> None:
-    offered: list[Offer] = []
+    offered: list[RowProposal] = []
 
-    def cut(offers: list[Offer]) -> list[int]:
+    def cut(offers: list[RowProposal]) -> list[int]:
         offered.extend(offers)
         return [2, 0]
 
     drafts = torch.zeros(2, 4, dtype=torch.int32)
     proposal = Proposal(drafts, ints(3, 0), drafts, ints(5, 0), ints(1, NO_DRAFTER))
     assert _cut(ints(7, 4), proposal, cut).num_drafts.tolist() == [2, 0]
-    assert offered == [Offer(7, 1, 3, 5), Offer(4, 0, 0, 0)]
+    assert offered == [RowProposal(7, 1, 3, 5), RowProposal(4, 0, 0, 0)]

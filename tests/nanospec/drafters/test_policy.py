@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanospec.drafters.estimates import Estimator, Offer, RowAccounts, StepCosts, tokens_per_step
+from nanospec.drafters.estimates import Estimator, RowAccounts, RowProposal, StepCosts, tokens_per_step
 from nanospec.drafters.policy import SHARE, AutoPolicy, Policy
 from nanospec.kernels import NO_DRAFTER
 from nanospec.kernels.speculation.report import RowReport
@@ -67,7 +67,9 @@ def usual_k(policy: Policy, rows: int, steps: int = 100) -> int:
 def cut(policy: Policy, drafts: Sequence[int], match: int = 3, waiting: bool = True) -> list[int]:
     """Return the number of drafts taken in a packed step of rows 0, 1, ..."""
     choose(policy, len(drafts), waiting=waiting)
-    return policy.cut([Offer(row, NGRAM if n else NO_DRAFTER, n, match) for row, n in enumerate(drafts)])
+    return policy.cut(
+        [RowProposal(row, NGRAM if n else NO_DRAFTER, n, match) for row, n in enumerate(drafts)]
+    )
 
 
 def run(policy: AutoPolicy, chances: Sequence[float], steps: int, waiting: bool = True) -> list[list[int]]:
@@ -142,7 +144,7 @@ def test_tokens_per_step_matches_simulation(chances: tuple[float, float, float],
 
 def first(estimator: Estimator, row: int, drafter: int = NGRAM, match: int = 0) -> float:
     """Return the acceptance probability of a row's first draft."""
-    return estimator.gains(Offer(row, drafter, 1, match))[0]
+    return estimator.gains(RowProposal(row, drafter, 1, match))[0]
 
 
 def test_match_length_statistics_are_shared_by_requests() -> None:
@@ -160,8 +162,8 @@ def test_new_request_with_short_match_gets_few_drafts() -> None:
     """Statistics of a row's text are reset with the row; those by match length are kept."""
     policy = packed(CHEAP)
     assert cut(policy, [11], match=1)[0] <= 7
-    assert policy.promised is not None
-    assert 1 < policy.promised < 2
+    assert policy.expected_speedup is not None
+    assert 1 < policy.expected_speedup < 2
     for _ in range(100):
         policy.observe(0, report(8, 0, match=1))
     policy.reset(0)
@@ -196,7 +198,7 @@ def test_estimates_stay_probabilities(steps: list[tuple[int, int, int]]) -> None
     for drafted, accepted, match in steps:
         estimator.observe(0, NGRAM, match, drafted, min(accepted, drafted))
         for row in (0, 1):
-            gains = estimator.gains(Offer(row, NGRAM, 5, match))
+            gains = estimator.gains(RowProposal(row, NGRAM, 5, match))
             assert all(1 >= a >= b >= 0 for a, b in pairwise(gains))
 
 
@@ -205,10 +207,10 @@ def test_fixed_policy_and_free_drafts() -> None:
     observe_row(fixed, 0, 0)
     assert choose(fixed, {0: 3, 1: 16}) == 16
     assert cut(fixed, [3, 0, 16]) == [3, 0, 16]
-    assert fixed.promised is None
+    assert fixed.expected_speedup is None
     observe_row(policy, 0, accepted=4)
     assert [choose(policy, 1, most) for most in (16, 5, 0)] == [16, 4, 0]
-    assert policy.promised == 1
+    assert policy.expected_speedup == 1
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,9 @@ def test_cut_never_exceeds_offers(
     counts: list[tuple[int, int]], ms: list[float], seed: int, waiting: bool
 ) -> None:
     policy, rng = packed(ms), random.Random(seed)
-    offers = [Offer(row, NGRAM if n else NO_DRAFTER, n, m if n else 0) for row, (n, m) in enumerate(counts)]
+    offers = [
+        RowProposal(row, NGRAM if n else NO_DRAFTER, n, m if n else 0) for row, (n, m) in enumerate(counts)
+    ]
     for _ in range(6):
         choose(policy, len(offers), waiting=waiting)
         taken = policy.cut(offers)
@@ -286,12 +290,14 @@ def test_cut_is_optimal_for_the_batch(
         for _ in range(5):
             policy.observe(row, report(9, accepted, match=match))
     choose(policy, B, context=context)
-    offers = [Offer(row, NGRAM if n else NO_DRAFTER, n, match) for row, (n, match, _) in enumerate(rows)]
+    offers = [
+        RowProposal(row, NGRAM if n else NO_DRAFTER, n, match) for row, (n, match, _) in enumerate(rows)
+    ]
     gains = [gain for offer in offers for gain in policy.estimator.gains(offer)]
     totals = accumulate(sorted(gains, reverse=True), initial=float(B))
     rates = [total / policy.costs.cost(B, B + n, context) for n, total in enumerate(totals)]
     policy.cut(offers)
-    assert policy.promised == pytest.approx(max(rates) / rates[0])
+    assert policy.expected_speedup == pytest.approx(max(rates) / rates[0])
 
 
 def test_long_contexts_favor_drafts() -> None:
@@ -301,7 +307,7 @@ def test_long_contexts_favor_drafts() -> None:
         policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 514.0}, attention=(0.01, 0.0)))
         observe_row(policy, 0, accepted=4, drafted=5)
         choose(policy, 1, context=context)
-        [taken[context]] = policy.cut([Offer(0, NGRAM, 16, 3)])
+        [taken[context]] = policy.cut([RowProposal(0, NGRAM, 16, 3)])
     assert 0 < taken[0] < taken[4000]
 
 
@@ -371,7 +377,7 @@ def drafted_steps(policy: AutoPolicy, B: int, right: bool, steps: int) -> list[i
     result = []
     for _ in range(steps):
         k = choose(policy, B, 8)
-        drafts = policy.cut([Offer(row, MODEL if k else NO_DRAFTER, k, 0) for row in range(B)])
+        drafts = policy.cut([RowProposal(row, MODEL if k else NO_DRAFTER, k, 0) for row in range(B)])
         for row, n in enumerate(drafts):
             policy.observe(row, report(n, n if right else 0, MODEL, match=0))
         result.append(sum(drafts))
@@ -399,7 +405,7 @@ def test_failing_probes_cost_little(by_k: dict[int, float]) -> None:
     spent = plain = 0.0
     for step in range(3000):
         k = choose(policy, 4)
-        assert policy.promised == 1 or step < 500
+        assert policy.expected_speedup == 1 or step < 500
         if step >= 500:
             spent, plain = spent + by_k[k], plain + by_k[0]
         for row in range(4 if k else 0):
@@ -457,5 +463,5 @@ def test_choose_and_cut_are_cheap() -> None:
     for row in [*range(64)] * 20:
         policy.observe(row, report(1, int(rng.random() < 0.3), match=1 + row % 3))
     choose(policy, 64)
-    offers = [Offer(row, NGRAM, 16, 1 + row % 3) for row in range(64)]
+    offers = [RowProposal(row, NGRAM, 16, 1 + row % 3) for row in range(64)]
     assert 64 < lines(lambda: policy.cut(offers)) < 64 * 40

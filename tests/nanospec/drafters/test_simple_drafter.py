@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec import Drafter, SamplingParams, SimpleDrafter, SpecConfig
-from nanospec.drafters import make_proposal, room
+from nanospec.drafters import draft_limits, make_proposal
 from nanospec.drafters.estimates import DraftTimes
 from nanospec.drafters.methods import Drafters, resolve_drafters
 from nanospec.kernels.speculation.proposal import Proposal
@@ -45,7 +45,7 @@ class Echo(Drafter):
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         index = rows.clamp(min=0)
         last = table.tokens[index, (table.num_tokens[index] - 1).clamp(min=0)]
-        return make_proposal(last[:, None].repeat(1, k), room(table, rows, k))
+        return make_proposal(last[:, None].repeat(1, k), draft_limits(table, rows, k))
 
 
 class Learner(SimpleDrafter):
@@ -194,7 +194,7 @@ def test_out_of_range_indices_are_reported(
 ) -> None:
     class Other(Drafter):
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-            made = make_proposal(torch.ones(len(rows), k).int(), room(table, rows, k))
+            made = make_proposal(torch.ones(len(rows), k).int(), draft_limits(table, rows, k))
             return made._replace(**{name: torch.full_like(rows, value) for name, value in change.items()})
 
     k: K = "auto" if mode == "plain" else 4  # in this mode the policy reads them before the engine does
@@ -209,7 +209,9 @@ def test_drafts_without_drafter_index_count_for_their_drafter(mode: str) -> None
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
             last = table.tokens[rows.clamp(min=0), table.num_tokens[rows.clamp(min=0)] - 1]
             drafts = (last[:, None] + torch.arange(1, k + 1)) % table.vocab_size
-            return make_proposal(drafts, torch.zeros_like(rows))._replace(num_drafts=room(table, rows, k))
+            return make_proposal(drafts, torch.zeros_like(rows))._replace(
+                num_drafts=draft_limits(table, rows, k)
+            )
 
     choices: list[Drafters] = [Late(), [Late(), "ngram"], ["ngram", Late()]]
     for drafter in choices:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanospec.config import EngineConfig, SamplingParams
-from nanospec.device.orders import as_dict
+from nanospec.device.orders import logprobs_by_id
 from nanospec.engine.request import Limits, Request, check_request, seed_of
 from nanospec.kernels import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
@@ -136,9 +136,9 @@ def test_seed_of() -> None:
 def test_logprobs_as_dict() -> None:
     entry = -0.5, 2, [-0.1, -0.5, float("-inf")], [3, 4, 9]
     own, best = (4, Logprob(-0.5, 2)), (3, Logprob(-0.1, 1))
-    assert [list(as_dict(4, entry, n).items()) for n in (0, 1, 2)] == [[own], [own, best], [own, best]]
-    assert list(as_dict(4, entry, 20).items()) == [own, best]
-    assert as_dict(9, (-7.0, 5, *entry[2:]), 2)[4] == Logprob(-0.5, 2)
+    assert [list(logprobs_by_id(4, entry, n).items()) for n in (0, 1, 2)] == [[own], [own, best], [own, best]]
+    assert list(logprobs_by_id(4, entry, 20).items()) == [own, best]
+    assert logprobs_by_id(9, (-7.0, 5, *entry[2:]), 2)[4] == Logprob(-0.5, 2)
 
 
 @pytest.mark.parametrize(

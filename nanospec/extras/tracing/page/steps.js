@@ -45,7 +45,7 @@ function describeDrafts(lane, step) {
 function shortReason(step) {
   const box = make("span", "reason");
   if (!step.drafts.length) return box;
-  box.append(`K = ${step.verified}, ${REASONS[step.reason] ?? `expected ${few(step.promised)}×`}`);
+  box.append(`K = ${step.verified}, ${REASONS[step.reason] ?? `expected ${few(step.expected_speedup)}×`}`);
   box.title = reason(step);
   return box;
 }
@@ -97,7 +97,7 @@ function reason(step) {
   if (!step.drafts.length || !step.verified) return "";
   if (step.reason === "fixed") return "K is fixed, so all drafts are verified.";
   if (step.reason === "probe") return "This step is a probe: it verified drafts only to update the acceptance rate.";
-  return `The expected speedup over a step without drafts was ${few(step.promised)}×.`;
+  return `The expected speedup over a step without drafts was ${few(step.expected_speedup)}×.`;
 }
 
 /** Return the details shown below the row of the selected step. */

@@ -16,7 +16,7 @@ import nanospec.extras.grammar.grammar as grammar
 from nanospec.apps.openai_format import BYTES
 from nanospec.config import SamplingParams
 from nanospec.extras.grammar.grammar import FORCED, Grammars, Guide, look_up
-from nanospec.kernels import GUESSED
+from nanospec.kernels import GENERATED
 from nanospec.kernels.speculation import ngram
 from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.extras.grammar.guided import FORMATS, SCHEMA, VOCAB
@@ -86,7 +86,7 @@ def test_plan_has_no_side_effects(grammars: Grammars, tokenizer: Tokenizer, seed
         for token, source, mask in zip(draft.tokens, draft.sources, draft.masks):
             assert token in allowed(mask)
             assert token != 0
-            assert source == GUESSED or (text + output + draft.tokens)[source] == token
+            assert source == GENERATED or (text + output + draft.tokens)[source] == token
         right = rng.randint(0, len(draft.tokens))
         drawn = rng.choice(allowed(draft.masks[right]))
         if drawn == 0:
@@ -151,7 +151,7 @@ def test_forced_tokens_are_drafted_before_lookup(grammars: Grammars, tokenizer: 
     draft = guide.plan(text, 50, 1, 4)
     assert tokenizer.decode(draft.tokens) == "<<green>>"
     assert draft.match_len == FORCED
-    forced = [token for token, source in zip(draft.tokens, draft.sources) if source == GUESSED]
+    forced = [token for token, source in zip(draft.tokens, draft.sources) if source == GENERATED]
     assert tokenizer.decode(forced).startswith("<<")
     assert guide.plan(text, 3, 1, 4).tokens == draft.tokens[:3]
     guide.advance(draft.tokens[:2])

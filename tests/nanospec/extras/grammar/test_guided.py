@@ -14,7 +14,7 @@ import torch
 
 import nanospec.device.graphs as graphs
 from nanospec import LLM, SamplingParams, SpecConfig
-from nanospec.drafters import Drafter, make_proposal, room
+from nanospec.drafters import Drafter, draft_limits, make_proposal
 from nanospec.drafters.policy import ByRow, Policy
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
@@ -341,8 +341,10 @@ def test_drafters_skip_guided_rows(make: Callable[..., Engine]) -> None:
 
     class Repeat(Drafter):
         def propose(self, table: Table, rows: torch.Tensor, k: int) -> Proposal:
-            wanted.extend(room(table, rows, k).tolist())
-            return make_proposal(torch.full((len(rows), k), 5, dtype=torch.int32), room(table, rows, k))
+            wanted.extend(draft_limits(table, rows, k).tolist())
+            return make_proposal(
+                torch.full((len(rows), k), 5, dtype=torch.int32), draft_limits(table, rows, k)
+            )
 
         def learn(self, table: Table, proposal: Proposal, *_: Any) -> None:
             learned.extend(proposal.drafter.tolist())

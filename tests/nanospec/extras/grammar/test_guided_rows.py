@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanospec.extras.grammar.extension import Grammar
 from nanospec.extras.grammar.grammar import Draft
-from nanospec.kernels import GUESSED, NO_DRAFTER
+from nanospec.kernels import GENERATED, NO_DRAFTER
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.kernels.table import Table
@@ -45,7 +45,7 @@ def guided(request: pytest.FixtureRequest) -> Iterator[Grammar]:
     rows = Grammar(None)
     worker = Fake(table=TABLE, max_k=5, graphs=graphs, methods=methods)
     rows.attach(worker)
-    long = Draft([7, 8, 9, 7, 8], [GUESSED, 1, 2, 3, 4], 64, [line(7), line(8), line(9), *[line(1)] * 3])
+    long = Draft([7, 8, 9, 7, 8], [GENERATED, 1, 2, 3, 4], 64, [line(7), line(8), line(9), *[line(1)] * 3])
     drafts = [(3, long), (1, Draft([], [], 0, [line(0, 35)]))]
     rows.send(drafts, 3)
     yield rows
@@ -63,7 +63,7 @@ def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
     result = guided.propose(TABLE, rows, given)
     assert result.drafts.tolist() == [[7, 8, 9], [23, 24, 25], result.drafts[2].tolist(), [29, 30, 31]]
     assert result.num_drafts.tolist() == [3, 2, 0, 3]
-    assert result.source.tolist()[:2] == [[GUESSED, 1, 2], [13, 14, 15]]
+    assert result.source.tolist()[:2] == [[GENERATED, 1, 2], [13, 14, 15]]
     assert result.match_len.tolist() == [64, 5, 0, 7]
     assert result.drafter.tolist() == [CODE, 0, NO_DRAFTER, 0]
     others, batch = guided.for_drafters(result, lay_out(TABLE, rows, result))

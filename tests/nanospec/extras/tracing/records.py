@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanospec.engine.request import Request
 from nanospec.extras.tracing.trace import Record
-from nanospec.kernels import GUESSED, OWN
+from nanospec.kernels import GENERATED, OWN
 
 
 def record_of(request: Request) -> Record:
@@ -30,11 +30,11 @@ def check(request: Request) -> None:
             for place, (draft, source) in enumerate(zip(step.drafts, step.sources)):
                 assert draft == text[source], place
         elif step.drafts:
-            assert set(step.sources) == {GUESSED}
+            assert set(step.sources) == {GENERATED}
         assert bool(step.method) == bool(step.drafts)
         assert step.plain_ms >= 0
         assert all(ms >= 0 for ms in step.ms.values())
-        assert (step.reason == "pays") <= (step.promised is not None and step.promised > 1)
+        assert (step.reason == "pays") <= (step.expected_speedup is not None and step.expected_speedup > 1)
     assert sources == request.draft_sources
     stats = request.stats
     assert len(steps) == stats.num_steps

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import nanospec.device.graphs as graphs
 from nanospec import SamplingParams
-from nanospec.drafters import Drafter, make_proposal, room
+from nanospec.drafters import Drafter, draft_limits, make_proposal
 from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
 from nanospec.extras.tracing.recorder import MAX_REQUESTS, recorder_of, walk
@@ -186,7 +186,7 @@ def test_drafter_may_use_int64(model: Model) -> None:
     class Repeat(Drafter):
         def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
             last = table.tokens[rows.clamp(min=0), table.num_tokens[rows.clamp(min=0)] - 1].long()
-            return make_proposal(last[:, None].repeat(1, k), room(table, rows, k).long())
+            return make_proposal(last[:, None].repeat(1, k), draft_limits(table, rows, k).long())
 
     job = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=9))
     plain, request = (run(make_engine(model, 3, drafter=Repeat(), trace=t), [job])[0] for t in (False, True))
