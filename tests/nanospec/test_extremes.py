@@ -126,7 +126,7 @@ def test_float16_overflow_is_reported(dtype: torch.dtype) -> None:
         assert len(request.output_ids) == 4
     else:
         assert (request.finish_reason, request.output_ids) == ("abort", [])
-        assert "NaN or infinite logits" in str(request.error)
+        assert "logits are NaN or infinite" in str(request.error)
         assert "float16 is limited to 65,504" in str(request.error)
 
 
