@@ -129,16 +129,16 @@ class EngineConfig:
         max_num_seqs: maximum number of requests that run at once.
         max_model_len: maximum context length (prompt + output) in tokens. Defaults to the model's limit,
             reduced to what fits in the KV cache.
-        max_num_batched_tokens: maximum number of tokens scored per step. Running requests have priority, with
-            K + 1 tokens each. Prompts get the rest, at least one block, in chunks if they are longer.
+        max_num_batched_tokens: maximum number of tokens per step. Running requests take K + 1 each; prompts
+            get the rest, at least one block, and are split into chunks if they are longer.
         block_size: number of tokens per KV cache block, a power of two and at least 16.
         kv_cache_memory: size of the KV cache in bytes, or a string such as "4G". Defaults to a share of the
             device's free memory.
         enable_prefix_caching: reuse the KV cache blocks of earlier requests with the same prefix.
-        async_scheduling: schedule the next step before reading the results of the last one. Requires captured
-            steps. Enabled by default on a GPU.
+        async_scheduling: schedule the next step before reading the results of the last one. Requires CUDA
+            graphs. Enabled by default on a GPU.
         enforce_eager: do not capture steps as CUDA graphs. Enabled by default on a CPU.
-        lazy_capture: capture each step when it is first needed, to start faster. No effect if K is "auto".
+        lazy_capture: capture each CUDA graph on first use, to start faster. No effect if K is "auto".
         tensor_parallel_size: number of devices to split the model among, with one process each, on this
             machine or, if started by torchrun, on several.
         distributed_timeout: timeout in seconds for communication between the processes of a split model.
@@ -193,22 +193,21 @@ class SamplingParams:
         n: number of outputs to generate for the prompt.
         temperature: sampling temperature; 0 (or any value below 1e-5) means greedy decoding.
         top_p: sample from the smallest set of most likely tokens with at least this total probability.
-        top_k: sample from this many most likely tokens; 0 or -1 considers all tokens.
+        top_k: sample from the N most likely tokens; 0 or -1 considers all tokens.
         min_p: minimum probability of a token, relative to that of the most likely one.
         seed: random seed. The output for a seed depends neither on other requests nor on speculation.
         max_tokens: maximum number of tokens to generate; None generates up to the context length.
         min_tokens: minimum number of tokens to generate before stop tokens and stop strings take effect.
-        stop: strings that end the output. They are not included in it.
+        stop: string that ends the output and is not included in it, or several.
         stop_token_ids: token ids that end the output.
         ignore_eos: continue after the model's end-of-sequence tokens.
-        logprobs: return the log-probabilities of each output token and of this many most likely tokens.
+        logprobs: return the log-probabilities of each output token and of the N most likely tokens.
         presence_penalty: value subtracted from the logits of tokens that occur in the output.
         frequency_penalty: value subtracted from the logit of a token for each time it occurs in the output.
         repetition_penalty: for tokens in prompt or output, positive logits are divided and negative logits
             multiplied by this value.
         logit_bias: map of token ids to values added to their logits.
-        response_format: format that the output must have, such as {"type": "json_object"}. Checked when the
-            request is added to the engine.
+        response_format: format that the output must have, such as {"type": "json_object"}.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, but for this request. Defaults to
             the engine's values, which the first two cannot exceed. K = 0 disables speculation.
     """

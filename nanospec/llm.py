@@ -122,7 +122,7 @@ class LLM:
     ) -> Iterator[str]:
         """Generate a completion for one prompt and yield its text as it is produced. Closing the iterator
         aborts the request. Several streams may be open at once, in one thread or in several; their requests
-        run as one batch."""
+        run as one batch. `on_finish` is called with the final output. Raises ValueError like `generate`."""
         for pieces in self.stream_pieces(prompt, sampling_params, on_finish):
             if text := "".join(piece.text for piece in pieces):
                 yield text
@@ -162,7 +162,7 @@ class LLM:
         self.close()
 
     def metrics(self) -> dict[str, object]:
-        """Return engine-wide counters, seconds per stage, and the measured step times."""
+        """Return engine-wide counters, seconds per stage, memory use, and the measured step times."""
         return self.shared.report()
 
     @contextmanager

@@ -80,7 +80,8 @@ class Linear:
         return (F.silu(g) if gate == "silu" else F.gelu(g, approximate="tanh")) * u
 
     def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
-        """Return the stream plus x @ weight.T + bias, or plus its RMSNorm by `own`. `norm`: the next norm."""
+        """Return the residual stream plus y = x @ weight.T + bias, or plus RMSNorm(y) if `own` is given.
+        `norm` is the norm that the next layer applies to the stream."""
         return residual_add(self(x)[None], stream.x, norm, own)
 
 

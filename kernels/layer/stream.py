@@ -81,7 +81,7 @@ def embed(ids: Tensor, table: Tensor | Callable[[Tensor], Tensor], norm: Norm, s
 
 
 def residual_add(parts: Tensor, x: Tensor | None, norm: Norm, own: Norm | None = None) -> Stream:
-    """Return x (None: zeros) + h, or x + RMSNorm(h) by the norm `own`. `norm`: the next norm."""
+    """Return x + h (x = 0 if None), or x + RMSNorm(h) if `own` is given. `norm` is the next layer's norm."""
     if not use_triton(parts):
         return Stream(naive(parts, x, own), norm)
     N, T, H = parts.shape

@@ -51,7 +51,7 @@ _TYPICAL, _EPSILON, _DELTA = tl.constexpr(TYPICAL), tl.constexpr(EPSILON), tl.co
 
 
 def accept(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal) -> Tensor:
-    """Return the targets [T] int32 for `commit`, given those of `sample` and the drafts of `proposal`."""
+    """Apply the acceptance rule to sampled targets [T] int32. Return the targets [T] int32 for `commit`."""
     if use_triton(logits):
         return launch(targets, logits, table, batch, proposal)
     return naive(targets, logits, table, batch, proposal, lazy=True)

@@ -55,7 +55,7 @@ class CudaCapture:
     """Captures the step as a CUDA graph, in memory from `pool`, which must outlive the capture."""
 
     def __init__(self, step: Callable[[], StepResult], pool: Any) -> None:
-        # Warm up to compile and allocate, on the current stream because engines share `launch.tickets`.
+        # Warm up on the current stream: engines share `launch.tickets`, so their steps must not overlap.
         for _ in range(2):
             step()
         self.graph = torch.cuda.CUDAGraph()
@@ -69,7 +69,7 @@ class StepGraphs:
     """The captures of all buckets of a step.
 
     Attributes:
-        batches, ks: batch sizes and speculation lengths, ascending. Not all pairs are buckets, see `ks_for`.
+        batches, ks: batch sizes and speculation lengths, ascending. Not every pair is a bucket; see `ks_for`.
         captures: captures by bucket.
         replays: number of replays by (batch size, K).
         max_tokens: maximum number of tokens scored by a bucket.
@@ -103,7 +103,7 @@ class StepGraphs:
         return [k for k in self.ks if k == 0 or size * (k + 1) <= MAX_STEP_TOKENS]
 
     def bucket_for(self, num_rows: int, k: int, extensions: tuple[Extension, ...] = ()) -> Bucket:
-        """Return the smallest bucket for `num_rows` rows, with the largest captured K of at most `k`."""
+        """Return the smallest bucket for `num_rows` rows, and the largest captured K up to `k`."""
         batch = self.batches[bisect_left(self.batches, num_rows)]
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k), extensions)
 

@@ -20,7 +20,7 @@ from ..kernels.transfer import upload, write
 from ..outputs import Logprob
 
 STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
-"""The stages that are timed. A captured step runs as a whole; "wait" is the time until its results arrive."""
+"""The timed stages. A captured step is not divided: "wait" is the time until its results arrive."""
 
 
 class Admission(NamedTuple):

@@ -8,8 +8,8 @@ these positions the target samples the next token, and a draft is accepted as lo
 sampled at the position before it. The output is therefore the same as without speculation.
 
 A step has one of two layouts. *Padded*: every row has K + 1 tokens and all shapes are known in advance, so
-the step never waits for the device and can be captured (`graphs.py`). *Packed*, for a CPU: the step waits for
-the drafts, the policy cuts those of each row, and a row without drafts costs only one token.
+the step never waits for the device and can be captured (`graphs.py`). *Packed* (the default on a CPU): the
+step waits for the drafts, the policy cuts those of each row, and a row without drafts costs only one token.
 """
 
 from __future__ import annotations

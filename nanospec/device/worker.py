@@ -6,9 +6,9 @@
     fetch     wait for a queued step and return its results
     release   empty a row
 
-They are called by the host (`engine.py`), which is plain Python without tensors. All arguments are plain data
-(`orders.py`), so that the same calls can be sent to several workers, with one exception: a packed step calls
-`cut`, a function of the host, to get the number of drafts to verify.
+They are called by the host (`engine.py`), which does not compute with tensors. Arguments are plain data
+(`orders.py`), so that the same calls can be sent to several workers, except for the pending step that `fetch`
+waits for, and `cut`, a function of the host that a packed step calls to get the number of drafts to verify.
 """
 
 from __future__ import annotations
@@ -163,5 +163,5 @@ class Worker:
 
     @on_own_device
     def measure(self, barrier: Barrier = tuple) -> StepCosts:
-        """Time steps of all sizes. Call it before the first request."""
+        """Time steps of all sizes, before the first request. `barrier` synchronizes all ranks, if several."""
         return step_costs(self._step, self.max_k, self.graphs, self.num_blocks, barrier)

@@ -204,13 +204,13 @@ def learn(
 
 
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
-    """Propose for those of the rows [B] that can use drafts, and record the time in `times`."""
-    has_room = draft_limits(table, rows, k) > 0
-    if not (number := int(has_room.sum())):
+    """Propose drafts for the rows [B] that can use them, and record the time in `times`."""
+    usable = draft_limits(table, rows, k) > 0
+    if not (number := int(usable.sum())):
         return no_drafts(rows, k)
-    drafter.catch_up(rows[has_room].tolist())
+    drafter.catch_up(rows[usable].tolist())
     start = time.perf_counter()
-    proposal = _proposal(drafter, table, torch.where(has_room, rows, -1), k)
+    proposal = _proposal(drafter, table, torch.where(usable, rows, -1), k)
     fraction = int(proposal.num_drafts.count_nonzero()) / number  # synchronizes
     times.add(len(rows), k, (time.perf_counter() - start) * 1e3, fraction)
     return proposal

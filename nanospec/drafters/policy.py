@@ -8,8 +8,8 @@ after they are proposed; `choose` then only limits how many drafts a model gener
 Step costs are measured; acceptance is estimated from earlier steps (`estimates.py`). Drafts that are never
 verified yield no data, so for SHARE of the time, steps are probes with more drafts than seems best.
 
-Maximizing tokens per ms is right while requests wait, as one that ends early frees a row. While none wait,
-drafts of one row must not slow down others: packed steps spend only the time that `RowAccounts` allows.
+While requests wait, maximizing tokens per ms is right: a request that ends early frees its row. While none
+wait, drafts of one row must not slow down others: packed steps spend only the time that `RowAccounts` allows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..kernels.speculation.report import RowReport
 from .estimates import Estimator, RowAccounts, RowProposal, StepCosts
 
 ByRow = Mapping[int, int]  # request row -> number of drafts
-SHARE = 0.005  # maximum share of the time for probes, and by which a row may be slowed by drafts of others
+SHARE = 0.005  # maximum share of time for probes, and maximum slowdown of a row by the drafts of others
 
 
 class Policy:

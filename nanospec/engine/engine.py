@@ -39,7 +39,7 @@ class Queued(NamedTuple):
 
 
 class Engine:
-    """Runs requests on a worker. `lag` is the number of steps queued before the results of one are read."""
+    """Runs requests on a worker. A step's results are read after `lag` (0 or 1) later steps are queued."""
 
     def __init__(self, config: EngineConfig, worker: Worker, tokenizer: Tokenizer | None = None) -> None:
         self.config, self.worker, self.tokenizer = config, worker, tokenizer

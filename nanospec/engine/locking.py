@@ -76,7 +76,7 @@ class SharedEngine:
             stats["stage_seconds"] = {name: round(stage.seconds, 6) for name, stage in worker.stages.items()}
             stats |= {"runs": compute_info(worker.model), "memory": worker.memory}
             if worker.graphs is not None:
-                stats["recorded_steps"] = {"count": len(worker.graphs.captures)}
+                stats["captured_steps"] = {"count": len(worker.graphs.captures)}
             return stats | (engine.policy.costs.report() if engine.policy.costs else {})
 
     def step(self) -> list[Request]:

@@ -1,8 +1,8 @@
 """A request: its state (waiting, running or finished), output and statistics.
 
 `tokens` is prompt + output, committed tokens only. `num_computed` is the number of tokens whose K/V are in
-the cache. Prefill computes all tokens but the last. Then each step scores the last token and the drafts after
-it, so the first output token is sampled by the same code as all others.
+the cache or are scheduled to be computed. Prefill computes all tokens but the last. Then each step scores
+the last token and the drafts after it, so the first output token is sampled by the same code as all others.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Request:
         return {t: at._replace(decoded_token=tokenizer.text_of(t)) for t, at in entry.items()}
 
     def finish(self, reason: str) -> None:
-        """Finish the request: "stop", "length" or "abort". Text held back may complete a stop string."""
+        """Finish by "stop", "length" or "abort". Flushing held-back text may turn "length" into "stop"."""
         if self.is_finished:
             return
         if self.output.flush() and reason == "length":
@@ -209,7 +209,7 @@ def params_of_each(params: Any, count: int) -> Sequence[SamplingParams]:
     if not isinstance(params, Sequence):
         raise ValueError(f"sampling_params={shown(params)} must be SamplingParams or a list of them.")
     if len(params) != count:
-        raise ValueError(f"sampling_params ({len(params)}) must match the number of prompts ({count}).")
+        raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts; pass one for each.")
     for each in params:
         if not isinstance(each, SamplingParams):
             raise ValueError(f"sampling_params must be of type SamplingParams, got {shown(each)}.")

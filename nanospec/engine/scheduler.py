@@ -47,8 +47,8 @@ class Scheduler:
     def __init__(
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, lookahead: int, lag: int
     ) -> None:
-        """`max_tokens`: token budget of a step. `lookahead`: K, drafts to allocate slots for. `lag`: steps
-        queued before their results are known, each of which may add K + 1 tokens."""
+        """`max_tokens`: token budget of a step. `lookahead`: K, drafts to allocate slots for. `lag`: later
+        steps queued before the results of a step are known, each of which may add K + 1 tokens."""
         self.block_size, self.max_tokens, self.lookahead = block_size, max_tokens, lookahead
         self.slots_ahead = lookahead + lag * (lookahead + 1)  # drafts, and K + 1 tokens per step in flight
         self._num_blocks, self._num_rows = num_blocks, num_rows
@@ -159,7 +159,7 @@ class Scheduler:
         return count
 
     def _blocks_ahead(self, request: Request) -> int:
-        """Return the number of blocks for a request's tokens and those added before its results are known."""
+        """Return the number of blocks for all tokens that a request may have before its results are known."""
         return -(-min(request.num_tokens + self.slots_ahead, request.max_len) // self.block_size)
 
     def _extend(self, request: Request, plan: Plan) -> bool:
@@ -178,7 +178,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, plan: Plan) -> None:
-        # Queued first, so that an interrupt cannot lose it, after the requests that arrived earlier.
+        # Requeue it behind earlier arrivals before removing it, so that an interrupt cannot lose it.
         earlier = sum(other.arrival_time < request.arrival_time for other in self.waiting)
         self.waiting.insert(earlier, request)
         self.running.remove(request)

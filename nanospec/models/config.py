@@ -148,7 +148,7 @@ def cos_sin_table(rope: Rope, head_dim: int, max_len: int, device: torch.device 
 
 
 def frequencies(rope: Rope, head_dim: int, max_len: int) -> Tensor:
-    """Return [D/2] float64: the radians per position of each pair, for contexts of up to `max_len` tokens."""
+    """Return the rotation of each pair in radians per position, [D/2] float64, for up to `max_len` tokens."""
     rotated = rope.rotated(head_dim)
     base = rope.theta ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     if rope.kind == "llama3":

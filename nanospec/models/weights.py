@@ -143,7 +143,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_safetensors(file: Path) -> Any:
-    """Open a file to read single tensors. Raises ValueError if it is corrupt."""
+    """Open a file to read individual tensors. Raises ValueError if the file is corrupt."""
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:

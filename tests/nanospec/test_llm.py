@@ -345,7 +345,7 @@ BAD_CALLS: dict[str, tuple[Any, Any, str]] = {
     "empty-prompt": (["ab", ""], None, "The prompt is empty"),
     "long-prompt": (["ab", "ab" * 100], None, "The prompt has 200 tokens, but max_model_len=128"),
     "bad-id": ([[1], [2, 99]], None, "The prompt contains token id 99"),
-    "fewer-params": (["ab", "cd"], [greedy()], "sampling_params (1) must match the number of prompts (2)"),
+    "fewer-params": (["ab", "cd"], [greedy()], "sampling_params has 1 entries for 2 prompts"),
     "not-params": ("ab", [{"temperature": 0}], "must be of type SamplingParams, got {'temperature': 0}"),
     "no-text": ({"prompt": None}, None, "prompt={'prompt': None} must be a string, token ids, or"),
     "media": ({"prompt": "a", "multi_modal_data": 1}, None, "unknown key 'multi_modal_data' in a"),

@@ -47,9 +47,10 @@ def build_parser(full: bool = False) -> Parser:
     parser = base_parser(full, prog=f"{program()} serve", description=text)
     parser.add_argument("positional", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)  # as in vLLM
     parser.add_argument(
-        "--replicas", type=replicas, metavar="N|MIN:MAX", help="number of engines, run with Ray; or a range"
+        "--replicas", type=replicas, metavar="N|MIN:MAX", help="number of engines (Ray); MIN:MAX autoscales"
     )
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    levels = ("debug", "info", "warning", "error")
+    parser.add_argument("--log-level", default="info", choices=levels, help="minimum level of log lines")
     for settings, title in SETTINGS:
         add_settings(parser, settings, title, full or settings is ServeConfig, DEFAULTS)
     return parser

@@ -63,8 +63,8 @@ def need_ray(part: str) -> None:
 
 @contextmanager
 def connect_ray(replicas: int, config: EngineConfig, log_to_driver: bool = False) -> Iterator[Bundle]:
-    """Connect to the Ray at RAY_ADDRESS, or start one for the duration of the block, and yield the bundle of
-    each replica. Raises ValueError if they do not fit, OSError if there is no Ray. Call `need_ray` first."""
+    """Connect to the Ray cluster at RAY_ADDRESS, or start one for the `with` block. Yield a bundle for each
+    replica. Raises ValueError if they do not fit, OSError if Ray is unavailable. Call `need_ray` first."""
     import ray
 
     ray_options: dict[str, Any] = {"logging_level": "CRITICAL", "log_to_driver": log_to_driver}
@@ -151,5 +151,5 @@ def _least_cpus(config: EngineConfig) -> int:
 
 
 def last_error(text: str) -> str:
-    """Return the message of the last exception in a report by Ray, or "" if there is none."""
+    """Return the message of the last exception in an error report of Ray, or "" if there is none."""
     return (re.findall(r"\w+Error: (.+)", text) or [""])[-1]

@@ -106,7 +106,7 @@ class App:
         body = await self._body(request, ("prompt", "messages", "chat_template_kwargs"))
         prompt, messages = body.get("prompt"), body.get("messages")
         if isinstance(prompt, str) == (messages is not None):
-            raise HTTPError(400, "Either 'prompt' (a string) or 'messages' (a list) is required.", "prompt")
+            raise HTTPError(400, "Send 'prompt' (a string) or 'messages' (a list), not both.", "prompt")
 
         def read() -> Response:
             if isinstance(prompt, str):

@@ -65,7 +65,9 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
         tasks = [parse_task(each, defaults, known=KNOWN) for each in requests]
         params = tasks[0].params
         if len(params.stop) > MAX_STOP or any(len(stop) > MAX_STOP_LENGTH for stop in params.stop):
-            raise ValueError(f"stop must be at most {MAX_STOP} strings of {MAX_STOP_LENGTH} characters each.")
+            raise ValueError(
+                f"stop must have at most {MAX_STOP} strings of up to {MAX_STOP_LENGTH} characters."
+            )
         if (count := len(params.logit_bias)) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
         request = APIRequest(url, [], params, *_streaming(server_fields), salt=_salt(server_fields))
@@ -112,7 +114,7 @@ def _streaming(server_fields: Mapping[str, Any]) -> tuple[bool, frozenset[str]]:
         raise ValueError("stream_options must be an object, and requires stream=true.")
     if wrong := [n for n, value in options.items() if n not in STREAM_OPTIONS or not isinstance(value, bool)]:
         known = ", ".join(STREAM_OPTIONS)
-        raise ValueError(f"stream_options: {shown(wrong[0])} must be one of {known}, with a boolean value.")
+        raise ValueError(f"stream_options: {shown(wrong[0])} is unknown or not a boolean; known are {known}.")
     return streams, frozenset(name for name, value in options.items() if value)
 
 

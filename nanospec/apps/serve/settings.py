@@ -24,13 +24,12 @@ class ServeConfig:
             repeated; NANOSPEC_API_KEY adds comma-separated keys. Clients with different keys share no cached
             prefixes.
         served_model_name: model name in the API. Defaults to the name of the model folder.
-        max_queue: maximum number of outputs waiting for one of the max_num_seqs rows; further requests are
-            answered with status 429.
+        max_queue: maximum number of waiting outputs; further requests are answered with status 429.
         max_body: maximum size of a request body in bytes.
         max_connections: maximum number of connections; further ones can only use /health and /metrics.
         request_timeout: time limit of a request in seconds.
         read_timeout: time limit in seconds for a client to send a request.
-        write_timeout: time limit in seconds for a client to read data that was sent.
+        write_timeout: time limit in seconds for a client to accept data.
         drain_timeout: seconds for running requests to finish after SIGTERM or Ctrl-C.
     """
 

@@ -160,7 +160,7 @@ def recorder_of(extensions: Sequence[Extension]) -> Recorder:
 
 
 def walk(tokens: list[int], drafts: list[int], parents: list[int]) -> list[int]:
-    """Return the places (from 1 on) of the accepted drafts, by walking down the tree along `tokens`."""
+    """Return the 1-based indices of the accepted drafts, by walking down the tree along `tokens`."""
     places, node = list[int](), 0
     for token in tokens:
         children = (place for place, draft in enumerate(zip(drafts, parents), 1) if draft == (token, node))

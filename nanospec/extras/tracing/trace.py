@@ -63,7 +63,7 @@ class StepRecord:
 
 @dataclass
 class Record:
-    """The steps of a request, and the data of a `Lane` that its completion lacks."""
+    """The steps of a request, and the data for its `Lane` that `Completion` does not have."""
 
     tokenizer: Any  # a `Tokenizer`; only `trace` uses it
     about: dict[str, str]  # the engine's model and settings
@@ -111,7 +111,7 @@ class Lane:
 
 @dataclass
 class Trace:
-    """The trace of outputs of one engine.
+    """A trace of an engine's outputs.
 
     Attributes:
         about: the engine's model and settings.

@@ -54,7 +54,7 @@ class Family:
         return name
 
     def convert(self, name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-        """Convert the stored rows of a tensor, already copied to the device in the compute dtype."""
+        """Convert rows of a stored tensor to our layout. `tensor` is on the device, in the compute dtype."""
         return tensor
 
     def places(self, config: ModelConfig) -> dict[str, tuple[str, slice]]:

@@ -40,7 +40,7 @@ def test_automatic_k_speculates_without_changing_output(model: Model, eager: boo
     report = json.loads(json.dumps(SharedEngine(engine).report()))
     assert ("step_ms_by_tokens" in report) == eager
     if engine.worker.graphs is not None:
-        assert report["recorded_steps"]["count"] == len(engine.worker.graphs.buckets())
+        assert report["captured_steps"]["count"] == len(engine.worker.graphs.buckets())
         assert set(report["step_ms_by_batch_and_k"]) == {"1", "2"}
         assert set(engine.worker.graphs.captures) == set(engine.worker.graphs.buckets())
 

@@ -70,5 +70,5 @@ function sameness(a, b) {
   if (a === b) return "The texts are identical.";
   let at = 0;
   while (a[at] === b[at]) at++;
-  return `The texts differ from character ${at + 1} on.`;
+  return `The texts first differ at character ${at + 1}.`;
 }

@@ -31,6 +31,6 @@ const PERSON = {
 export const EXAMPLES = [
   ["Edit code", `Rename the class Stack to Pile and return the whole code.\n\n\`\`\`python\n${CODE}\`\`\``],
   ["Quote a text", `Repeat this text word for word:\n\n${STORY}`],
-  ["Fill in a form", "Extract as JSON: Ada Finch has kept the lighthouse on Gull Rock for 31 years.", PERSON],
-  ["Write freely", "Why do people enjoy music?"],
+  ["Extract JSON", "Extract as JSON: Ada Finch has kept the lighthouse on Gull Rock for 31 years.", PERSON],
+  ["Free-form text", "Why do people enjoy music?"],
 ];

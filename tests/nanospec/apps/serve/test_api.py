@@ -260,7 +260,7 @@ KWARGS = "chat_template_kwargs"
     ({"echo": True}, "echo", "echo=True is not supported"),
     ({"stream_options": {}, "stream": 1}, "stream", "true or false"),
     ({"stream_options": {"x": True}}, "stream_options", "stream=true"),
-    ({"stream_options": {"x": True}, "stream": True}, "stream_options", "'x' must be one of include_usage"),
+    ({"stream_options": {"x": True}, "stream": True}, "stream_options", "'x' is unknown or not a boolean"),
     ({"stop_token_ids": [99]}, "stop_token_ids", "99"),
     ({"acceptance": "typical"}, "acceptance", "requires an engine"),
     ({"prompt": None}, "prompt", '"prompt" or "messages"'),

@@ -216,7 +216,7 @@ def test_rerun_without_speculation(show: Open, server: Fake) -> None:
     server.answers.append([*ANSWER, *end(7, 4, 10, 3)])
     page.click("text=Repeat with speculation")
     until(page, "document.querySelectorAll('.verdict').length === 2")
-    assert "The texts differ from character 4 on." in page.locator(".verdict p").nth(1).inner_text()
+    assert "The texts first differ at character 4." in page.locator(".verdict p").nth(1).inner_text()
     assert server.requests[2]["num_speculative_tokens"] == 0
     assert "num_speculative_tokens" not in server.requests[3]
 
@@ -260,7 +260,7 @@ def test_server_without_speculation_or_grammar(show: Open, server: Fake) -> None
     server.model = {**MODEL, "speculation": none, "structured_output": False}
     server.answers = [[*PLAIN, *end(7, 7, 0, 0)]]
     page = show()
-    page.click("text=Fill in a form")
+    page.click("text=Extract JSON")
     answered(page)
     assert texts_of(page, "#drafter option") == ["off"]
     assert page.locator("#format").is_disabled()
