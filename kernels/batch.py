@@ -2,8 +2,8 @@
 
 A step scores T tokens in one flat array. Batch row b (one request) holds `q_len[b]` tokens, the first at
 `q_start[b]`. There are two layouts: *padded*, where `q_start[b] = b * max_q_len` and all rows have the same
-length, for captured steps; and *packed*, with rows back to back, for CPUs. A padding token has slot -1 and
-does not affect the results of other tokens.
+length, for captured steps; and *packed*, with rows back to back, for steps that are not captured. A padding
+token has slot -1 and does not affect the results of other tokens.
 
 Positions count from 0. Before the step, the cache holds `base_len[b]` entries of row b; query i of the row
 is at cache index `base_len[b] + i`. It attends to cache index j if j < base_len[b], or if bit

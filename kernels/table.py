@@ -1,9 +1,9 @@
 """The request rows: the device state of the running requests, one row each.
 
-The host writes a row when it admits a request, and extends its block table later. The step itself updates
-everything else. Operations take the whole table. Invariants: `tokens[r, :num_tokens[r]]` holds committed
-tokens only; the keys and values from position num_tokens - 1 on are garbage until a step computes them;
-the entries of a block table row after the request's last block repeat that block.
+The host writes a row on admission, extends its block table, and marks it finished on release. The step
+updates `tokens`, `num_tokens`, `output_counts` and `finished`. Invariants: `tokens[r, :num_tokens[r]]` holds
+committed tokens only; the keys and values from position num_tokens - 1 on are garbage until a step computes
+them; the entries of a block table row after the request's last block repeat that block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Table(NamedTuple):
     repetition: Tensor  # [S] float32
     presence: Tensor  # [S] float32
     frequency: Tensor  # [S] float32
-    penalized: Tensor  # [S] bool, whether bias, min_len or a penalty is set; others skip them
+    penalized: Tensor  # [S] bool, whether bias, min_len or a penalty is set; other rows skip these
     bias: Tensor  # [S, vocab_size] float32, logit bias
     in_prompt: Tensor  # [S, vocab_size] bool, tokens that occur in the prompt
     output_counts: Tensor  # [S, vocab_size] int32, occurrences of each token in the committed output

@@ -5,9 +5,9 @@
     out    [T, Hq, D]
 
 One operation covers decoding (one query per row), verification (K + 1 queries per row, chain or tree) and
-chunked prefill. The batch and the sliding window, which counts positions, determine the attention mask. The
-query heads that share a KV head are processed together, so K/V are read once for all of them. Supports head
-dimensions up to 256 in bf16, fp16 or fp32.
+chunked prefill. The batch and the sliding window (in positions, not cache indices) determine the attention
+mask. The query heads that share a KV head are processed together, so K/V are read once for all of them.
+Supports head dimensions up to 256 in bf16, fp16 or fp32.
 
 On a GPU, the output of a query is bitwise independent of the batch, the number of drafts and the chunk size,
 and the same for a tree node as for a chain (`paged.py`, `paged_tree.py`). In `naive`, a tree is a mask, and
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..batch import MAX_QUERIES, Batch
 from ..launch import use_triton
 
-FEW = 16**3  # multiply-adds per product; for smaller ones PyTorch sums bf16 and fp16 in another order
+FEW = 16**3  # minimum multiply-adds of a product; PyTorch sums smaller ones of bf16, fp16 in another order
 SPLIT_ROWS = 8  # minimum batch size to process rows with one query separately
 TILE = 128  # queries of a prompt chunk processed at once
 

@@ -10,8 +10,8 @@ The output of a query is bitwise identical in decoding, as one of K + 1 queries,
 
 * A query is a column of both matrix products; cache positions and head dimensions are the rows, always in
   full. The number of columns changes only the width of the instruction.
-* Tiles are added in order to the sum of a span, and spans in order to the total, independent of how units are
-  assigned to programs and of whether a unit is a tile or a span.
+* Tiles are added, in order, to the sum of a span, and spans, in order, to the total. This does not depend on
+  how units are assigned to programs or on whether a unit is a tile or a span.
 
     positions   0        64       128                 512                1024     kv_len
     tiles       |--------|--------|--------|   ...    |---------|   ...  |--------|--

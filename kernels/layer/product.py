@@ -10,7 +10,7 @@ only on the shape of the weight. "Rows" here are rows of the weight:
   and the last one to finish adds them, without floating-point atomics or a second launch. For many tokens,
   *one* program processes all parts and adds each to the total, without storing partial sums.
 * The weight is the left operand: its rows are the rows of the matrix instruction, tokens are the columns. So
-  1 token and 2,000 tokens use the same instruction except for its width, and few tokens waste little of it.
+  1 token and 2,000 tokens use the same instruction except for its width, so small batches waste little of it.
 
 RMSNorm needs no launch and no work in the loop: norm(x) @ W.T = (x * norm_weight) @ W.T / rms(x). The kernel
 that writes x also writes x * norm_weight and the sums of squares of x (`stream.py`); the epilogue divides by
@@ -55,7 +55,7 @@ class Tiling(NamedTuple):
 
 def parts_of(N: int, K: int, target: str) -> tuple[int, int]:
     """Return the number of parts of K and the columns of each except the last. Enough parts to fill the GPU
-    with programs of 64 rows in a small step: 8 for [1024, 3072] (0.6B, down) on 132 processors."""
+    with programs of 64 rows in a small step: 8 for [1024, 3072] (Qwen3-0.6B, down_proj) on an H100."""
     step = 128 if K % 128 == 0 else 64  # a multiple of BLOCK_K
     most = K // SHORTEST if K > SHORT else 1
     count = max(min(PROCESSORS[target] // triton.cdiv(N, 64), most), 1)
@@ -77,7 +77,7 @@ def choose_tiling(T: int, N: int, K: int, target: str, itemsize: int) -> Tiling:
             break
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
     share = triton.cdiv(programs, PROCESSORS[target])
-    together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs that share a processor's memory
+    together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
     stages = SHARED[target] // together // ((rows + width) * block_k * itemsize)
     warps = 8 if rows * width >= 128 * 64 else 4
     return Tiling(rows, width, block_k, warps, max(min(stages, 6), 1), parts, part, apart)

@@ -2,7 +2,7 @@
 
 A state holds the partial result of some columns (a column is a query of one head) over some cache positions:
 
-    m    [columns]               the maximum score in units of log 2, rounded up to an integer
+    m    [columns]               the maximum score as an exponent of 2, rounded up to an integer
     z    [TILE // 16, columns]   sums of 2^(score - m), one for each 16 positions of a tile
     acc  [D, columns]            sums of 2^(score - m) * value
 
@@ -13,8 +13,8 @@ compiler could otherwise choose.
 
 Estimated, not measured, for D = 128 in bf16 on an H200 (132 multiprocessors with 2 programs each): a single
 row is limited by latency, so each tile gets its own program. From 256 programs on, spans are as fast.
-Programs without a unit exit at once but cost about a microsecond, so there are at most 32768 / columns. The
-many wide tiles of queries of a prompt fill the GPU without splitting: each program adds up its own spans.
+Programs without a unit exit at once but together cost about a microsecond, so at most 32768 / columns are
+launched. The many wide tiles of a prompt's queries fill the GPU unsplit: each program adds up its spans.
 """
 
 from collections import namedtuple
@@ -67,8 +67,8 @@ def split_kv(
 ) -> Split:
     """Divide rows of up to `q_len` queries over up to `kv_len` positions; `heads` are (Hq, Hkv, D).
 
-    For trees, tiles of queries are smaller, because nodes take turns with the tiles of their drafts. The
-    cache and the partial results are divided as for chains."""
+    For trees, tiles of queries are smaller, because tiles with drafts are processed once per node. The cache
+    and the partial results are divided as for chains."""
     num_heads, num_kv_heads, head_dim = heads
     group = num_heads // num_kv_heads
     block_d = max(next_power_of_2(head_dim), 64)

@@ -85,7 +85,7 @@ template <class Matrix>
 static void multiply_amx(long, const bf16*, long, const Matrix&, long, Sums) {}
 #endif
 
-// Sets the floating-point mode of a thread for products. Finally releases AMX, which slows down context switches.
+// Sets a thread's floating-point mode for products. Its destructor releases AMX, which slows down context switches.
 struct Unit {
 #ifdef __SSE__
     // Flushes denormals to zero, as bfloat16 instructions always do; with float instructions, denormals take ten times

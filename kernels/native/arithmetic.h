@@ -30,7 +30,7 @@ constexpr bool AMD = false;
 constexpr float LOG2_E = 1.44269504f;
 constexpr int LANES = 16;
 
-// Vector size of the processor. GCC keeps wider vectors in memory and compares them element by element.
+// Vector size of the processor in bytes. GCC keeps wider vectors in memory and compares them element by element.
 #ifdef __AVX512F__
 constexpr int BYTES = 64;
 #elif defined(__AVX__)

@@ -164,7 +164,7 @@ struct Attention {
         }
     }
 
-    // Returns the first span boundary of a piece within the window; `p.end` or more if the window excludes it all.
+    // Returns where the first span of a piece that the window reaches begins; `p.end` if it reaches none.
     long start(const Piece& p) const {
         long low = p.end;
         for (long i = 0; i < p.count; i++) {  // in a tree, the minimum need not be that of the first query

@@ -37,7 +37,7 @@ void linear_add(Team& team, const Model& m, const Weight& w, Norm norm, Rows h, 
     team.each(tokens, [&](long t, long) { normalise<true>(buffer[t], m.hidden, norm, m.eps, to[t]); });
 }
 
-// Normalises a head if it has a norm, and applies RoPE.
+// Normalizes a head if it has a norm, and applies RoPE.
 void rotate(const Model& m, bf16* x, Norm norm, const float* cos_sin) {
     if (norm) normalise(x, m.head_dim, norm, m.eps, x);
     const long half = m.head_dim / 2;
@@ -74,7 +74,7 @@ struct Buffer : Rows {
     std::unique_ptr<Line[]> lines;
 
     Buffer(long rows, long columns) : Rows{nullptr, columns % FOUR_KB ? columns : columns + WIDTH} {
-        lines.reset(new Line[rows * stride / WIDTH + 1]);  // uninitialised
+        lines.reset(new Line[rows * stride / WIDTH + 1]);  // uninitialized
         data = lines[0].numbers;
     }
 };

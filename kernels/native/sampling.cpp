@@ -26,7 +26,7 @@ struct Best {
     int token;  // NAN_TOKEN if the scores are NaN or infinite
 };
 
-// ---- noise, bitwise identical to noise.py ----------------------------------------------------------
+// ---- noise: the random bits of noise.py; logarithms may differ in the last place ---------------------
 
 constexpr float LEAST_NOISE = -22.3f;
 
@@ -59,8 +59,7 @@ struct Noise {
 float number(float x) { return x; }
 float number(bf16 x) { return to_float(x); }
 
-// Returns an integer that orders like the float; NaN is beyond the infinities. GCC vectorises integer comparisons, but
-// not those of floats, because of NaN.
+// Returns an integer that orders like the float, with NaN beyond infinity. GCC vectorizes comparisons of integers only.
 int32_t order_key(float x) {
     const int32_t bits = std::bit_cast<int32_t>(x);
     return bits ^ (bits >> 31 & 0x7FFFFFFF);
@@ -111,7 +110,7 @@ struct Query {
         std::fill(at.scores.begin() + V, at.scores.end(), -INFINITE);
     }
 
-    // Applies bias, barred stop tokens and penalties after `read`, args the drafts on the path to a place of the row.
+    // Applies bias, barred stop tokens and penalties after `read`, given the drafts on the path to a place.
     template <class Score>
     void penalise(const Score* logits, const Row& row, int place) {
         const float* bias = table.bias + s * V;
@@ -274,7 +273,8 @@ template <class Score>
 int target_of(const Table& table, const Row& row, int place, int position, const Score* logits, Scratch& at) {
     Best best = argmax(logits, table.vocab_size);
     const bool penalised = row.request >= 0 && table.penalized[row.request];
-    if (row.request < 0 || (best.token == NAN_TOKEN && !penalised)) return best.token;  // a barred token may be NaN
+    // With penalties, the NaN may be that of a barred stop token.
+    if (row.request < 0 || (best.token == NAN_TOKEN && !penalised)) return best.token;
     Query query{table, row.request, position, at};
     if (!penalised && query.temperature <= 0) return best.token;
     query.read(logits);
@@ -319,7 +319,7 @@ struct Masking {
     int64_t stride, is_bf16, T, V;
     const uint32_t* allowed;  // [M, words], rows `width` apart
     int64_t width, words;
-    const int* at;  // [T]
+    const int* at;  // [T], row of `allowed` for each token, -1: no mask
     int64_t threads;
 };
 

@@ -38,7 +38,7 @@ class Team {
     const long index;
     Count *phase, *end;
 
-    // Runs the remaining tasks of a run, first .. first + size - 1, and returns their number.
+    // Runs the remaining tasks of a run, first .. first + size - 1, and returns how many this call ran.
     template <class Task>
     static int finish(std::atomic<uint64_t>& taken, long first, long size, bool forwards, Task& task) {
         const auto left = [size](uint64_t t) { return long(uint32_t(t)) + long(t >> 32) < size; };

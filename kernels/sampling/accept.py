@@ -87,7 +87,7 @@ def naive(
 def log_probs(scores: Tensor, s: int, table: Table) -> Tensor:
     """Return the log-probabilities [V] that request row s samples from; -inf for filtered tokens."""
     kept = scores.masked_fill(scores < top_k_top_p.naive(scores, s, table), float("-inf"))
-    return ((kept - kept.amax()) / table.temperature[s]).log_softmax(-1)  # the difference is exact, or tiny
+    return ((kept - kept.amax()) / table.temperature[s]).log_softmax(-1)  # subtract first, for precision
 
 
 def _drawn_from(proposal: Proposal, batch: Batch, b: int) -> Tensor | tuple[()]:
@@ -127,7 +127,7 @@ def _typical(scores: Tensor, drafts: list[int], x: int, s: int, table: Table) ->
 
 
 class Distribution(NamedTuple):
-    """A query's distribution, from which the probability of a token follows from its score: the largest
+    """A query's distribution, in four numbers that turn a token's score into its probability: the largest
     score; log sum exp((score - best) / T) over the kept tokens; their entropy; their smallest `order_key`."""
 
     best: Any

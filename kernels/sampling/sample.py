@@ -5,10 +5,10 @@
                           unspecified for padding tokens
 
 A query at absolute position p samples the token of position p + 1, given that the drafts before it are
-accepted: penalties count them. The order is that of vLLM: logit bias, barred stop tokens and penalties
-(`scores.py`); top-k, then top-p over the tokens that top-k keeps, min-p (`top_k_top_p.py`). The target is
-argmax(score - T log E) with the noise of `noise.py`, which is a sample of softmax(score / T), and plain
-argmax if the temperature T is 0. Ties are broken by the lowest token ID.
+accepted: penalties count them. The order: logit bias, barred stop tokens and penalties (`scores.py`, as in
+vLLM); top-k, top-p over the tokens that top-k keeps, min-p (`top_k_top_p.py`; vLLM applies min-p first). The
+target is argmax(score - T log E) with the noise of `noise.py`, which is a sample of softmax(score / T), and
+plain argmax if the temperature T is 0. Ties are broken by the lowest token ID.
 
 On a GPU this runs in `scan.py` (V <= 262144), on a CPU in `native/sampling.cpp`, one task per row.
 """

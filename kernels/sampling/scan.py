@@ -1,10 +1,10 @@
 """Sample the targets on a GPU, in two launches; the specification is `sample.naive`.
 
-`scan` reads the logits once. Each program reduces a chunk of 2048 tokens of one query, so that a single query
-still fills the GPU. If the request samples from all tokens, it stores the winner of the chunk. With top-k,
-top-p or min-p the winner is not known yet, so it stores the probability mass of the chunk and the maxima of
-groups of tokens. `_finish` compares the winners of the chunks, or samples with `top_k_top_p`. Chunks and
-groups depend on V only, so the result of a query does not depend on the batch.
+`scan` reads the logits once. Each program reduces a chunk of 2048 tokens of one query, so that even a single
+query is spread over many multiprocessors. If the request samples from all tokens, it stores the winner of the
+chunk. With top-k, top-p or min-p the winner is not known yet, so it stores the probability mass of the chunk
+and the maxima of groups of tokens. `_finish` compares the winners of the chunks, or samples with
+`top_k_top_p`. Chunks and groups depend on V only, so the result of a query does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Scan(NamedTuple):
     """The inputs, and the results per chunk, [N, CHUNKS] each, and per group, [N, GROUPS].
 
     `value` and `token` of the winner; `largest`, the maximum score; with top-k, top-p or min-p `mass`,
-    sum(exp((score - largest) / T)), and the maxima of `groups`. NaN if a logit is. GROUP: tokens per group.
+    sum(exp((score - largest) / T)), and the maxima of `groups`. `value` and `largest` are NaN if a score is.
     """
 
     inputs: Inputs
@@ -43,7 +43,7 @@ class Scan(NamedTuple):
     groups: Tensor
     CHUNKS: tl.constexpr
     GROUPS: tl.constexpr
-    GROUP: tl.constexpr
+    GROUP: tl.constexpr  # tokens per group
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def naive(scores: Tensor, s: int, table: Table) -> Tensor:
     if top_p < 1:
         weights = ((scores - best) / temperature).exp()
         mass = float(weights.sum())
-        # To sort fewer tokens: all tokens below this weight together have less than 1 - top_p.
+        # To sort fewer tokens: those below this weight hold less than 1 - top_p of the mass in total.
         near = weights >= (1 - top_p) * mass / V
         scores, order = scores[near].sort(descending=True)
         weights = weights[near][order].double()
@@ -83,7 +83,7 @@ def order_key(x):
 
 @triton.jit
 def threshold(scan, query, best):
-    """Return the groups with all kept tokens of a query, and its smallest kept key. `best`: its maximum."""
+    """Return open groups with all kept tokens of a query, and its smallest kept key. `best`: its maximum."""
     table, s = scan.inputs.table, query.s
     temperature = tl.load(table.temperature + s)
     top_k, top_p, min_p = tl.load(table.top_k + s), tl.load(table.top_p + s), tl.load(table.min_p + s)

@@ -11,9 +11,9 @@ A row with a match gets `draft_limits` drafts, a row without one gets none. Unus
 token 0 and source -1. Without drafts, the match length is 0.
 
 Trees: up to `Table.width` matches with different next tokens each start a branch at the root, best match
-first. A branch gets half of the remaining drafts (rounded up), and the last one gets them all. So a tree
-accepts at least as many tokens as a chain with half its drafts. A match longer than LONG_MATCH is usually
-right and gets all drafts: a second branch would only shorten it. A chain is a tree of width 1.
+first. Each branch gets half of the remaining drafts (rounded up), except the last, which gets the rest. So a
+tree accepts at least as many tokens as a chain with half its drafts. A match longer than LONG_MATCH is
+usually right and gets all drafts: a second branch would only shorten it. A chain is a tree of width 1.
 
 Kernel: one program per row. It compares `BLOCK` tokens of the text at `max_n` shifts at a time, and keeps the
 best match as one integer (length, then index), so that the maximum is the best. A tree takes one search per

@@ -31,16 +31,16 @@ BLOCKS = tl.constexpr(1024)  # entries of the block table per program
 
 
 class Proposal(NamedTuple):
-    """Up to K drafts for each of B rows."""
+    """Up to K drafts for each of B rows. Entries beyond num_drafts are ignored."""
 
-    drafts: Tensor  # [B, K] int32, draft tokens; those beyond num_drafts are ignored
+    drafts: Tensor  # [B, K] int32, draft tokens
     num_drafts: Tensor  # [B] int32
-    source: Tensor  # [B, K] int32, index in the history that a draft was copied from, else GENERATED
+    source: Tensor  # [B, K] int32, index in the history that a draft was copied from, or GENERATED
     match_len: Tensor  # [B] int32, length of the n-gram match, 0 if none
     drafter: Tensor  # [B] int32, index of the drafter in a method ("ngram+draft": 0, 1); unused if no drafts
     parents: Tensor | None = None  # [B, K] int32, trees only: the place 0 .. K that each draft follows
     logits: Tensor | None = None  # [B, K, V], the logits that a model drew the drafts from, if it did
-    sampled: Tensor | None = None  # [B] bool, rows drawn from `logits`; None: all if chains, else none
+    sampled: Tensor | None = None  # [B] bool, whether drafts were drawn from `logits`; None: all if chains
 
 
 def empty_proposal(rows: Tensor, k: int, tree: bool) -> Proposal:
