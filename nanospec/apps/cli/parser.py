@@ -24,7 +24,7 @@ commands (run `{0} COMMAND --help` for their options):
     fetch NAME                    download a model
     convert FILE.gguf [FOLDER]    convert a GGUF file to a model folder
     train                         train Medusa heads for a model
-    serve [MODEL]                 start an OpenAI-compatible server
+    serve                         start an OpenAI-compatible server
 """
 DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
 
