@@ -125,7 +125,7 @@ class Batch:
 
     def packed(self) -> Batch:
         """Return this batch in the packed layout. Synchronizes with the device."""
-        return self.part(self.in_row, slice(None), self.q_len, self.base_len)
+        return self.part(self.grid_index, slice(None), self.q_len, self.base_len)
 
     def part(self, tokens: Tensor | slice, rows: Tensor | slice, q_len: Tensor, base_len: Tensor) -> Batch:
         """Return a packed batch of these flat tokens: `q_len` [B'] in each of these rows, after `base_len`
@@ -183,7 +183,7 @@ class Batch:
         return index.clamp(max=self.num_tokens - 1).long()  # q_start of an empty last row is T
 
     @cached_property
-    def in_row(self) -> Tensor:
+    def grid_index(self) -> Tensor:
         """Index b * max_q_len + i of each token except padding, [n] int64, in order."""
         i = torch.arange(self.max_q_len, device=self.q_start.device)
         return (i < self.q_len[:, None]).flatten().nonzero().squeeze(1)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..batch import MAX_QUERIES, Batch
 from ..launch import use_triton
 
-FEW = 16**3  # minimum multiply-adds of a product; PyTorch sums smaller ones of bf16, fp16 in another order
+MIN_MULTIPLY_ADDS = 16**3  # of a product; PyTorch sums smaller ones of bf16, fp16 in another order
 SPLIT_ROWS = 8  # minimum batch size to process rows with one query separately
 TILE = 128  # queries of a prompt chunk processed at once
 
@@ -105,7 +105,7 @@ def naive(
         queries = queries.permute(2, 0, 3, 1, 4).reshape(num_kv_heads * B, G * Q, head_dim)
         kv = cache.flatten(0, 1).index_select(1, part.blocks)
         k, v = kv.view(2, num_kv_heads * B, -1, head_dim)  # [Hkv * B, n * block_size, D]
-        times = FEW // max(queries.numel() * mask.shape[2], 1) + 1
+        times = MIN_MULTIPLY_ADDS // max(queries.numel() * mask.shape[2], 1) + 1
         if times > 1:  # for example one query with a short context in a narrow model
             queries, mask = queries.repeat(1, times, 1), mask.repeat(1, times, 1)
         if softcap is None:
@@ -115,7 +115,7 @@ def naive(
             scores = scores + mask  # [Hkv * B, G * Q, n * block_size]
         values = torch.bmm(scores.softmax(-1), v)[:, : G * Q].view(num_kv_heads, B, G, Q, head_dim)
         values = values.permute(1, 3, 0, 2, 4).reshape(B * Q, -1, head_dim)  # [B * Q, Hq, D]
-        out[part.tokens] = values if batch.padded else values[batch.in_row]
+        out[part.tokens] = values if batch.padded else values[batch.grid_index]
     return out
 
 

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from ..launch import release_next, wait_for_previous
-from .split_kv import SPAN, add_tile, empty_state, end_unit, finish, numbers_of, rows_of
+from .split_kv import SPAN, add_tile, element_offsets, empty_state, end_unit, finish, rows_of
 
 # q and out [T, Hq, D]; k and v [Hkv, num_blocks, block_size, D].
 Operands = namedtuple("Operands", "q k v out")
@@ -153,7 +153,7 @@ def load_rows(base, place, C: tl.constexpr):
 def load_queries(q, work, C: tl.constexpr):
     """Load a tile of queries [D, COLUMNS]."""
     rows, valid = rows_of(work, 0, C.COLUMNS, C)
-    at, inside = numbers_of(rows, valid, C)
+    at, inside = element_offsets(rows, valid, C)
     return tl.load(q + work.row * C.HEAD_DIM + at, inside, other=0.0)
 
 

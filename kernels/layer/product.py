@@ -32,12 +32,12 @@ from torch import Tensor
 from ..launch import ONE_SHAPE, arch, options, prefetch, release_next, tickets, wait_for_previous, wrapped
 from .stream import Stream, Written, load_squares, store_squares, sum_squares, tree_sum
 
-PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes of each
+MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes each
 VALUES = 4096  # elements of a tile per slice of the epilogue
 SHORT = 1024  # up to this K, one program is as fast as several parts
 SHORTEST = 256  # minimum columns of a part
-FEW = 256  # tokens up to which parts run apart; for more, partial sums cost too much traffic
+MAX_SPLIT_TOKENS = 256  # for more tokens, parts do not run apart: partial sums cost too much traffic
 
 
 class Tiling(NamedTuple):
@@ -58,7 +58,7 @@ def parts_of(N: int, K: int, target: str) -> tuple[int, int]:
     with programs of 64 rows in a small step: 8 for [1024, 3072] (Qwen3-0.6B, down_proj) on an H100."""
     step = 128 if K % 128 == 0 else 64  # a multiple of BLOCK_K
     most = K // SHORTEST if K > SHORT else 1
-    count = max(min(PROCESSORS[target] // triton.cdiv(N, 64), most), 1)
+    count = max(min(MULTIPROCESSORS[target] // triton.cdiv(N, 64), most), 1)
     part = step * triton.cdiv(K, step * count)
     return triton.cdiv(K, part), part
 
@@ -67,16 +67,16 @@ def parts_of(N: int, K: int, target: str) -> tuple[int, int]:
 def choose_tiling(T: int, N: int, K: int, target: str, itemsize: int) -> Tiling:
     """Return the tiling for x [T, K] and weight [N, K]: the largest tile that occupies most of the GPU."""
     parts, part = parts_of(N, K, target)
-    apart = parts > 1 and T <= FEW
+    apart = parts > 1 and T <= MAX_SPLIT_TOKENS
     tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
     if T > 64:  # (256, 128) needs the registers of sm_90 and a single accumulator
         tiles = [*([(256, 128)] if target == "sm_90" and parts == 1 else []), (128, 128), *tiles]
     for rows, width in tiles:
         programs = triton.cdiv(N, rows) * triton.cdiv(T, width) * (parts if apart else 1)
-        if programs >= 0.75 * PROCESSORS[target]:
+        if programs >= 0.75 * MULTIPROCESSORS[target]:
             break
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
-    share = triton.cdiv(programs, PROCESSORS[target])
+    share = triton.cdiv(programs, MULTIPROCESSORS[target])
     together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
     stages = SHARED[target] // together // ((rows + width) * block_k * itemsize)
     warps = 8 if rows * width >= 128 * 64 else 4
@@ -104,7 +104,7 @@ Constants = namedtuple(
 @triton.jit(do_not_specialize=["T", "steps"])
 def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
     """Grid: (tiles of tokens, blocks of weight rows, parts of K that run apart). A part has `steps` steps of
-    BLOCK_K columns."""
+    BLOCK_K columns. `new`: see `Written`."""
     release_next(C.PDL)
     index, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = index * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
@@ -224,10 +224,10 @@ def finish(value, new, tile, s, T, N, C: tl.constexpr):
     if C.GATE != "":
         halves = tl.reshape(value, [C.BLOCK_N // 16, 2, 8, C.SLICE])
         gate, up = tl.split(tl.permute(halves, [0, 2, 3, 1]))
-        turn = gate  # silu(x) = x / (1 + e^-x)
+        sigmoid_arg = gate  # silu(x) = x / (1 + e^-x)
         if C.GATE == "gelu":  # gelu(x) (tanh approximation) = x / (1 + e^-y) for this y
-            turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        value = tl.reshape(gate / (1.0 + tl.exp(-turn)) * up, [C.BLOCK_N // 2, C.SLICE])
+            sigmoid_arg = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        value = tl.reshape(gate / (1.0 + tl.exp(-sigmoid_arg)) * up, [C.BLOCK_N // 2, C.SLICE])
     COLUMNS: tl.constexpr = value.shape[0]
     first = tile.index * C.BLOCK_T + s * C.SLICE
     n, t = tile.block * COLUMNS + tl.arange(0, COLUMNS), first + tl.arange(0, C.SLICE)

@@ -149,7 +149,7 @@ def rows_of(work, first, COLUMNS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def numbers_of(rows, valid, C: tl.constexpr):
+def element_offsets(rows, valid, C: tl.constexpr):
     """Return the offsets [D, columns] of the elements of rows, and a mask of those in range."""
     d = tl.arange(0, C.BLOCK_D)
     return rows[None, :] * C.HEAD_DIM + d[:, None], valid[None, :] & (d < C.HEAD_DIM)[:, None]
@@ -164,7 +164,7 @@ def end_unit(partials, unit, total, state, work, C: tl.constexpr):
             m, z, acc = part_of(partials, unit, rows, work, C)
             tl.store(m, state.m, valid)
             tl.store(z, state.z, valid[None, :])
-            at, inside = numbers_of(rows, valid, C)
+            at, inside = element_offsets(rows, valid, C)
             tl.store(acc + at, state.acc, inside)
         total = state
     else:
@@ -200,7 +200,7 @@ def finish(partials, out, total, work, C: tl.constexpr):
 def write(out, state, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
     """Store acc / sum(z) to `out` [T * Hq, D] for the columns from `first` on."""
     rows, valid = rows_of(work, first, COLUMNS, C)
-    at, inside = numbers_of(rows, valid, C)
+    at, inside = element_offsets(rows, valid, C)
     z = tl.where(valid[None, :], sum_pairs(state.z, 1, C.TILE // 32), 1.0)
     tl.store(out + work.row * C.HEAD_DIM + at, (state.acc / z).to(out.dtype.element_ty), inside)
 
@@ -231,7 +231,7 @@ def load_state(partials, unit, first, COLUMNS: tl.constexpr, work, C: tl.constex
     rows, valid = rows_of(work, first, COLUMNS, C)
     m, z, acc = part_of(partials, unit, rows, work, C)
     valid &= unit < work.count
-    at, inside = numbers_of(rows, valid, C)
+    at, inside = element_offsets(rows, valid, C)
     m = tl.load(m, valid, FLOOR, cache_modifier=".cg")
     z = tl.load(z, valid[None, :], 0.0, cache_modifier=".cg")
     return State(m, z, tl.load(acc + at, inside, 0.0, cache_modifier=".cg"))

@@ -97,7 +97,7 @@ static inline Floats swapped(Floats v, int step) {
     return __builtin_shuffle(v, lanes);
 }
 
-static inline Floats larger(Floats a, Floats b) {
+static inline Floats max_of(Floats a, Floats b) {
 #ifdef __AVX512BF16__
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
 #else
@@ -105,7 +105,7 @@ static inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
-static inline Floats negative(Floats x) { return (Floats)((Words)x | 0x80000000); }  // -|x|
+static inline Floats minus_abs(Floats x) { return (Floats)((Words)x | 0x80000000); }  // -|x|
 
 static inline float sum(Floats v) {  // pairwise
 #pragma GCC unroll 3
@@ -115,7 +115,7 @@ static inline float sum(Floats v) {  // pairwise
 
 static inline float largest(Floats v) {
 #pragma GCC unroll 3
-    for (int step : {8, 4, 2}) v = larger(v, swapped(v, step));
+    for (int step : {8, 4, 2}) v = max_of(v, swapped(v, step));
     return v[0] > v[1] ? v[0] : v[1];
 }
 
@@ -142,7 +142,7 @@ static inline Floats exp2_of(Floats x) { return by_parts([](Part x) { return exp
 #endif
 
 static inline Floats tanh_of(Floats x) {  // to 4e-7
-    const Floats small = exp2_of(negative(x) * (2 * LOG2_E)), size = (1 - small) / (1 + small);
+    const Floats small = exp2_of(minus_abs(x) * (2 * LOG2_E)), size = (1 - small) / (1 + small);
     return (Floats)((Words)size ^ ((Words)x & 0x80000000));
 }
 
@@ -246,11 +246,11 @@ static void multiply(const bf16* x, long stride, const Matrix& matrix, long pair
 
 // `multiply` for processors with narrower vectors; bitwise identical to `multiply` without bfloat16 instructions.
 #ifndef __AVX512F__
-constexpr int FEW = 4;  // rows at once; the best with 16 registers of 32 bytes, by measurement
+constexpr int ROWS_AT_ONCE = 4;  // the best with 16 registers of 32 bytes, by measurement
 
 template <class Matrix, int M>
 static void multiply_narrow(const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
-    constexpr int ROWS = M < FEW ? M : FEW, HALF = sizeof(Floats) / BYTES;
+    constexpr int ROWS = M < ROWS_AT_ONCE ? M : ROWS_AT_ONCE, HALF = sizeof(Floats) / BYTES;
     Part s[ROWS][2 * HALF] = {};
     for (long p = 0; p < pairs; p++) {
         const PartWords *left = (const PartWords*)matrix.left(p), *right = (const PartWords*)matrix.right(p);

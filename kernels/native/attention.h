@@ -193,7 +193,7 @@ struct Attention {
         result += first;
         for (long i = 0; i < rows; i++) {
             Floats most = splat(-1e30f);
-            for (long j = 0; j < tiles * LANES; j += LANES) most = larger(load(at.scores[i] + j), most);
+            for (long j = 0; j < tiles * LANES; j += LANES) most = max_of(load(at.scores[i] + j), most);
             result[i].largest = largest(most) * scale;
         }
         for (long i = 0; i < rows; i++) {

@@ -12,7 +12,7 @@ namespace {
 
 // out = norm(x); with ADD, out += norm(x)
 template <bool ADD = false>
-void normalise(const bf16* x, long n, Norm weight, float eps, bf16* out) {
+void normalize(const bf16* x, long n, Norm weight, float eps, bf16* out) {
     Floats squares{};
     for (long i = 0; i < n; i += LANES) {
         const Floats some = load(x + i, std::min<long>(LANES, n - i));
@@ -27,19 +27,19 @@ void normalise(const bf16* x, long n, Norm weight, float eps, bf16* out) {
 }
 
 void rms_norm(Team& team, const Model& m, Rows x, long tokens, Norm weight, Rows out) {
-    team.each(tokens, [&](long t, long) { normalise(x[t], m.hidden, weight, m.eps, out[t]); });
+    team.each(tokens, [&](long t, long) { normalize(x[t], m.hidden, weight, m.eps, out[t]); });
 }
 
 // to += h @ weight.T + bias, or to += norm(h @ weight.T + bias) with a norm.
 void linear_add(Team& team, const Model& m, const Weight& w, Norm norm, Rows h, long tokens, Rows buffer, Rows to) {
     if (!norm) return linear<true>(team, w, h, tokens, to);
     linear(team, w, h, tokens, buffer);
-    team.each(tokens, [&](long t, long) { normalise<true>(buffer[t], m.hidden, norm, m.eps, to[t]); });
+    team.each(tokens, [&](long t, long) { normalize<true>(buffer[t], m.hidden, norm, m.eps, to[t]); });
 }
 
 // Normalizes a head if it has a norm, and applies RoPE.
 void rotate(const Model& m, bf16* x, Norm norm, const float* cos_sin) {
-    if (norm) normalise(x, m.head_dim, norm, m.eps, x);
+    if (norm) normalize(x, m.head_dim, norm, m.eps, x);
     const long half = m.head_dim / 2;
     for (long i = 0; i < half; i++) {
         float a = to_float(x[i]), b = to_float(x[i + half]), c = cos_sin[i], s = cos_sin[i + half];
@@ -70,12 +70,12 @@ constexpr int PHASES = 11;  // maximum per layer
 constexpr long FOUR_KB = 4096 / sizeof(bf16);
 
 struct Buffer : Rows {
-    struct alignas(64) Line { bf16 numbers[WIDTH]; };
+    struct alignas(64) Line { bf16 elements[WIDTH]; };
     std::unique_ptr<Line[]> lines;
 
     Buffer(long rows, long columns) : Rows{nullptr, columns % FOUR_KB ? columns : columns + WIDTH} {
         lines.reset(new Line[rows * stride / WIDTH + 1]);  // uninitialized
-        data = lines[0].numbers;
+        data = lines[0].elements;
     }
 };
 
@@ -130,7 +130,7 @@ extern "C" void nanospec_forward(const Forward* args) {
             attention(team, attend, plan, scratch, parts.get());
             linear_add(team, m, layer.o, layer.o_norm, out, T, normed, x);
             rms_norm(team, m, x, T, layer.post_norm, normed);
-            swiglu(team, layer.gate_up, m.gelu, normed, T, inner);
+            gated(team, layer.gate_up, m.gelu, normed, T, inner);
             linear_add(team, m, layer.down, layer.down_norm, inner, T, normed, x);
         }
         rms_norm(team, m, x, T, m.norm, args->hidden);

@@ -25,18 +25,18 @@ constexpr long IN_REGISTERS = std::size(MULTIPLY<Strip>) - 1;  // rows whose sum
 
 // Returns whether AMX is used for this number of pairs of rows of a matrix; if so, for any number of rows of x.
 template <class Matrix>
-bool by_amx(long pairs) { return has_amx() && pairs % Matrix::RUN == 0; }
+bool uses_amx(long pairs) { return has_amx() && pairs % Matrix::RUN == 0; }
 
 // Returns the maximum number of rows of x that can be multiplied at once.
 template <class Matrix>
 long most_rows(long pairs) {
-    return by_amx<Matrix>(pairs) ? AT_ONCE : IN_REGISTERS;
+    return uses_amx<Matrix>(pairs) ? AT_ONCE : IN_REGISTERS;
 }
 
 // `multiply` for m <= most_rows rows.
 template <class Matrix>
 void multiply_rows(long m, const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
-    if (by_amx<Matrix>(pairs)) return multiply_amx(m, x, stride, matrix, pairs, sums);
+    if (uses_amx<Matrix>(pairs)) return multiply_amx(m, x, stride, matrix, pairs, sums);
     MULTIPLY<Matrix>[m](x, stride, matrix, pairs, sums);
 }
 
@@ -61,7 +61,7 @@ void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
     const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, bytes = pairs * 2 * sizeof(Words);
     const long most = most_rows<Strip>(pairs), all = (tokens + most - 1) / most * strips;
     const long chunk = most * std::clamp(all / (4 * team.threads), 1L, 8L), chunks = (tokens + chunk - 1) / chunk;
-    const bool fetch = tokens > (by_amx<Strip>(pairs) ? AT_ONCE / 2 : AMD ? IN_REGISTERS / 3 : 0);
+    const bool fetch = tokens > (uses_amx<Strip>(pairs) ? AT_ONCE / 2 : AMD ? IN_REGISTERS / 3 : 0);
     team.each(chunks * strips, [&](long task, long next) {
         const long s = task % strips, from = task / strips * chunk, count = std::min(chunk, tokens - from);
         const long after = next % strips, parts = (count + most - 1) / most;
@@ -98,7 +98,7 @@ void linear(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
 
 // out = silu(g) * u, or gelu(g) * u (tanh), for [g; u] = x @ weight.T + bias. Half of the weight's rows must be a
 // multiple of 32.
-inline void swiglu(Team& team, const Weight& w, bool gelu, Rows x, long tokens, Rows out) {
+inline void gated(Team& team, const Weight& w, bool gelu, Rows x, long tokens, Rows out) {
     const long inner = w.rows / 2;
     product<true>(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
         for (int half = 0; half < 2; half++, row += LANES)
@@ -107,7 +107,7 @@ inline void swiglu(Team& team, const Weight& w, bool gelu, Rows x, long tokens, 
                 if (w.bias) gate += load(w.bias + row), up += load(w.bias + inner + row);
                 // silu(x) = x / (1 + e^-x), gelu(x) = x / (1 + e^-y); uses e^-|y|, which does not overflow
                 const Floats y = gelu ? 1.59576912f * (gate + 0.044715f * gate * gate * gate) : gate;
-                const Floats small = exp2_of(negative(y) * LOG2_E);
+                const Floats small = exp2_of(minus_abs(y) * LOG2_E);
                 const auto below = [](Part gate, Part small) { return gate < 0 ? small : Part{} + 1; };
                 store(gate * by_parts(below, &gate, &small) / (1 + small) * up, out[t + i] + row);
             }

@@ -56,8 +56,8 @@ struct Noise {
 
 // ---- argmax ----------------------------------------------------------------------------------------
 
-float number(float x) { return x; }
-float number(bf16 x) { return to_float(x); }
+float as_float(float x) { return x; }
+float as_float(bf16 x) { return to_float(x); }
 
 // Returns an integer that orders like the float, with NaN beyond infinity. GCC vectorizes comparisons of integers only.
 int32_t order_key(float x) {
@@ -65,7 +65,7 @@ int32_t order_key(float x) {
     return bits ^ (bits >> 31 & 0x7FFFFFFF);
 }
 
-float of_order_key(int32_t key) { return std::bit_cast<float>(key ^ (key >> 31 & 0x7FFFFFFF)); }
+float from_order_key(int32_t key) { return std::bit_cast<float>(key ^ (key >> 31 & 0x7FFFFFFF)); }
 
 // Returns the maximum of n scores, and the lowest token that attains it.
 template <class Score>
@@ -76,14 +76,14 @@ Best argmax(const Score* x, long n) {
     for (long first = 0; first < n; first += CHUNK) {
         int32_t low = INT32_MAX, high = INT32_MIN;
         for (long i = first; i < std::min(first + CHUNK, n); i++) {
-            const int32_t key = order_key(number(x[i]));
+            const int32_t key = order_key(as_float(x[i]));
             low = std::min(low, key), high = std::max(high, key);
         }
         if (high > 0x7F800000 || low < ~0x7F800000) return best;  // NaN
-        if (const float score = of_order_key(high); score > best.score) best.score = score, where = first;
+        if (const float score = from_order_key(high); score > best.score) best.score = score, where = first;
     }
     if (!std::isfinite(best.score)) return best;
-    while (number(x[where]) != best.score) where++;
+    while (as_float(x[where]) != best.score) where++;
     best.token = where;
     return best;
 }
@@ -106,29 +106,29 @@ struct Query {
     template <class Score>
     void read(const Score* logits) {
         at.scores.resize(padded);
-        for (long i = 0; i < V; i++) at.scores[i] = number(logits[i]);
+        for (long i = 0; i < V; i++) at.scores[i] = as_float(logits[i]);
         std::fill(at.scores.begin() + V, at.scores.end(), -INFINITE);
     }
 
     // Applies bias, barred stop tokens and penalties after `read`, given the drafts on the path to a place.
     template <class Score>
-    void penalise(const Score* logits, const Row& row, int place) {
+    void penalize(const Score* logits, const Row& row, int place) {
         const float* bias = table.bias + s * V;
         const bool* in_prompt = table.in_prompt + s * V;
         const int* counts = table.output_counts + s * V;
         const float repetition = table.repetition[s], presence = table.presence[s], frequency = table.frequency[s];
-        auto penalised = [=](float score, float bias, int in_prompt, int count) {
+        auto penalized = [=](float score, float bias, int in_prompt, int count) {
             score += bias;
             const float divided = score / repetition, multiplied = score * repetition;
             const float repeated = score > 0 ? divided : multiplied, again = count > 0 ? presence : 0;
             return ((count > 0) | in_prompt ? repeated : score) - frequency * count - again;
         };
         float* __restrict scores = at.scores.data();
-        for (long i = 0; i < V; i++) scores[i] = penalised(scores[i], bias[i], in_prompt[i], counts[i]);
+        for (long i = 0; i < V; i++) scores[i] = penalized(scores[i], bias[i], in_prompt[i], counts[i]);
         for (int p = place; p; p = row.parent(p)) {
             int token = row.ids[p], count = counts[token];
             for (int q = place; q; q = row.parent(q)) count += row.ids[q] == token;
-            scores[token] = penalised(number(logits[token]), bias[token], in_prompt[token], count);
+            scores[token] = penalized(as_float(logits[token]), bias[token], in_prompt[token], count);
         }
         if (position < table.min_len[s])
             for (long i = 0; i < table.num_stops; i++)
@@ -272,14 +272,14 @@ struct Query {
 template <class Score>
 int target_of(const Table& table, const Row& row, int place, int position, const Score* logits, Scratch& at) {
     Best best = argmax(logits, table.vocab_size);
-    const bool penalised = row.request >= 0 && table.penalized[row.request];
+    const bool penalized = row.request >= 0 && table.penalized[row.request];
     // With penalties, the NaN may be that of a barred stop token.
-    if (row.request < 0 || (best.token == NAN_TOKEN && !penalised)) return best.token;
+    if (row.request < 0 || (best.token == NAN_TOKEN && !penalized)) return best.token;
     Query query{table, row.request, position, at};
-    if (!penalised && query.temperature <= 0) return best.token;
+    if (!penalized && query.temperature <= 0) return best.token;
     query.read(logits);
-    if (penalised) {
-        query.penalise(logits, row, place);
+    if (penalized) {
+        query.penalize(logits, row, place);
         best = argmax(at.scores.data(), query.V);
     }
     return query.temperature <= 0 || best.token == NAN_TOKEN ? best.token : query.draw(best);

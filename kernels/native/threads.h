@@ -80,7 +80,7 @@ class Team {
 };
 
 // Helper threads, which serve one caller at a time and live until the process ends.
-class Helpers {
+class ThreadPool {
     std::atomic<bool> busy{false}, open{false};
     std::atomic<unsigned> jobs{0};
     std::atomic<int> inside{0};  // helpers that may be executing the job
@@ -103,7 +103,7 @@ class Helpers {
     void run(int threads, Work work) {
         if (threads < 2 || busy.exchange(true)) return work(0);  // the helpers serve another caller
         try {
-            for (; started < threads - 1; started++) std::thread(&Helpers::serve, this, started).detach();
+            for (; started < threads - 1; started++) std::thread(&ThreadPool::serve, this, started).detach();
         } catch (const std::system_error&) {  // continue with fewer threads
         }
         job = work;
@@ -118,10 +118,10 @@ class Helpers {
     }
 };
 
-inline Helpers& helpers() {
-    static Helpers* all = new Helpers;  // never deleted: helpers may be waiting in it at process exit
+inline ThreadPool& thread_pool() {
+    static ThreadPool* all = new ThreadPool;  // never deleted: helpers may be waiting in it at process exit
     // After a fork, the child process has no helper threads.
-    [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { all = new Helpers; });
+    [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { all = new ThreadPool; });
     return *all;
 }
 
@@ -129,7 +129,7 @@ inline Helpers& helpers() {
 template <class Work>
 void run(int threads, int phases, Work work) {
     std::vector<Count> all(phases * (threads + 1));
-    helpers().run(threads, [&](int index) {
+    thread_pool().run(threads, [&](int index) {
         Team team(all, threads, index);
         work(team);
     });

@@ -39,7 +39,7 @@ from ..launch import next_power_of_2, use_triton
 from ..speculation.proposal import Proposal
 from ..table import Table
 from . import noise, sample, top_k_top_p
-from .scan import best_score, leaves_out, scan
+from .scan import best_score, filters_tokens, scan
 from .scores import NO_TOKEN, Inputs, better_of, load_scores, penalize, scores_of, this_query
 from .top_k_top_p import order_key
 
@@ -141,7 +141,7 @@ def measure(scan, query):
     """Return the distribution of a query whose `best_score` is valid."""
     best, _invalid = best_score(scan, query)
     least, temperature = tl.full([], 0, tl.uint32), tl.load(scan.inputs.table.temperature + query.s)
-    if leaves_out(scan.inputs.table, query.s):
+    if filters_tokens(scan.inputs.table, query.s):
         _opened, least = top_k_top_p.threshold(scan, query, best)
     mass, weighted = tl.zeros([SUM_TILE], tl.float32), tl.zeros([SUM_TILE], tl.float32)
     for first in range(0, scan.inputs.table.vocab_size, SUM_TILE):
@@ -164,38 +164,38 @@ def log_prob(scan, query, of, ids):
 
 
 @triton.jit
-def _decide(target, draft, targets, DRAWN: tl.constexpr, WIDTH: tl.constexpr):
-    query = this_query(target.inputs)
+def _decide(target_scan, draft_scan, targets, DRAWN: tl.constexpr, WIDTH: tl.constexpr):
+    query = this_query(target_scan.inputs)
     if query.s < 0:
         return
     token = tl.load(targets + query.line)
     if token >= 0:
-        p = measure(target, query)
-        if tl.load(target.inputs.table.rule + query.s) == _TYPICAL:
-            token = _decide_typical(target, query, p, token, WIDTH)
+        p = measure(target_scan, query)
+        if tl.load(target_scan.inputs.table.rule + query.s) == _TYPICAL:
+            token = _decide_typical(target_scan, query, p, token, WIDTH)
         elif DRAWN:
-            token = _decide_rejection(target, query, p, draft, token)
+            token = _decide_rejection(target_scan, query, p, draft_scan, token)
         tl.store(targets + query.line, token)
 
 
 @triton.jit
-def _decide_rejection(target, query, of_p, draft, token):
+def _decide_rejection(target_scan, query, of_p, draft_scan, token):
     """Return the target by rejection sampling, or `token` if q is undefined or the residual is empty."""
-    draft_query = this_query(draft.inputs)
-    _best, invalid = best_score(draft, draft_query)
+    draft_query = this_query(draft_scan.inputs)
+    _best, invalid = best_score(draft_scan, draft_query)
     if not invalid:
-        of_q, seed = measure(draft, draft_query), tl.load(target.inputs.table.seed + query.s)
-        proposed = tl.load(target.inputs.batch.input_ids + query.line + 1)
-        log_p = log_prob(target, query, of_p, proposed)
-        below = log_prob(draft, draft_query, of_q, proposed) - log_p
+        of_q, seed = measure(draft_scan, draft_query), tl.load(target_scan.inputs.table.seed + query.s)
+        proposed = tl.load(target_scan.inputs.batch.input_ids + query.line + 1)
+        log_p = log_prob(target_scan, query, of_p, proposed)
+        below = log_prob(draft_scan, draft_query, of_q, proposed) - log_p
         if tl.exp(noise.log_e(seed ^ ACCEPTANCE, query.position, proposed * 0)) > below:
             token = proposed
         else:
             winner, drawn = tl.full([], float("-inf"), tl.float32), tl.full([], NO_TOKEN, tl.int32)
-            for first in range(0, target.inputs.table.vocab_size, TILE):
+            for first in range(0, target_scan.inputs.table.vocab_size, TILE):
                 ids = first + tl.arange(0, TILE)
-                p = tl.exp(log_prob(target, query, of_p, ids))
-                q = tl.exp(log_prob(draft, draft_query, of_q, ids))
+                p = tl.exp(log_prob(target_scan, query, of_p, ids))
+                q = tl.exp(log_prob(draft_scan, draft_query, of_q, ids))
                 value = tl.log(tl.where(p - q > 0, p - q, 1.0))
                 value -= noise.log_e(seed ^ RESIDUAL, query.position, ids)
                 winner, drawn = better_of(winner, drawn, tl.where(p - q > 0, value, float("-inf")), ids)
@@ -204,16 +204,16 @@ def _decide_rejection(target, query, of_p, draft, token):
 
 
 @triton.jit
-def _decide_typical(target, query, of, token, WIDTH: tl.constexpr):
+def _decide_typical(target_scan, query, of, token, WIDTH: tl.constexpr):
     start, place = query.start, tl.arange(0, WIDTH)
-    if target.inputs.batch.TREE:
+    if target_scan.inputs.batch.TREE:
         draft = (place > 0) & (place < query.n)
-        parent = tl.load(target.inputs.batch.parents + start + place, draft, other=-1)
+        parent = tl.load(target_scan.inputs.batch.parents + start + place, draft, other=-1)
         child = draft & (parent == query.place)
     else:
         child = place == query.place + 1
-    ids = tl.load(target.inputs.batch.input_ids + start + place, child, other=-1)
-    probs = tl.where(child, tl.exp(log_prob(target, query, of, ids)), 0.0)
+    ids = tl.load(target_scan.inputs.batch.input_ids + start + place, child, other=-1)
+    probs = tl.where(child, tl.exp(log_prob(target_scan, query, of, ids)), 0.0)
     largest = tl.max(probs)
     first = tl.min(tl.where(child & (probs == largest), place, WIDTH))
     likeliest = tl.sum(tl.where(place == first, ids, 0))

@@ -47,7 +47,7 @@ class Scan(NamedTuple):
 
 
 @triton.jit
-def leaves_out(table, s):
+def filters_tokens(table, s):
     """Return whether request row s filters tokens: samples with top-k, top-p or min-p."""
     top_k = tl.load(table.top_k + s)
     by_count = (top_k > 0) & (top_k < table.vocab_size)
@@ -67,7 +67,7 @@ def _scan(scan):
     largest = tl.max(tl.where(scores == scores, scores, float("-inf")))
     out, temperature = query.line * scan.CHUNKS + chunk, tl.load(scan.inputs.table.temperature + query.s)
     tl.store(scan.largest + out, tl.where(invalid, float("nan"), largest))
-    if leaves_out(scan.inputs.table, query.s):
+    if filters_tokens(scan.inputs.table, query.s):
         below = tl.where(scores == largest, 0.0, scores - largest)  # 0 also if all are -inf
         tl.store(scan.mass + out, tl.sum(tl.exp(below / temperature)))
         groups = tl.max(tl.reshape(scores, [CHUNK // scan.GROUP, scan.GROUP]), 1)
@@ -114,7 +114,7 @@ def _finish(scan, targets):
     best, invalid = best_score(scan, query)
     if invalid:
         token = tl.full([], _NAN_TOKEN, tl.int32)
-    elif leaves_out(scan.inputs.table, query.s):
+    elif filters_tokens(scan.inputs.table, query.s):
         token = top_k_top_p.draw(scan, query, best)
     else:
         winners, ids = of_chunks(scan, query, scan.value), of_chunks(scan, query, scan.token, NO_TOKEN)

@@ -322,5 +322,5 @@ def test_naive_avoids_small_products(
     one = attention.naive(q, texts.cache, AttentionMetadata(batch), 0.25, softcap)
     assert len(seen) == 2
     assert all(size > 16**3 for size in seen)
-    monkeypatch.setattr(attention, "FEW", 0)
+    monkeypatch.setattr(attention, "MIN_MULTIPLY_ADDS", 0)
     assert_close(one, attention.naive(q, texts.cache, AttentionMetadata(batch), 0.25, softcap), 1e-2)
