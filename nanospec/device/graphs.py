@@ -103,7 +103,7 @@ class StepGraphs:
         return [k for k in self.ks if k == 0 or size * (k + 1) <= MAX_STEP_TOKENS]
 
     def bucket_for(self, num_rows: int, k: int, extensions: tuple[Extension, ...] = ()) -> Bucket:
-        """Return the smallest bucket for `num_rows` rows, and the largest captured K up to `k`."""
+        """Return the bucket with the smallest batch size for `num_rows` rows and the largest K up to `k`."""
         batch = self.batches[bisect_left(self.batches, num_rows)]
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k), extensions)
 

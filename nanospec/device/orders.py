@@ -111,7 +111,7 @@ def logprobs_by_id(
     logprob, rank, top, ids = entry
     logprobs = {token: Logprob(logprob, rank)}
     for i in range(min(num_top, len(top))):  # a tiny vocabulary may have fewer
-        if top[i] == float("-inf"):  # excluded by a sampling parameter, as are all that follow
+        if top[i] == float("-inf"):  # forbidden by a mask, as are all that follow
             break
         logprobs.setdefault(ids[i], Logprob(top[i], i + 1))
     return logprobs
@@ -164,7 +164,7 @@ def method_of(report: RowReport, methods: Sequence[str]) -> str:
     or the match length is out of range, which `propose` cannot check on a GPU without waiting."""
     drafter, match_len = report.drafter, report.match_len
     if drafter > max(len(methods) - 1, 0) or match_len < 0:
-        name = methods[drafter if drafter < len(methods) else 0]  # codes above 0 come from `methods.propose`
+        name = methods[drafter if drafter < len(methods) else 0]  # only a first drafter's codes remain
         error = f"{name}.propose returned drafter {drafter} and match_len {match_len}"
         raise ValueError(f"{error}; drafter must be 0 or NO_DRAFTER, match_len at least 0.")
     return methods[drafter] if report.num_drafted else ""

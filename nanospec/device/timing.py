@@ -26,8 +26,8 @@ from ..models.decoder import Model
 from .graphs import Bucket, StepGraphs
 from .step import Step
 
-# Numbers of tokens to time a forward pass with. They include both sides of each jump in time: at 12 (up to
-# which a compiled product reads each weight once) or, with AMX, at multiples of 16 or 32. Times in between
+# Numbers of tokens to time a forward pass with. They include both sides of the first jumps in time: at 12 (up
+# to which a compiled product reads each weight once) or, with AMX, at multiples of 16 or 32. Times in between
 # are interpolated, larger ones extrapolated from the last two sizes, which have a jump between them.
 SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 # The cost of a draft is a small difference between the times of short passes, and noise of 5 % could change
@@ -82,8 +82,8 @@ def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> 
     """Return the time that attention adds to the times `by_tokens` of `forward_ms`, as two numbers: ms per
     cached position of a row, and ms per cached position and token scored.
 
-    The passes read a temporary cache that has been written to: the system maps memory that was never written
-    to a single page of zeros, which is three times as fast. The table must be empty.
+    The passes read a temporary cache that has been filled: unwritten memory is mapped to one page of zeros by
+    the system, so reading it would be three times as fast. The table must be empty.
     """
     B, size, device = min(ATTENTION_ROWS, table.num_rows), table.block_size, table.device
     bytes_per_block = B * size * model.config.kv_bytes_per_token(model.dtype)

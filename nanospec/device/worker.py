@@ -7,8 +7,8 @@
     release   empty a row
 
 They are called by the host (`engine.py`), which does not compute with tensors. Arguments are plain data
-(`orders.py`), so that the same calls can be sent to several workers, except for the pending step that `fetch`
-waits for, and `cut`, a function of the host that a packed step calls to get the number of drafts to verify.
+(`orders.py`), so that the same calls can be sent to several workers. The exceptions: the pending step passed
+to `fetch`, and `cut`, a function of the host that a packed step calls for the number of drafts to verify.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Worker:
         table, kv_cache: see `kernels/table.py` and `models/decoder.py`.
         num_blocks, max_model_len: number of KV cache blocks and maximum context length, as memory permits.
         max_k: the largest K of any step, 0 without drafters.
-        methods: names of the drafters, indexed by `RowReport.drafter`.
+        methods: names of the drafters, then of extensions that draft, indexed by `RowReport.drafter`.
         model_code: index in `methods` of the drafter that runs a model, for which the policy chooses the
             number of drafts in advance; NO_DRAFTER if there is none or steps are captured.
         graphs: captured steps, or None if steps are not captured (they may then wait for the device).

@@ -49,7 +49,7 @@ class StepCosts:
 
     def cost(self, B: int, tokens: float, context: int = 0) -> float:
         """Return the ms of a step, without `propose`, that scores `tokens` tokens of B rows with `context`
-        cached positions in total. For captured steps, this is the smallest bucket that fits."""
+        cached positions in total. For captured steps, this is the time of the smallest bucket that fits."""
         if self.captured:
             return next(ms for k, ms in self._bucket(B).items() if B * (k + 1) >= tokens)
         i, (row, query) = self._segment(tokens), self.attention
@@ -115,20 +115,20 @@ class DraftTimes:
 class RowAccounts:
     """Balance of each row in ms: the time that drafts have saved it, minus the time that they have cost it.
 
-    While no requests wait, drafts of one row lengthen the steps of all rows. An accepted draft saves its row
-    a step of `plain` ms: a later step runs without that row and is shorter, which saves every row `_shared`
-    ms. The rest, up to `plain` ms in total, is credited to the draft's own row.
+    Drafts of one row lengthen the steps of all rows. An accepted draft ends its request one step (`plain` ms)
+    earlier; a later step then runs without that row and is shorter, which saves every row `_shared` ms. What
+    remains of `plain` after every row's share is credited to the draft's own row, in addition to its share.
     """
 
     def __init__(self) -> None:
-        self._shared, self._own = 0.0, 0.0  # ms that an accepted draft saves: each row, and its own row more
+        self._shared, self._own = 0.0, 0.0  # ms an accepted draft saves every row, and its own row on top
         self._spent = 0.0  # ms that drafts have cost each row, minus the shared savings
         self._saved: dict[int, float] = {}  # ms saved by row; the balance is this minus `_spent`
 
     def allowed(self, gains: Mapping[int, float], plain: float, alone: float) -> float:
         """Return the ms by which drafts may lengthen a step: the minimum over rows of the balance plus what
         the row's own drafts are expected to save. `gains` is the expected number of accepted drafts of each
-        row; `plain` and `alone` are the ms of a step without drafts of all rows and of one row."""
+        row; `plain` and `alone` are the ms of a step without drafts, for all rows and for one row alone."""
         self._shared = CAUTION * (plain - alone) / max(len(gains) - 1, 1)
         self._own = plain - len(gains) * self._shared
         saved = (self._saved.setdefault(row, self._spent) + self._own * gain for row, gain in gains.items())
@@ -162,7 +162,7 @@ class RowProposal(NamedTuple):
 
 
 class Rate:
-    """An exponentially decaying ratio of observed to expected (or possible) events."""
+    """The ratio of observed to expected (or possible) events, both with exponentially decaying weights."""
 
     def __init__(self, value: float, weight: float) -> None:
         self.right, self.expected = value * weight, weight
@@ -199,8 +199,8 @@ class Estimator:
         self._state: dict[int, int] = {}  # MISS or FULL, by row
 
     def gains(self, proposal: RowProposal, least: float = 0) -> list[float]:
-        """Return the probability of each draft of a row that it and all previous ones are accepted, as far as
-        it is at least `least`."""
+        """Return, for each draft of a row, the probability that it and all previous ones are accepted, ending
+        before the first that is below `least`."""
         row, drafter, num_drafts, match_len = proposal
         gain, gains = self._chance(row, drafter, match_len or self._state.get(row, MISS)), list[float]()
         further = self._of(self._next, NEXT, drafter, match_len).value
@@ -219,7 +219,7 @@ class Estimator:
         return total
 
     def observe(self, row: int, drafter: int, match_len: int, drafted: int, accepted: int) -> None:
-        """Update the rates with the number of drafts and accepted drafts of a row; none count as rejected."""
+        """Update the rates with the drafts and accepted drafts of a row; 0 drafts count as a rejection."""
         state = match_len or self._state.get(row, MISS)
         first = self._of(self._first, FIRST, drafter, state)
         self._of_row(row, state).add(accepted > 0, first.value, ROW_DECAY)

@@ -113,7 +113,7 @@ class Scheduler:
     def _next(self, plan: Plan) -> tuple[Request, list[int]] | None:
         """Return the next waiting request and its cached blocks, None if no row or too few blocks are free.
 
-        Requests whose next block is being computed for another prompt are skipped until they can share it.
+        Requests whose next block another prompt will compute in a later chunk wait until they can share it.
         After a preemption no request is admitted, since running requests need the freed blocks.
         """
         if not self.waiting or not self._free_rows or plan.preempted:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def create_extensions(config: EngineConfig, tokenizer: Tokenizer | None = None) -> list[Extension]:
     """Return the extensions of an engine, in the same order on every rank. Only the process that runs the
-    engine needs `tokenizer`. Extensions are imported on first use."""
+    engine needs `tokenizer`. The libraries that extensions need are imported on first use."""
     from .grammar.extension import Grammar
 
     extensions: list[Extension] = [Grammar(tokenizer)]

@@ -152,7 +152,7 @@ def frequencies(rope: Rope, head_dim: int, max_len: int) -> Tensor:
     rotated = rope.rotated(head_dim)
     base = rope.theta ** -(torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     if rope.kind == "llama3":
-        # Interpolate by the number of turns over the original context: 0 selects base / factor, 1 base.
+        # Interpolate by the number of turns over the original context: keep = 0 is base / factor, 1 is base.
         turns = rope.original_max_len * base / (2 * math.pi)
         low, high = rope.low_freq_factor, rope.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)

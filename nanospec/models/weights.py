@@ -30,7 +30,7 @@ MAX_NAMED = 8  # tensors listed per kind of mismatch
 
 
 class Split(Protocol):
-    """How a model is split across devices: this device's part; `config` has the sizes of that part."""
+    """This device's part of a model that is split across devices; `config` has the sizes of that part."""
 
     config: ModelConfig
 
