@@ -128,4 +128,4 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_size(path: Path) -> None:
     """Raise ValueError if a file is larger than MAX_FILE."""
     if path.stat().st_size > MAX_FILE:
-        raise ValueError(f"{path} must not be larger than {MAX_FILE >> 20} MiB; download it again.")
+        raise ValueError(f"{path} is larger than {MAX_FILE >> 20} MiB, the limit for files of its kind.")

@@ -51,7 +51,7 @@ def text_and_ids(
         raise ValueError(f"unknown key {shown(unknown[0])} in a prompt; use 'prompt' or 'prompt_token_ids'.")
     are_ids = not isinstance(ids, str | bytes | bytearray) and _is_row(ids)
     if not (isinstance(text, str) if ids is None else are_ids and isinstance(text, str | None)):
-        forms = "a string, token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+        forms = "a string, token ids, or a dict with a string 'prompt' or a list 'prompt_token_ids'"
         raise ValueError(f"prompt={shown(original)} must be {forms}.")
     if ids is not None and len(ids) >= max_model_len:
         raise ValueError(too_long(len(ids), max_model_len))

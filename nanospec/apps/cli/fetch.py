@@ -141,7 +141,7 @@ def main(argv: list[str]) -> int:
     """Run `nanospec fetch`. Raises ValueError, ImportError (gguf is missing) or OSError."""
     parser = Parser(prog=f"{program()} fetch", description="Download a model by its name.")
     parser.add_argument("name", metavar="NAME", help=f"{DEFAULT}, or org/name on the Hugging Face hub")
-    text = "parent folder (default: %(default)s; ./weights, $NANOSPEC_WEIGHTS or the user's cache)"
+    text = "parent folder: ./weights if it exists, else $NANOSPEC_WEIGHTS or the user's cache (%(default)s)"
     parser.add_argument("--dir", type=Path, default=new_models_folder(), help=text)
     parser.add_argument("--force", action="store_true", help="download the model even if it exists")
     args = parser.parse_args(argv)

@@ -32,7 +32,7 @@ from .routing import prefix_hashes
 
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
 NO_REPLICA = "No replica is available; try again in a few seconds."
-LOST = "The replica failed before this request was finished; try again."
+LOST = "The replica failed before this request was finished; try again in 5 seconds."
 LINGER = 5.0  # seconds that it outlives its replicas, to report errors
 FLUSH = 1.0  # seconds to send the last bytes
 PAUSE = 0.002  # seconds per running response: 500 lists per second in all; Ray delivers about 700

@@ -158,7 +158,7 @@ def test_prompts_may_be_integer_arrays(llm: LLM, ids: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "sentence"),
     [
-        (None, "prompt=None must be a string, token ids, or a dict with 'prompt' or"),
+        (None, "prompt=None must be a string, token ids, or a dict with a string 'prompt' or"),
         ([1.5], "The prompt contains token id 1.5; ids are integers from 0 to 32."),
         (np.array([0.5]), "The prompt contains token id np.float64(0.5)"),
         ({1, 2}, "prompts={1, 2} must be a string, token ids, or a list of these."),
