@@ -147,7 +147,7 @@ NEEDS_pictures := plot
 # Print the size of the model before it is downloaded; which_torch.py prints that of torch.
 $(DONE)run $(DONE)test $(DONE)fuzz $(DONE)lint $(DONE)supply $(DONE)pictures: $(DONE)%: pyproject.toml | $(BIN)/python
 	@test -z "$(filter run test,$*)" || test -f weights/$(MODEL)/config.json || \
-	  echo "The model $(MODEL) is another 0.3 GB or less."
+	  echo "The download of the model $(MODEL) is 0.3 GB or less."
 	@echo "Installing nanospec[$(NEEDS_$*)] into $(VENV)"
 	@$(if $(filter fuzz,$*),$(INSTALL_NEWEST),$(INSTALL)) '.[$(NEEDS_$*)]'
 	@touch $@

@@ -166,7 +166,8 @@ async def _on_error(request: Request, error: Any) -> Response:
         return error.response()
     if not isinstance(error, HTTPException):
         return HTTPError(500, "Internal server error; see the server's log.").response()
-    message = f"Unknown path {shown(request.url.path)}. Available: {CHAT}, {COMPLETIONS}."
+    paths = ", ".join(sorted(route.path for route in request.app.routes if "{" not in route.path))
+    message = f"Unknown path {shown(request.url.path)}. Available: {paths}."
     if error.status_code == 405:
         message = f"Method not allowed; use {(error.headers or {}).get('Allow', 'another')}."
     return HTTPError(error.status_code, message, headers=error.headers).response()
