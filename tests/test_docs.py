@@ -176,6 +176,14 @@ def test_names_in_a_document_exist(document: Path) -> None:
     assert wrong == []
 
 
+def test_tests_selected_by_name_exist() -> None:
+    for path in (ROOT / ".ci" / "run", *(ROOT / ".github").rglob("*.yml")):
+        for name in re.findall(r"-k (\w+)", path.read_text(encoding="utf-8")):
+            assert any(
+                f"{name}(" in test.read_text(encoding="utf-8") for test in (ROOT / "tests").rglob("test_*.py")
+            ), f"{path.name}: -k {name}"
+
+
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=relative_path)
 def test_links_and_pictures_of_a_document_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
