@@ -21,6 +21,7 @@ AGAINST_VLLM = re.compile(
 DRAFTERS = re.compile(
     r"^\| `([a-z+]+)`(?:, tree width (\d))?(?:, K = (\d))? \|((?: [\d.]+, [\d.]+x \|){7})", re.MULTILINE
 )
+GPU_STEPS = re.compile(r"^\| ([\w.-]+) \| (\d+) \| ([\d.]+) \((\d+) %\) \| ([\d.]+) \|$", re.MULTILINE)
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag", "code edits")
 
 
@@ -63,6 +64,32 @@ def test_drafters_table() -> None:
         own = [results[group][name] for group in GROUPS]
         shown = [f"{row['tokens_per_step']:.2f}, {row['speedup']['median']:.2f}x" for row in own]
         assert cells.strip(" |").split(" | ") == shown, name
+
+
+def test_gpu_figures() -> None:
+    def read(part: str) -> list[dict[str, Any]]:
+        lines = (ROOT / f"bench/results/h100/{part}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    steps = [row for row in read("steps") if row.get("mode") == "graph" and row["context"] == 1024]
+    times = {(row["shape"], str(row["batch"]), row["k"]): row for row in steps}
+    rows = GPU_STEPS.findall(page)
+    assert len(rows) == 4
+    for shape, batch, ms, share, verified in rows:
+        plain, k4 = (times[shape.lower(), batch, k] for k in (0, 4))
+        assert (ms, share, verified) == (
+            f"{plain['ms']:.2f}",
+            f"{plain['share']:.0%}"[:-1],
+            f"{k4['ms']:.2f}",
+        )
+    gains = {row["case"]: row["speedup"]["median"] for row in read("e2e") if row.get("system") == "auto"}
+    edits, prose = ([gains[f"qwen3-0.6b {text} B={B}"] for B in (1, 64)] for text in ("code edits", "prose"))
+    sentence = (
+        f"{edits[0]:.2f}x on code edits and {prose[0]:.2f}x on prose for one\nrequest, "
+        f"{edits[1]:.2f}x and {prose[1]:.2f}x for 64."
+    )
+    assert sentence in page
 
 
 def test_result_files_are_valid_and_referenced() -> None:
