@@ -4,9 +4,9 @@
 
 A part is a list of groups, most important first. Each group is a process, which is restarted after an item
 that crashed it, so that a crash loses only one item. Processes append rows to DIR/PART.jsonl and print to
-DIR/PART.log, so that an interrupted run keeps its results (`bench/rows.py`). A run ends with a summary of at
-most 9,000 characters and a line of JSON. The exit status is 1 if a test failed, a result was wrong, or a
-group did not complete. `--cpu` is a dry run with tiny shapes.
+DIR/PART-GROUP.log, so that an interrupted run keeps its results (`bench/rows.py`). A run ends with a summary
+of at most 9,000 characters and a line of JSON. The exit status is 1 if a test failed, a result was wrong, or
+a group did not complete. `--cpu` is a dry run with tiny shapes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +49,19 @@ GRACE = 6.0  # seconds between a group's deadline and the time it is killed
 LEAST = 20.0  # minimum seconds left to start a group
 RESTARTS = 8
 SUMMARY = 9000  # characters
+STOP = threading.Event()  # set when the run is interrupted
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process: its arguments for Python, its time limit in seconds, and whether it writes rows."""
+    """A process: its arguments for Python, its time limit in seconds, whether it writes rows, and whether it
+    runs alone. Benchmarks do; tests do not, since they mostly compile on one core."""
 
     name: str
     command: tuple[str, ...]
     limit: float = 120
     writes_rows: bool = True
+    alone: bool = True
 
 
 @dataclass
@@ -82,7 +88,8 @@ def groups(part: str, cpu: bool) -> list[Group]:
     if part == "tests":  # none in a dry run: they require a GPU
         tests = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
         plugin = ("-q", "--tb=short", "-p", "bench.gpu_tests", "-p", "no:cacheprovider", "-o", "timeout=0")
-        found = [] if cpu else [Group(path.stem, ("-m", "pytest", str(path), *plugin), 240) for path in tests]
+        found = [Group(path.stem, ("-m", "pytest", str(path), *plugin), 480, alone=False) for path in tests]
+        found = [] if cpu else found
     elif cpu:
         few = ("--shape", "tiny", "--batches", "1", "2", "--repeats", "1")
         return {
@@ -113,7 +120,11 @@ def groups(part: str, cpu: bool) -> list[Group]:
 
 def run_group(group: Group, part: str, out: Path, until: float, cpu: bool = False) -> Outcome:
     """Run a group until it is done. Restart it after an item that crashed its process."""
-    start, file, log = time.time(), out / f"{part}.jsonl", out / f"{part}.log"
+    start, file, log = time.time(), out / f"{part}.jsonl", out / f"{part}-{group.name}.log"
+
+    def own_rows() -> list[dict[str, Any]]:
+        return [row for row in rows.read(file) if row.get("group") == group.name]
+
     outcome = Outcome(group.name, "ok")
     if until - start < min(LEAST, group.limit):
         outcome.status, outcome.why = "left out", "out of time"
@@ -123,13 +134,13 @@ def run_group(group: Group, part: str, out: Path, until: float, cpu: bool = Fals
         command += ["--out", str(out), "--group", group.name, "--until", f"{end - GRACE:.1f}"]
         command += ["--cpu"] * (cpu and part != "tests")
     for _ in range(RESTARTS * (outcome.status == "ok")):
-        before = len(rows.read(file))
+        before = len(own_rows())
         with log.open("ab") as sink:
             sink.write(f"\n==== {group.name}: {' '.join(command[1:])}\n".encode())
             sink.flush()
             begin = sink.tell()
             status, why = _wait(command, sink, end)
-        new = rows.read(file)[before:]
+        new = own_rows()[before:]
         outcome.rows += new
         begun = [row["begins"] for row in new if "begins" in row]
         if status != "ok":
@@ -153,10 +164,10 @@ def _wait(command: list[str], sink: Any, end: float) -> tuple[str, str]:
         preexec_fn=os.setpgrp,  # a new process group, to kill all of it; the session stays the same
     )  # fmt: skip
     try:
-        code = process.wait(max(end - time.time(), 0.1))
-    except subprocess.TimeoutExpired:
-        return "stopped", "time limit"
-    finally:  # also after Ctrl-C, and for remaining child processes
+        while (code := process.poll()) is None:
+            if STOP.wait(0.1) or time.time() > end:
+                return "stopped", "time limit"
+    finally:  # also for remaining child processes
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(process.pid, number)
@@ -181,18 +192,24 @@ def run_part(
     part: str, listed: list[Group], limit: float, out: Path, outcomes: list[Outcome], cpu: bool = False
 ) -> None:
     """Run the groups of a part within `limit` seconds, and append to `outcomes`."""
-    for old in (out / f"{part}.jsonl", out / f"{part}.log"):
+    for old in (out / f"{part}.jsonl", *out.glob(f"{part}-*.log")):
         old.unlink(missing_ok=True)
     until = time.time() + limit
     rows.write(out / f"{part}.jsonl", {"text": part, "environment": common.environment()})
-    for group in listed:
-        outcomes.append(outcome := run_group(group, part, out, until, cpu))
-        for row in outcome.rows:
-            print(f"  {row['text']}"[:220]) if "text" in row else None
-        print(
-            f"{part} / {group.name}: {outcome.status} in {outcome.seconds:.0f} s {outcome.why}"[:300],
-            flush=True,
-        )
+    for alone, wave in groupby(listed, lambda group: group.alone):
+        with ThreadPoolExecutor(1 if alone else len(listed)) as pool:
+            try:
+                for outcome in pool.map(lambda group: run_group(group, part, out, until, cpu), wave):
+                    outcomes.append(outcome)
+                    for row in outcome.rows:
+                        print(f"  {row['text']}"[:220]) if "text" in row else None
+                    line = (
+                        f"{part} / {outcome.name}: {outcome.status} in {outcome.seconds:.0f} s {outcome.why}"
+                    )
+                    print(line[:300], flush=True)
+            except BaseException:
+                STOP.set()  # ends the processes that other threads wait for
+                raise
 
 
 def summary(found: dict[str, list[Outcome]], size: int = SUMMARY) -> str:

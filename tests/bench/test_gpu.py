@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from bench.gpu import Group, Outcome
 
 WRITER = """
 import json, os, sys, time
-out, until = sys.argv[sys.argv.index("--out") + 1], float(sys.argv[sys.argv.index("--until") + 1])
+out, group, until = (sys.argv[sys.argv.index(name) + 1] for name in ("--out", "--group", "--until"))
+until = float(until)
 file = out + "/part.jsonl"
 begun = [line for line in open(file) if "begins" in line] if os.path.exists(file) else []
 def row(text, **figures):
     with open(file, "a") as out:
-        out.write(json.dumps({"group": "a", "text": text, **figures}) + "\\n")
+        out.write(json.dumps({"group": group, "text": text, **figures}) + "\\n")
 row("first", headline=True)
 """
 
@@ -68,7 +70,7 @@ def test_failing_group_does_not_affect_others(tmp_path: Path) -> None:
     assert lines[0].startswith("== part: 1 of 6 groups ok")
     assert lines[1].startswith("  aborts: CRASHED")
     assert lines[6] == "  second"  # failures come first
-    assert "==== raises" in (tmp_path / "part.log").read_text()
+    assert "==== raises" in (tmp_path / "part-raises.log").read_text()
 
 
 def test_hanging_group_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -83,6 +85,16 @@ def test_hanging_group_is_killed_with_its_children(tmp_path: Path) -> None:
             return
         time.sleep(0.1)
     raise AssertionError("the child lives on")
+
+
+def test_groups_that_are_not_alone_run_together(tmp_path: Path) -> None:
+    meet = "row(group, begins=group)\nwhile open(file).read().count('begins') < 2: time.sleep(0.05)"
+    alone = code("row('after', begun=len(begun))", name="c")
+    listed = [replace(code(meet, name=name), alone=False) for name in "ab"]
+    outcomes = run([*listed, alone], tmp_path)
+    assert [o.status for o in outcomes] == ["ok"] * 3
+    assert [{row["group"] for row in o.rows} for o in outcomes] == [{"a"}, {"b"}, {"c"}]
+    assert outcomes[2].rows[-1]["begun"] == 2
 
 
 def test_part_ends_in_time(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_attention_is_bitwise_independent_of_batch(
     assert torch.equal(batch[3:8], verified[3:])
     assert torch.equal(attend((1, 2970, 25))[10:18], verified)
     assert torch.equal(attend((1, 2980, 8), trees=[[-1, 0, 1, 2, 3, 4, 5, 6]]), verified)
-    for first, n in ((2978, 30), (2950, 50), (2800, 200)):  # prompt chunks
+    for first, n in ((2970, 30), (2950, 50), (2800, 200)):  # prompt chunks
         assert torch.equal(attend((1, first, n))[2980 - first :][:8], verified), (first, n)
     for division in ((1, 0), (3, 0), (128, 128)):
         divide(monkeypatch, *division)
