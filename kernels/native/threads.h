@@ -85,14 +85,14 @@ class ThreadPool {
     std::atomic<unsigned> jobs{0};
     std::atomic<int> inside{0};  // helpers that may be executing the job
     std::function<void(int)> job;  // called with the index of a thread; that of the caller is 0
-    int wanted = 0, started = 0;
+    int num_active = 0, started = 0;
 
     void serve(int i) {
         for (unsigned seen = 0;;) {
             wait_for_change(jobs, seen);
             seen = jobs;
             inside++;
-            if (open && i < wanted) job(i + 1);
+            if (open && i < num_active) job(i + 1);
             if (--inside == 0) inside.notify_all();
         }
     }
@@ -107,7 +107,7 @@ class ThreadPool {
         } catch (const std::system_error&) {  // continue with fewer threads
         }
         job = work;
-        wanted = threads - 1;
+        num_active = threads - 1;
         open = true;
         jobs++;
         jobs.notify_all();

@@ -110,7 +110,7 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
     cache. The batches are timed in turns, so that a busy moment of the machine affects them alike."""
     times = dict.fromkeys(batches, math.inf)
     batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
-    alone = model.num_devices == 1  # several devices must run the same passes, whatever their times
+    alone = model.num_devices == 1  # several devices must run the same passes regardless of time
     deadline = time.perf_counter() + (PATIENCE if alone else math.inf)
     for i, (key, batch) in product(range(REPEATS), batches.items()):
         start = time.perf_counter()

@@ -138,11 +138,11 @@ class ModelDrafter(Drafter):
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         num_tokens = table.num_tokens[rows.clamp(min=0)]
         ready = num_tokens - self.computed[rows] <= self.first_pass
-        wanted = torch.where(ready, draft_limits(table, rows, k), 0)
+        num_drafts = torch.where(ready, draft_limits(table, rows, k), 0)
         width, bound = self.first_pass, None
         last = num_tokens - 1
         first = torch.minimum(self.computed[rows], last)
-        count = torch.where(wanted > 0, num_tokens - first, 0)
+        count = torch.where(num_drafts > 0, num_tokens - first, 0)
         if self.may_wait:
             width, bound = int(count.max()), int(num_tokens.max()) + k
             if not width:
@@ -152,7 +152,7 @@ class ModelDrafter(Drafter):
         drafts: list[Tensor] = []
         logits: list[Tensor] = []
         for j in range(k):
-            active = (wanted - j).clamp(0, 1)
+            active = (num_drafts - j).clamp(0, 1)
             batch = lay_out_text(table, rows, last + j if j else last, active, 1, bound)
             if j:
                 batch = replace(batch, input_ids=drafts[-1])
@@ -162,7 +162,7 @@ class ModelDrafter(Drafter):
                 scores = F.pad(scores, (0, missing), value=-torch.inf)
             logits.append(scores)
             drafts.append(sample(scores, table, batch).clamp(min=0) * active)
-        proposal = make_proposal(torch.stack(drafts, 1), wanted)
+        proposal = make_proposal(torch.stack(drafts, 1), num_drafts)
         return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:

@@ -63,7 +63,7 @@ class StepCosts:
         return {k: self.cost(B, B * (k + 1), context) + self.propose(B, k) for k in range(most + 1)}
 
     def least_slope(self, B: int, context: int) -> float:
-        """Return the minimum ms that one more token adds to a packed step of B rows, whatever its size."""
+        """Return the minimum ms that one more token adds to a packed step of B rows of any size."""
         return min(self._slopes[self._segment(B + 1) :]) + context * self.attention[1] / B
 
     def _bucket(self, B: int) -> dict[int, float]:

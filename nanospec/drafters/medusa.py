@@ -208,12 +208,12 @@ class MedusaDrafter(Drafter):
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         index = rows.clamp(min=0)
-        wanted = torch.where(self.ready[index], draft_limits(table, rows, k), 0)
+        num_drafts = torch.where(self.ready[index], draft_limits(table, rows, k), 0)
         candidate, parents, sizes = self._tree(k)
         width = (table.width[index] - 1).clamp(0, self.width - 1).long()
         drafts = self._candidates(table, index).flatten(1).gather(1, candidate[width])
-        wanted = torch.minimum(wanted, sizes[width])
-        return make_proposal(drafts, wanted, parents[width] if self.width > 1 else None)
+        num_drafts = torch.minimum(num_drafts, sizes[width])
+        return make_proposal(drafts, num_drafts, parents[width] if self.width > 1 else None)
 
     def _candidates(self, table: Table, index: Tensor) -> Tensor:
         """Return the W best tokens of each head, [B, num_heads, W] int32. For requests that sample, the

@@ -72,7 +72,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
         except Exception as error:  # of any of several HTTP libraries
             why = f"no folder has this name, and it could not be downloaded from the hub ({reason(error)})"
     raise FileNotFoundError(
-        f"there is no model {shown(name)}: {why}. Available models: "
+        f"unknown model {shown(name)}: {why}. Available models: "
         f"{', '.join(available_models()) or 'none'}. "
         f"Download one with: {program()} fetch NAME, such as smollm2-135m-instruct"
     )

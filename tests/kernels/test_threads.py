@@ -32,9 +32,9 @@ void every_task_runs_once() {
         std::vector<std::vector<std::atomic<int>>> ran;
         for (long count : counts) ran.emplace_back(count);
         const int late = random() % 3 ? -1 : random() % threads;
-        std::atomic<int> who{0};
+        std::atomic<int> next_id{0};
         run(threads, phases, [&](Team& team) {
-            const int me = who++;
+            const int me = next_id++;
             for (int p = 0; p < phases; p++) {
                 team.each(counts[p], [&](long i, long next) {
                     expect(i >= 0 && i < counts[p] && next >= 0 && next < counts[p], "tasks are below count");
@@ -74,19 +74,19 @@ void others_help(bool caller_is_slow) {
 }
 
 void no_more_than_wanted() {
-    std::set<std::thread::id> who;
+    std::set<std::thread::id> ids;
     std::mutex lock;
     const auto note = [&](Team& team) {
         team.each(20, [&](long, long) {
             pause(1000);
             std::lock_guard guard(lock);
-            who.insert(std::this_thread::get_id());
+            ids.insert(std::this_thread::get_id());
         });
     };
     run(5, 1, note);
-    who.clear();
+    ids.clear();
     run(2, 1, note);
-    expect(who.size() <= 2, "at most two threads were requested");
+    expect(ids.size() <= 2, "at most two threads were requested");
 }
 
 int main() {

@@ -434,7 +434,7 @@ def test_draft_model_by_name_with_same_vocabulary(folder: Path, tmp_path: Path) 
         LLM(folder, spec=SpecConfig(method="draft", draft_model=str(other)), **options)
     with pytest.raises(ValueError, match="needs a draft model; set draft_model"):
         LLM(folder, spec=SpecConfig(method="draft"), **options)
-    with pytest.raises(FileNotFoundError, match="there is no model 'nowhere'"):
+    with pytest.raises(FileNotFoundError, match="unknown model 'nowhere'"):
         LLM(folder, spec=SpecConfig(method="draft", draft_model="nowhere"), **options)
 
 

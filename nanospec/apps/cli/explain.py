@@ -1,6 +1,6 @@
 """`--explain`: why speculation pays on this machine.
 
-A step that scores T tokens reads every weight once, whatever T is, and computes 2 FLOPs per weight and token.
+A step that scores T tokens reads every weight once for any T, and computes 2 FLOPs per weight and token.
 So each of its parts takes at least
 
     max(bytes / bandwidth, FLOPs / rate)

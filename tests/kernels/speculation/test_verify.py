@@ -126,8 +126,8 @@ def check(q_len: list[int], seed: int, tree: bool, uniform: bool, commit: Commit
         by, match_len = int(proposal.drafter[b]), int(proposal.match_len[b])
         code = int(expected.finished[rows[b]]) if rows[b] >= 0 else RUNNING
         drafted, accepted = max(n - 1, 0), max(len(path) - 1, 0)
-        wanted = RowReport(run[:kept], drafted, accepted, by, match_len, code, source[:kept])
-        assert reports[b] == wanted
+        row_report = RowReport(run[:kept], drafted, accepted, by, match_len, code, source[:kept])
+        assert reports[b] == row_report
     for name, ours in table._asdict().items():
         assert not isinstance(ours, Tensor) or torch.equal(ours, getattr(expected, name)), name
 

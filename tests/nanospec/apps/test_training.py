@@ -169,7 +169,7 @@ def test_train_command_writes_working_heads(
 
 
 @pytest.mark.parametrize(("options", "lines", "sentence"), [
-    (["--model", "nothing"], "", "there is no model 'nothing'"),
+    (["--model", "nothing"], "", "unknown model 'nothing'"),
     (["--num-heads", "0"], "", "--num-heads 0 must be an integer from 1 to 16."),
     (["--out", "heads.bin"], "", "--out heads.bin must have the suffix .safetensors."),
     (["--text", "nowhere.jsonl"], "", "No such file"),

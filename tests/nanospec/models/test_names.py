@@ -68,9 +68,9 @@ def test_resolve_model_errors(places: dict[str, Path], monkeypatch: pytest.Monke
     (places["named"] / "empty").mkdir()
     (places["named"] / "m.gguf").touch()
     for name, message in {
-        "nothing": r"no model 'nothing': .* Available models: mine\. Download one with: nanospec fetch NAME",
-        "": "no model ''",
-        "org/name": r"no model 'org/name': .* be downloaded from the hub \(unreachable more\)\. Available",
+        "nothing": r"unknown model 'nothing': .* models: mine\. Download one with: nanospec fetch NAME",
+        "": "unknown model ''",
+        "org/name": r"unknown model 'org/name': .* downloaded from the hub \(unreachable more\)\. Available",
         str(places["named"] / "empty"): r"has no config\.json",
         str(places["named"] / "m.gguf"): r"is a file, .* convert it: nanospec convert FILE FOLDER",
     }.items():

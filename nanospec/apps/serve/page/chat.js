@@ -56,7 +56,7 @@ export class Turn {
       const bar = make("i", answer.run.isPlain ? "plain" : "");
       bar.style.width = `${max ? (100 * rates[i]) / max : 0}%`;
       const rate = make("span", "rate", `${few(rates[i])} tokens/s`);
-      return make("div", "track", make("span", "who", answer.run.title), make("span", "bar", bar), rate);
+      return make("div", "track", make("span", "name", answer.run.title), make("span", "bar", bar), rate);
     });
     const [fast, slow] = first.isPlain ? [rates[1], rates[0]] : rates;
     const speed = slow && fast ? `${few(fast / slow)} × as fast with speculation.` : "Too few tokens to compare speeds.";

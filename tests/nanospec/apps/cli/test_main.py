@@ -120,7 +120,7 @@ def test_chat_ends_with_its_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     ("args", "sentence"),
     [
         (("--prompt", "x", "--top-p", "0"), "must be greater than 0; use"),
-        (("--model", "no-such-model", "--prompt", "x"), "there is no model 'no-such-model'"),
+        (("--model", "no-such-model", "--prompt", "x"), "unknown model 'no-such-model'"),
         (("--prompt", "x", "--num-speculative-tokens", "99"), "--num-speculative-tokens 99 must be"),
         (("--prompt", "", "--raw"), "The prompt is empty"),
         (("--prompt", "x " * 9000, "--raw"), "--max-model-len 8192 must hold"),
@@ -129,7 +129,7 @@ def test_chat_ends_with_its_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         (("--prompt", "x", "--dtype", "float16"), "--dtype 'float16' is not supported on a CPU"),
         (("--prompt", "x", "--acceptance", "lax"), "--acceptance 'lax' is not supported; use one of exact,"),
         (("--prompt", "x", "--spec", "draft"), "--spec 'draft' needs a draft model"),
-        (("--prompt", "x", "--spec", "draft", "--draft-model", "no"), "no model 'no'"),
+        (("--prompt", "x", "--spec", "draft", "--draft-model", "no"), "unknown model 'no'"),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, tuple) else "",
 )
