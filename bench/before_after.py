@@ -39,15 +39,15 @@ CHAT = (  # the model's chat template, so that checkouts need no method for it
 )
 CHILD = """
 import json, sys, time
-asked, start = json.loads(sys.stdin.readline()), time.perf_counter()
+work, start = json.loads(sys.stdin.readline()), time.perf_counter()
 import nanospec
 from nanospec import LLM, SamplingParams, SpecConfig
-assert nanospec.__file__.startswith(asked["checkout"]), nanospec.__file__
+assert nanospec.__file__.startswith(work["checkout"]), nanospec.__file__
 llms, seconds = {}, {}
 for way, spec in (("plain", SpecConfig(method="none")), ("n-gram", SpecConfig())):
-    llms[way] = LLM(asked["model"], spec=spec, dtype="bfloat16", max_num_seqs=16, max_model_len=1024,
+    llms[way] = LLM(work["model"], spec=spec, dtype="bfloat16", max_num_seqs=16, max_model_len=1024,
                     enable_prefix_caching=False, kv_cache_memory=512 << 20)
-    llms[way].generate(asked["prompts"][:1], SamplingParams(temperature=0.0, max_tokens=8))
+    llms[way].generate(work["prompts"][:1], SamplingParams(temperature=0.0, max_tokens=8))
     seconds[way], start = time.perf_counter() - start, time.perf_counter()
 print(json.dumps({"start": seconds}), flush=True)
 for line in sys.stdin:
@@ -55,11 +55,11 @@ for line in sys.stdin:
     batch = slice(case["first"], case["first"] + case["batch"])
     params = [
         SamplingParams(temperature=0.8 * (case["mode"] == "seeded"), top_p=0.95, seed=seed,
-                       max_tokens=asked["max_tokens"])
-        for seed in range(len(asked["prompts"]))
+                       max_tokens=work["max_tokens"])
+        for seed in range(len(work["prompts"]))
     ]
     start = time.perf_counter()
-    answers = llms[case["way"]].generate(asked["prompts"][batch], params[batch])
+    answers = llms[case["way"]].generate(work["prompts"][batch], params[batch])
     outputs = [list(answer.token_ids) for answer in answers]
     print(json.dumps({"seconds": time.perf_counter() - start, "outputs": outputs}), flush=True)
 """
@@ -68,7 +68,7 @@ for line in sys.stdin:
 class Checkout:
     """A process of a checkout that runs one case at a time."""
 
-    def __init__(self, folder: Path, asked: Json) -> None:
+    def __init__(self, folder: Path, work: Json) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD],
             stdin=subprocess.PIPE,
@@ -78,7 +78,7 @@ class Checkout:
             env={**os.environ, "PYTHONPATH": str(folder)},
         )
         self.folder = folder
-        self.start: dict[str, float] = self.ask({**asked, "checkout": str(folder)})["start"]
+        self.start: dict[str, float] = self.ask({**work, "checkout": str(folder)})["start"]
 
     def ask(self, line: Json) -> Json:
         assert self.process.stdin is not None
@@ -95,13 +95,13 @@ class Checkout:
         self.process.communicate()
 
 
-def run_round(folders: list[Path], asked: Json, cases: list[Json]) -> list[Json]:
+def run_round(folders: list[Path], work: Json, cases: list[Json]) -> list[Json]:
     """Return for each folder its startup times, and by case its seconds and outputs, which are lists with one
     item per turn. The folders alternate in running first."""
-    running = [Checkout(folder, asked) for folder in folders]
+    running = [Checkout(folder, work) for folder in folders]
     found: list[Json] = [{"start": each.start, "seconds": {}, "outputs": {}} for each in running]
     for case in cases:
-        starts = range(0, len(asked["prompts"]), case["batch"])
+        starts = range(0, len(work["prompts"]), case["batch"])
         for turn in range(max(TURNS, len(starts))):
             sides = list(zip(running, found))
             for checkout, own in sides[:: -1 if turn % 2 else 1]:
@@ -153,11 +153,11 @@ def main(argv: list[str] | None = None) -> None:
     n = -(-args.prompts // 3)
     kinds = zip(common.code_edits(n), common.quotations(n), common.spec_bench(n, "chat"))
     prompts = [CHAT.format(text[:1200]) for three in kinds for text in three][: args.prompts]
-    asked = {"model": str(args.model.resolve()), "prompts": prompts, "max_tokens": args.max_tokens}
+    work = {"model": str(args.model.resolve()), "prompts": prompts, "max_tokens": args.max_tokens}
     folders, rounds = [args.before.resolve(), args.after.resolve()], []
     for i in range(args.rounds):
         turn = -1 if i % 2 else 1  # reverse the order every other round
-        before, after = run_round(folders[::turn], asked, CASES)[::turn]
+        before, after = run_round(folders[::turn], work, CASES)[::turn]
         rounds.append((before, after))
         print(f"round {i + 1} of {args.rounds} done", flush=True)
     table = compare(rounds)

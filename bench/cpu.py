@@ -37,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
-from bench.peers.worker import GUESSES, MARK, environment
+from bench.peers.worker import MARK, SPEC_SETTINGS, environment
 from nanospec.models import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ TRIES = 2  # runs per speculation setting when the best is chosen; the faster on
 def short_texts() -> list[str]:
     """Return prompts that alternate between code edits, functions to complete, and maths."""
     pairs = common.code_edit_pairs(100)
-    kinds = [asked for asked, _ in pairs], [unfinished(answer) for _, answer in pairs]
+    kinds = [prompt for prompt, _ in pairs], [unfinished(answer) for _, answer in pairs]
     return list(chain(*zip(*kinds, common.spec_bench(80, "math_reasoning"))))
 
 
@@ -137,7 +137,7 @@ class System:
         self.name, python = lane[0], python_of(lane[0])
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
-        (folder / "work.json").write_text(json.dumps({**work, "guess": lane[1]}))
+        (folder / "work.json").write_text(json.dumps({**work, "setting": lane[1]}))
         self._log = (folder / "log").open("w+")
         self._process = subprocess.Popen(
             [str(python), str(Path(__file__).parent / "peers/worker.py"), lane[0], str(folder / "work.json")],
@@ -184,17 +184,21 @@ class Race:
     def choose(self) -> None:
         """Find the fastest speculation setting of every system for every case."""
         for system in self.systems:
-            guesses = GUESSES[system]
+            settings = SPEC_SETTINGS[system]
             cases = [case for case in self.cases if self.takes_part(system, case)]
-            for guess in guesses:
-                for case in cases if len(guesses) > 1 else ():
-                    speed = max(rate(self.run((system, guess), case)) for _ in range(TRIES))
-                    self.tried.setdefault(f"{system} {case['name']}", {})[guess_name(guess)] = round(speed, 1)
-                if guess is not None and len(guesses) > 1:
-                    self.running.pop((system, guess)).close()  # each process uses gigabytes
+            for setting in settings:
+                for case in cases if len(settings) > 1 else ():
+                    speed = max(rate(self.run((system, setting), case)) for _ in range(TRIES))
+                    self.tried.setdefault(f"{system} {case['name']}", {})[setting_name(setting)] = round(
+                        speed, 1
+                    )
+                if setting is not None and len(settings) > 1:
+                    self.running.pop((system, setting)).close()  # each process uses gigabytes
             for case in cases:
                 speeds = self.tried.get(f"{system} {case['name']}", {})
-                self.best[system, case["name"]] = max(guesses, key=lambda g: speeds.get(guess_name(g), 0.0))
+                self.best[system, case["name"]] = max(
+                    settings, key=lambda g: speeds.get(setting_name(g), 0.0)
+                )
 
     def round(self, number: int) -> dict[tuple[str, str, str], Json]:
         """Run every case on every system, with and without speculation. Keys are (system, way, case)."""
@@ -204,15 +208,18 @@ class Race:
             turn = number % len(taking)
             for way in ("plain", "n-gram"):
                 for system in taking[turn:] + taking[:turn]:
-                    guess = self.best[system, case["name"]] if way == "n-gram" else None
-                    found[system, way, case["name"]] = {**self.run((system, guess), case), "guess": guess}
+                    setting = self.best[system, case["name"]] if way == "n-gram" else None
+                    found[system, way, case["name"]] = {
+                        **self.run((system, setting), case),
+                        "setting": setting,
+                    }
         return found
 
     def run(self, lane: Lane, case: Json) -> Json:
         if lane not in self.running:
             self.running[lane] = System(lane, self.work)
         found = self.running[lane].run(case)
-        name = f"{lane[0]} {guess_name(lane[1])}"
+        name = f"{lane[0]} {setting_name(lane[1])}"
         self.about[name] = {**self.running[lane].about, "peak_mb": found["peak_mb"]}
         print(f"  {case['name']:20} {name:28} {rate(found):8.1f} tok/s", flush=True)
         return found
@@ -230,11 +237,11 @@ def rate(run: Json) -> float:
     return float(sum(map(len, run["outputs"])) / run["seconds"])
 
 
-def guess_name(guess: Any) -> str:
+def setting_name(setting: Any) -> str:
     """Return the name of a speculation setting: K, and for vLLM the n-gram lengths of the lookup."""
-    if guess is None:
+    if setting is None:
         return "K = 0"
-    return f"K = {guess[0]}, {guess[1]}–{guess[2]}" if isinstance(guess, tuple) else f"K = {guess}"
+    return f"K = {setting[0]}, {setting[1]}–{setting[2]}" if isinstance(setting, tuple) else f"K = {setting}"
 
 
 def table(rounds: Sequence[dict[tuple[str, str, str], Json]]) -> list[Json]:
@@ -249,7 +256,7 @@ def table(rounds: Sequence[dict[tuple[str, str, str], Json]]) -> list[Json]:
             row["nanospec_ratio"] = common.spread([a / rate(run) for a, run in zip(ours, runs)])
         if way != "plain":
             plain = [r[system, "plain", case] for r in rounds]
-            row["guess"] = guess_name(runs[0]["guess"])
+            row["setting"] = setting_name(runs[0]["setting"])
             row["plain_ratio"] = common.spread([rate(run) / rate(p) for run, p in zip(runs, plain)])
             same = [sum(a == b for a, b in zip(run["outputs"], p["outputs"])) for run, p in zip(runs, plain)]
             row["equal_to_plain"] = [min(same), len(runs[0]["outputs"])]
@@ -263,7 +270,9 @@ def show(rows: Sequence[Json]) -> None:
         note = (
             f"  nanospec {ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else ""
         )
-        note += "  equal {} of {}, {}".format(*row["equal_to_plain"], row["guess"]) if "guess" in row else ""
+        note += (
+            "  equal {} of {}, {}".format(*row["equal_to_plain"], row["setting"]) if "setting" in row else ""
+        )
         speed = row["tokens_per_second"]["median"]
         print(f"{row['case']:18} {row['system']:12} {row['way']:7} {speed:8.1f}{note}")
 

@@ -27,7 +27,7 @@ LAYERS = {  # from top to bottom; a layer imports only layers below it
     "drafters/": "propose tokens, choose K",
     "models/": "decoder, families, weights",
     "config.py, text/, outputs.py": "settings, tokenizer, results",
-    "kernels/": "Triton and C++, each beside its plain PyTorch version",
+    "kernels/": "Triton and C++, each next to its plain PyTorch version",
 }
 FOLDERS = [layer for layer in LAYERS if layer.endswith("/")]
 STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")

@@ -160,8 +160,8 @@ def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) ->
         if makers.can(method):
             engine = makers.engine(method=method, num_speculative_tokens=2, acceptance="typical")
             options: dict[str, Any] = {"max_tokens": args.max_tokens, "acceptance": rule, "logprobs": 0}
-            asked = [SamplingParams(temperature=1, seed=i, **options) for i in range(len(prompts))]
-            runs = [run(engine, prompt, params) for prompt, params in zip(prompts, asked)]
+            sampling = [SamplingParams(temperature=1, seed=i, **options) for i in range(len(prompts))]
+            runs = [run(engine, prompt, params) for prompt, params in zip(prompts, sampling)]
             logprob = round(statistics.mean(x for r in runs for x in r.logprobs), 3)
             found[f"{method} K=2, {rule}"] = {**figures(runs), "mean_logprob": logprob}
     return found
@@ -180,9 +180,9 @@ def main() -> None:
     none = SpecConfig(method="none")
     llm = LLM(args.model, spec=none, dtype="bfloat16", max_model_len=2048, max_num_seqs=1)
     makers = Makers(llm, args.model, args.draft_model)
-    asked = {name: spec for name, spec in SYSTEMS.items() if name in ("none", *args.systems)}
+    selected = {name: spec for name, spec in SYSTEMS.items() if name in ("none", *args.systems)}
     systems = {
-        name: makers.engine(**spec) for name, spec in asked.items() if makers.can(spec.get("method", ""))
+        name: makers.engine(**spec) for name, spec in selected.items() if makers.can(spec.get("method", ""))
     }
     texts = {group: common.spec_bench(args.prompts, group) for group in GROUPS}
     texts["code edits"] = common.code_edits(args.prompts)

@@ -33,7 +33,7 @@ from bench.rows import run as run_rows
 from bench.steps import engine_config, load_shape
 from nanospec import SamplingParams
 from nanospec.config import EngineConfig
-from nanospec.device.orders import Admission
+from nanospec.device.messages import Admission
 from nanospec.device.step import Step, StepResult
 from nanospec.device.worker import Worker
 from nanospec.drafters import Drafter
@@ -122,8 +122,8 @@ def texts(vocab_size: int, count: int, length: int) -> dict[str, list[Text]]:
 
 def measure(out: Rows, args: argparse.Namespace) -> None:
     model = load_shape(args.shape, out)
-    asked = texts(model.config.vocab_size, max(args.batches), args.prompt)
-    references = {tuple(prompt): output for pairs in asked.values() for prompt, output in pairs}
+    texts_of_kind = texts(model.config.vocab_size, max(args.batches), args.prompt)
+    references = {tuple(prompt): output for pairs in texts_of_kind.values() for prompt, output in pairs}
     engines: dict[str, Engine] = {}
     for name, k in SYSTEMS.items():
         with out.attempt(f"start of {args.shape} {name}"):
@@ -131,7 +131,7 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
             engines[name] = make_engine(model, k, args, references)
             out.add(f"{args.shape} {name} starts in {time.perf_counter() - start:.1f} s")
     for batch in args.batches:
-        for kind, pairs in asked.items():
+        for kind, pairs in texts_of_kind.items():
             what = f"{args.shape} {kind} B={batch}"
             if "K=0" in engines and out.begins(what, args.seconds):
                 with out.attempt(what):
@@ -147,13 +147,13 @@ def make_engine(
 
 
 def compare(
-    out: Rows, engines: dict[str, Engine], what: str, asked: list[Text], args: argparse.Namespace
+    out: Rows, engines: dict[str, Engine], what: str, pairs: list[Text], args: argparse.Namespace
 ) -> None:
     """Write a row for each engine. The first round, which captures the steps, is not counted."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for _ in range(args.repeats + 1):
         for name, engine in engines.items():
-            runs[name].append(run(engine, asked, args.max_tokens))
+            runs[name].append(run(engine, pairs, args.max_tokens))
     for name in engines:
         rates, plain = ([r["tokens_per_second"] for r in runs[which][1:]] for which in (name, "K=0"))
         rate, ratio = common.spread(rates), common.spread([a / b for a, b in zip(rates, plain, strict=True)])
@@ -166,11 +166,11 @@ def compare(
         )  # fmt: skip
 
 
-def run(engine: Engine, asked: list[Text], max_tokens: int) -> dict[str, float]:
+def run(engine: Engine, pairs: list[Text], max_tokens: int) -> dict[str, float]:
     """Run all requests as one batch."""
     steps, start = engine.metrics.num_forward_steps, time.perf_counter()
     requests = []
-    for prompt, output in asked:
+    for prompt, output in pairs:
         count = min(len(output), max_tokens)
         requests.append(engine.add(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)))
     while engine.has_work:

@@ -2,11 +2,11 @@
 
     python bench/gpu.py [tests|kernels|steps|e2e|all] [--out DIR] [--cpu]
 
-A part is a list of groups, most important first. Each group is a process, which is restarted after an item
-that crashed it, so that a crash loses only one item. Processes append rows to DIR/PART.jsonl and print to
-DIR/PART-GROUP.log, so that an interrupted run keeps its results (`bench/rows.py`). A run ends with a summary
-of at most 9,000 characters and a line of JSON. The exit status is 1 if a test failed, a result was wrong, or
-a group did not complete. `--cpu` is a dry run with tiny shapes.
+A part is a list of groups, most important first; groups of tests run at the same time. Each group is a
+process, which is restarted after an item that crashed it, so that a crash loses only one item. Processes
+append rows to DIR/PART.jsonl and print to DIR/PART-GROUP.log, so that an interrupted run keeps its results
+(`bench/rows.py`). A run ends with a summary of at most 9,000 characters and a line of JSON. The exit status
+is 1 if a test failed, a result was wrong, or a group did not complete. `--cpu` is a dry run with tiny shapes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def groups(part: str, cpu: bool) -> list[Group]:
-    """Return the groups of a part, most important first. The first group compiles the kernels on all cores,
+    """Return the groups of a part. The first one compiles the kernels on all cores,
     since compiling each one at its first launch takes minutes."""
 
     def group(name: str, limit: float, script: str, *options: str) -> Group:

@@ -7,7 +7,7 @@ One process with one copy of the weights has an engine for each fixed K and one 
 alternate after every step, so that other load on the machine affects them equally. Drafts are from n-gram
 lookup; decoding is greedy, until EOS, with the same prompts for all. Times in ms exclude prefill. Speedups
 are computed per round, by the time until the last request has finished (`speedup`) and by the mean time until
-a request has finished (`sooner`); the median and range over the rounds are reported. `guesses` counts rows
+a request has finished (`sooner`); the median and range over the rounds are reported. `drafts` counts rows
 by their number of drafts. `python -m bench.pictures` draws the results. To measure automatic K alone, use
 `--ks 0 auto --batches 1 4 16 64 --name automatic`. Requires the evaluation data.
 """
@@ -115,8 +115,8 @@ def summary(rounds: Sequence[dict[str, Json]]) -> list[Json]:
         rows.append({
             "k": name,
             "tokens_per_step": round(last["tokens"] / last["rows"], 3),
-            "guesses_per_step": round(sum(last["drafted"]) / last["rows"], 3),
-            "guesses": {k: n - m for k, (n, m) in enumerate(pairwise(more)) if n > m},
+            "drafts_per_step": round(sum(last["drafted"]) / last["rows"], 3),
+            "drafts": {k: n - m for k, (n, m) in enumerate(pairwise(more)) if n > m},
             "ms_per_step": common.spread([run["ms"] / run["steps"] for run in runs]),
             "tokens_per_second": common.spread([1e3 * rate for rate in rates]),
             "speedup": common.spread(speedups),

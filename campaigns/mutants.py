@@ -104,7 +104,7 @@ TESTS: dict[str, list[str]] = {
         HOST[0],
         GRAMMAR + "guided.py::test_many_outputs_follow_format_with_and_without_speculation",
     ],
-    "nanospec/device/orders.py": [DEVICE + "orders.py", ENGINE + "request.py", LOGPROBS, HOST[0]],
+    "nanospec/device/messages.py": [DEVICE + "messages.py", ENGINE + "request.py", LOGPROBS, HOST[0]],
     "nanospec/device/timing.py": [DEVICE + "timing.py", *GRAPHS],
     "nanospec/device/graphs.py": [*GRAPHS, DEVICE + "step.py"],
     "nanospec/drafters/policy.py": POLICY,

@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
     num_tokens: int
 
 
-# The tensors of a batch as a kernel argument. TREE tells whether `ancestors` and `parents` are set, because
+# The tensors of a batch as a kernel argument. TREE is whether `ancestors` and `parents` are set, because
 # kernels cannot test whether a tuple element is None. (Kernels may pass such a tuple to a function but must
 # not assign it to a variable, which would turn TREE into a tensor.)
 Tensors = namedtuple(
@@ -63,22 +63,22 @@ class Batch:
     max_kv_len: int  # an upper bound of base_len + q_len
     # [T] int64 bit masks; bit i is set if a token attends to query i of its row (or is it). None for chains.
     ancestors: Tensor | None = None
-    # [T] int32, set if `ancestors` is: the place in its row of each query's parent, 0 for the first.
+    # [T] int32, set if `ancestors` is: index in its row of the parent of each query, 0 for the first.
     parents: Tensor | None = None
     # Whether these are prompt chunks: chains of any length. Not derived from q_len, so that the result of a
     # row does not depend on the lengths of other rows.
     prefill: bool = False
 
     @classmethod
-    def of_chunks(cls, table: Table, chunks: Sequence[Chunk]) -> Batch:
+    def from_chunks(cls, table: Table, chunks: Sequence[Chunk]) -> Batch:
         """Return a packed batch of prompt chunks for prefill. Does not synchronize with the device."""
         columns = upload([*zip(*chunks, strict=True)], torch.int32, table.device)
         rows, first, count = map(torch.clone, columns)  # aligns each to 16 bytes
         end = count.cumsum(0, dtype=torch.int32)
         start, num_tokens = end - count, sum(chunk.num_tokens for chunk in chunks)
-        place = torch.arange(num_tokens, dtype=torch.int32, device=table.device)
-        b = torch.searchsorted(end, place, right=True)  # [T] batch row of each token
-        positions, blocks = place + (first - start)[b], table.block_table[rows]
+        offset = torch.arange(num_tokens, dtype=torch.int32, device=table.device)
+        b = torch.searchsorted(end, offset, right=True)  # [T] batch row of each token
+        positions, blocks = offset + (first - start)[b], table.block_table[rows]
         return cls(
             rows=rows,
             input_ids=table.tokens[rows[b], positions],
@@ -94,7 +94,7 @@ class Batch:
         )
 
     @classmethod
-    def of_grid(
+    def from_grid(
         cls, table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
     ) -> Batch:
         """Return a batch of `count` [B] tokens of each request row in `rows` [B] int32, starting at index
@@ -102,10 +102,10 @@ class Batch:
 
         `bound`: an upper bound of first + count, if known.
         """
-        place = torch.arange(width, dtype=torch.int32, device=rows.device)
+        offset = torch.arange(width, dtype=torch.int32, device=rows.device)
         count = torch.where(rows >= 0, count, 0).int()
-        inside = place < count[:, None]
-        positions = torch.where(inside, first[:, None] + place, 0)  # [B, width]
+        inside = offset < count[:, None]
+        positions = torch.where(inside, first[:, None] + offset, 0)  # [B, width]
         index = rows.clamp(min=0)
         blocks = table.block_table[index]
         b = torch.arange(len(rows), device=rows.device)[:, None]
@@ -123,15 +123,15 @@ class Batch:
             max_kv_len=bound or table.max_context,
         )
 
-    def packed(self) -> Batch:
+    def to_packed(self) -> Batch:
         """Return this batch in the packed layout. Synchronizes with the device."""
-        return self.part(self.grid_index, slice(None), self.q_len, self.base_len)
+        return self.select(self.grid_index, slice(None), self.q_len, self.base_len)
 
-    def part(self, tokens: Tensor | slice, rows: Tensor | slice, q_len: Tensor, base_len: Tensor) -> Batch:
+    def select(self, tokens: Tensor | slice, rows: Tensor | slice, q_len: Tensor, base_len: Tensor) -> Batch:
         """Return a packed batch of these flat tokens: `q_len` [B'] in each of these rows, after `base_len`
         [B'] cached ones. Synchronizes with the device."""
         return replace(
-            self.of_tokens(tokens),
+            self.select_tokens(tokens),
             rows=self.rows[rows],
             block_table=self.block_table[rows],
             q_start=(q_len.cumsum(0) - q_len).int(),
@@ -141,7 +141,7 @@ class Batch:
             max_kv_len=max(int((base_len + q_len).max()), 1),
         )
 
-    def of_tokens(self, tokens: Tensor | slice) -> Batch:
+    def select_tokens(self, tokens: Tensor | slice) -> Batch:
         """Return this batch with these flat tokens only and unchanged rows."""
         names = ("input_ids", "positions", "slots", "ancestors", "parents")
         parts = {n: part[tokens] for n in names if (part := getattr(self, n)) is not None}
@@ -154,7 +154,7 @@ class Batch:
         return Tensors._make((*tensors, tl.constexpr(self.ancestors is not None)))
 
     @property
-    def words(self) -> tuple[Tensor | int | None, ...]:
+    def native_args(self) -> tuple[Tensor | int | None, ...]:
         """Return the fields of `Batch` in native/step.h."""
         tensors = (getattr(self, name) for name in Tensors._fields[:-1])
         return *tensors, self.num_rows, self.num_tokens, self.max_q_len, self.block_table.shape[1]
@@ -201,40 +201,40 @@ def slots_of(block_table: Tensor, b: Tensor, index: Tensor, block_size: int) -> 
 
 
 class Row(NamedTuple):
-    """A row of a batch in plain Python, for the `naive` operations that sample, accept and verify. Place 0
-    is the last committed token; the other places are the drafts, which form a chain or a tree."""
+    """A row of a batch in plain Python, for the `naive` operations that sample, accept and verify. Node 0
+    is the last committed token; the other nodes are the drafts, which form a chain or a tree."""
 
     request: int  # the request row, -1 if inactive
     start: int  # flat index of the first token
-    ids: list[int]  # token ID of each place
-    parents: list[int]  # parent of each place
+    ids: list[int]  # token ID of each node
+    parents: list[int]  # parent of each node
 
-    def children(self, place: int) -> list[int]:
-        """Return the places whose parent is `place`, in ascending order."""
-        return [c for c in range(1, len(self.ids)) if self.parents[c] == place]
+    def children(self, node: int) -> list[int]:
+        """Return the nodes whose parent is `node`, in ascending order."""
+        return [c for c in range(1, len(self.ids)) if self.parents[c] == node]
 
-    def drafts_to(self, place: int) -> list[int]:
-        """Return the draft tokens on the path from the root to a place, including its own."""
+    def drafts_to(self, node: int) -> list[int]:
+        """Return the draft tokens on the path from the root to a node, including its own."""
         ids = []
-        while place:
-            ids.append(self.ids[place])
-            place = self.parents[place]
+        while node:
+            ids.append(self.ids[node])
+            node = self.parents[node]
         return ids
 
     def walk(self, targets: Tensor | Sequence[int]) -> Iterator[int]:
-        """Yield the places that verification visits: after each, the first child whose token is its target.
+        """Yield the nodes that verification visits: after each, the first child whose token is its target.
 
-        The target of a place (`targets` [T], by flat index) is read after the place is yielded, so the caller
+        The target of a node (`targets` [T], by flat index) is read after the node is yielded, so the caller
         may draw it at that point.
         """
-        place = 0
+        node = 0
         for _ in self.ids:  # bounded, so that it ends even if parents form a cycle
-            yield place
-            target = int(targets[self.start + place])
-            accepted = [c for c in self.children(place) if self.ids[c] == target]
+            yield node
+            target = int(targets[self.start + node])
+            accepted = [c for c in self.children(node) if self.ids[c] == target]
             if not accepted:
                 break
-            place = accepted[0]
+            node = accepted[0]
 
 
 def rows_of(batch: Batch) -> Iterator[Row]:

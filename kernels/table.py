@@ -24,17 +24,17 @@ class Table(NamedTuple):
     max_len: Tensor  # [S] int32, number of tokens at which the request ends
     block_table: Tensor  # [S, max_blocks] int32, blocks of `block_size` tokens
     finished: Tensor  # [S] int8, RUNNING or why the request ended
-    limit: Tensor  # [S] int32, the request's limit of K
+    max_k: Tensor  # [S] int32, maximum number of drafts per step
     min_n: Tensor  # [S] int32, shortest n-gram to look up
     max_n: Tensor  # [S] int32, longest n-gram to look up
-    width: Tensor  # [S] int32, maximum number of branches in a draft tree
+    tree_width: Tensor  # [S] int32, maximum number of branches in a draft tree
     rule: Tensor  # [S] int8, acceptance rule: EXACT, REJECTION or TYPICAL
     temperature: Tensor  # [S] float32
     top_k: Tensor  # [S] int32, 0 disables it
     top_p: Tensor  # [S] float32
     min_p: Tensor  # [S] float32
     seed: Tensor  # [S] int64
-    min_len: Tensor  # [S] int32, stop tokens are barred at absolute positions below it
+    min_len: Tensor  # [S] int32, stop tokens are masked at absolute positions below it
     stop_ids: Tensor  # [S, num_stops] int32, padded with -1
     repetition: Tensor  # [S] float32
     presence: Tensor  # [S] float32

@@ -36,7 +36,7 @@ def check_names(options: Mapping[str, Any], settings: type) -> None:
     for name in options:
         if name not in names:
             close = get_close_matches(shown(name).strip("'"), names, 1)
-            hint = f"did you mean {close[0]}?" if close else f"available are {', '.join(sorted(names))}."
+            hint = f"did you mean {close[0]}?" if close else f"available options: {', '.join(sorted(names))}."
             raise TypeError(f"{settings.__name__} has no option {shown(name)}; {hint}")
 
 
@@ -198,7 +198,7 @@ class SamplingParams:
         seed: random seed. The output for a seed depends neither on other requests nor on speculation.
         max_tokens: maximum number of tokens to generate; None generates up to the context length.
         min_tokens: minimum number of tokens to generate before stop tokens and stop strings take effect.
-        stop: string that ends the output and is not included in it, or several.
+        stop: string or strings that end the output and are not included in it.
         stop_token_ids: token ids that end the output.
         ignore_eos: continue after the model's end-of-sequence tokens.
         logprobs: return the log-probabilities of each output token and of the N most likely tokens.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-LOSSY = ("typical",)  # acceptance rules that change the output
+LOSSY = ("typical",)  # acceptance rules that change the distribution of the output
 NOT_TRACED = "No trace was recorded; enable tracing with LLM(..., trace=True)."
 
 
@@ -30,10 +30,10 @@ class Piece(NamedTuple):
 class SpecStats:
     """Statistics of speculative decoding, for one request or for the whole engine.
 
-    A *step* is one row in one forward pass. `tokens_per_step` is the average over all steps, including those
-    without drafts. Drafts after a stop or the length limit count as drafted but not as accepted. In a tree,
-    drafts are numbered in the order of creation, and n accepted drafts count as positions 0 to n - 1.
-    `by_drafter` maps each drafter to its [steps, drafted, accepted]. `acceptance` is the acceptance rule.
+    Steps are counted per request: a forward pass over B requests counts as B steps. `tokens_per_step` is the
+    average over all steps, including those without drafts. Drafts after a stop or the length limit count as
+    drafted but not as accepted. In a tree, drafts are numbered in creation order, and n accepted ones
+    count as positions 0 to n - 1. `by_drafter`: [steps, drafted, accepted]; `acceptance`: the rule.
     """
 
     acceptance: str = "exact"

@@ -233,7 +233,7 @@ class FunctionDrafter(Drafter):
             if s >= 0:
                 n = int(table.num_tokens[s])
                 history = table.tokens[s, :n].tolist()
-                wanted = max(min(k, int(table.limit[s]), int(table.max_len[s]) - n - 1), 0)
+                wanted = max(min(k, int(table.max_k[s]), int(table.max_len[s]) - n - 1), 0)
             drafts.append(list(self.next_tokens(history, wanted))[:wanted] if wanted else [])
         padded = [d + [0] * (k - len(d)) for d in drafts]
         count = torch.tensor([len(d) for d in drafts], dtype=torch.int32)

@@ -228,12 +228,12 @@ class ModelRunner:
             self.table.tokens[row, start : start + count] = chunk
         widest = max(count for _, _, count in pieces)
         if widest > MAX_QUERIES:
-            batch = Batch.of_chunks(self.table, pieces)
+            batch = Batch.from_chunks(self.table, pieces)
         else:
             columns = torch.tensor(pieces, dtype=torch.int32).T.contiguous()
             rows, first, count = columns.to(self.model.device)
-            batch = Batch.of_grid(self.table, rows, first, count, pad_to or widest)
-            batch = batch if pad_to else batch.packed()
+            batch = Batch.from_grid(self.table, rows, first, count, pad_to or widest)
+            batch = batch if pad_to else batch.to_packed()
         logits = self.model.logits(self.model.forward(batch, self.cache))
         out = {}
         for (row, _, count), begin in zip(pieces, batch.q_start.tolist()):

@@ -13,8 +13,8 @@ from bench.cases import Built, Call, Case
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import AttentionMetadata, attention
 from nanospec.kernels.layer.linear import make_linear
+from nanospec.kernels.layer.residual import Norm, Residual, embed, residual_add, rms_norm
 from nanospec.kernels.layer.rope_cache import rope_cache
-from nanospec.kernels.layer.stream import Norm, Stream, embed, residual_add, rms_norm
 from nanospec.kernels.speculation.kv_move import kv_move
 from nanospec.kernels.speculation.verify import Verdict
 
@@ -202,25 +202,25 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
     def normal(device: str, *size: int) -> Tensor:
         return torch.randn(size, device=device, dtype=BF16)
 
-    def stream(device: str) -> Stream:
+    def residual(device: str) -> Residual:
         return embed(torch.arange(T, device=device), normal(device, T, H), make_norm(device, H))
 
     def qkv(device: str) -> Built:
-        x, w, bias = stream(device), normal(device, qkv_width, H), None
+        x, w, bias = residual(device), normal(device, qkv_width, H), None
         if shape is QWEN3_SMALL:
             bias = normal(device, qkv_width)
-        return Built(lambda: make_linear(w, bias).of_norm(x), {"cublas": lambda: x.x @ w.T})
+        return Built(lambda: make_linear(w, bias).after_norm(x), {"cublas": lambda: x.x @ w.T})
 
     def o(device: str) -> Built:
-        x, h, w = stream(device), normal(device, T, q_width), normal(device, H, q_width)
+        x, h, w = residual(device), normal(device, T, q_width), normal(device, H, q_width)
         return Built(lambda: make_linear(w).add_to(x, h, x.norm), {"cublas": lambda: h @ w.T})
 
     def gate_up(device: str) -> Built:
-        x, w = stream(device), normal(device, 2 * inner, H)
+        x, w = residual(device), normal(device, 2 * inner, H)
         return Built(lambda: make_linear(w).gated(x), {"cublas": lambda: x.x @ w.T})
 
     def down(device: str) -> Built:
-        x, h, w = stream(device), normal(device, T, inner), normal(device, H, inner)
+        x, h, w = residual(device), normal(device, T, inner), normal(device, H, inner)
         return Built(lambda: make_linear(w).add_to(x, h, x.norm), {"cublas": lambda: h @ w.T})
 
     def head(device: str) -> Built:
@@ -296,7 +296,7 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
         calls: dict[str, Call] = {
             "rope_cache": lambda: rope_cache(qkv, cache, batch, angles, (head_norm, head_norm)),
             "norm_swiglu": lambda: make_linear(gate_up).gated(x, "gelu"),
-            "residual_add": lambda: residual_add(h[None], x.x, norm, own=norm),
+            "residual_add": lambda: residual_add(h[None], x.x, norm, out_norm=norm),
             "embed": lambda: embed(ids, table, norm, 50.5),
         }
         return Built(calls[what])

@@ -80,7 +80,7 @@ def ngram_cases() -> Iterator[Case]:
     for B, length, max_n in itertools.product((1, 8, 64, 256), (1024, 4096, 32768), (3, 8)):  # default: 8
 
         def build(device: str, B: int = B, length: int = length, max_n: int = max_n) -> Built:
-            table = make_table(B, 1, device, 40960, num_tokens=length, max_n=max_n, limit=8)
+            table = make_table(B, 1, device, 40960, num_tokens=length, max_n=max_n, max_k=8)
             table.tokens.random_(0, 2000)
             rows = torch.arange(B, dtype=torch.int32, device=device)
             return Built(lambda: ngram.propose(table, rows, 5, max_n))
@@ -93,7 +93,7 @@ def ngram_tree_cases() -> Iterator[Case]:
     for B, length, width, k in itertools.product((1, 8, 64), (1024, 4096), (2, 4), (8, 16, 63)):
 
         def build(device: str, B: int = B, length: int = length, width: int = width, k: int = k) -> Built:
-            table = make_table(B, 1, device, 40960, num_tokens=length, max_n=3, limit=k, width=width)
+            table = make_table(B, 1, device, 40960, num_tokens=length, max_n=3, max_k=k, tree_width=width)
             table.tokens.random_(0, 2)
             rows = torch.arange(B, dtype=torch.int32, device=device)
             return Built(lambda: ngram.propose(table, rows, k, 3, width))

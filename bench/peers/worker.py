@@ -7,7 +7,7 @@ Each line on standard input is a case as JSON: `name`, `prompts` (lists of token
 `outputs`, `peak_mb`. A case first runs with few tokens, so that compilation and measurements at first use are
 not timed.
 
-WORK.json has the settings of the `start` functions: `model`, `gguf`, `guess` (one of `GUESSES`),
+WORK.json has the settings of the `start` functions: `model`, `gguf`, `setting` (one of `SPEC_SETTINGS`),
 `max_num_seqs`, `max_model_len`. Uses only the standard library until a `start` function imports its system.
 """
 
@@ -35,7 +35,7 @@ PACKAGES = {
 }
 # The speculation settings of each system, of which the fastest is chosen by measurement: None for no
 # speculation, else the number of drafts; for vLLM also the minimum and maximum n-gram length.
-GUESSES: dict[str, tuple[Any, ...]] = {
+SPEC_SETTINGS: dict[str, tuple[Any, ...]] = {
     "nanospec": ("auto",),
     "vllm": (None, (2, 2, 4), (4, 2, 4), (8, 2, 4), (4, 1, 8), (8, 1, 8)),
     "transformers": (None, 4, 10),
@@ -73,9 +73,9 @@ def vllm_cache(model: str, tokens: int) -> dict[str, str]:
     return {"VLLM_CPU_KVCACHE_SPACE": str(-(-each * tokens // 2**30))}
 
 
-def vllm_guess(guess: Any) -> Json | None:
+def vllm_speculation(setting: Any) -> Json | None:
     names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-    return guess and {"method": "ngram", **dict(zip(names, guess))}
+    return setting and {"method": "ngram", **dict(zip(names, setting))}
 
 
 # ---- the systems ---------------------------------------------------------------------------------------
@@ -84,10 +84,10 @@ def vllm_guess(guess: Any) -> Json | None:
 def start_nanospec(work: Json) -> Generate:
     from nanospec import LLM, SamplingParams, SpecConfig
 
-    guess = work["guess"]
+    setting = work["setting"]
     llm = LLM(
         work["model"],
-        spec=SpecConfig(method="none") if guess is None else SpecConfig(num_speculative_tokens=guess),
+        spec=SpecConfig(method="none") if setting is None else SpecConfig(num_speculative_tokens=setting),
         dtype="bfloat16",
         device="cpu",
         max_model_len=work["max_model_len"],
@@ -111,14 +111,14 @@ def start_vllm(work: Json) -> Generate:
         max_model_len=work["max_model_len"],
         max_num_seqs=work["max_num_seqs"],
         enable_prefix_caching=False,
-        speculative_config=vllm_guess(work["guess"]),
+        speculative_config=vllm_speculation(work["setting"]),
         disable_log_stats=True,
     )
 
     def generate(prompts: list[list[int]], case: Json) -> list[list[int]]:
-        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        token_prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         params = sampling(SamplingParams, prompts, case, detokenize=False)
-        return [list(o.outputs[0].token_ids) for o in llm.generate(asked, params, use_tqdm=False)]
+        return [list(o.outputs[0].token_ids) for o in llm.generate(token_prompts, params, use_tqdm=False)]
 
     return generate
 
@@ -136,14 +136,14 @@ def start_transformers(work: Json) -> Generate:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.bfloat16).eval()
-    guess = {} if work["guess"] is None else {"prompt_lookup_num_tokens": work["guess"]}
+    setting = {} if work["setting"] is None else {"prompt_lookup_num_tokens": work["setting"]}
 
     @torch.inference_mode()
     def generate(prompts: list[list[int]], case: Json) -> list[list[int]]:
         answers = []
         for prompt in prompts:
             ids = torch.tensor([prompt])
-            options = {"do_sample": False, "max_new_tokens": case["max_tokens"], "pad_token_id": 0, **guess}
+            options = {"do_sample": False, "max_new_tokens": case["max_tokens"], "pad_token_id": 0, **setting}
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             answers.append(out[0, len(prompt) :].tolist())
         return answers
@@ -163,7 +163,7 @@ def start_llama(work: Json) -> Generate:
         work["gguf"] or packed_file(), n_threads=threads, n_threads_batch=threads, n_batch=512,
         n_ctx=work["max_model_len"], flash_attn=True, verbose=False,
     )  # fmt: skip
-    lookup = LlamaPromptLookupDecoding(max_ngram_size=4, num_pred_tokens=work["guess"] or 0)
+    lookup = LlamaPromptLookupDecoding(max_ngram_size=4, num_pred_tokens=work["setting"] or 0)
 
     def most_likely(tokens: list[int], past: int, scored: int) -> list[int]:
         """Return the most likely tokens after the last `scored` of `tokens`, either one or all of them."""
@@ -181,7 +181,7 @@ def start_llama(work: Json) -> Generate:
                 text.append(token)
                 if token == llm.token_eos() or len(text) == len(prompt) + max_tokens:
                     return text[len(prompt) :]
-            drafts = lookup(np.array(text, dtype=np.intc)).tolist() if work["guess"] else []
+            drafts = lookup(np.array(text, dtype=np.intc)).tolist() if work["setting"] else []
             new = most_likely([text[-1], *drafts], len(text) - 1, 1 + len(drafts))
             right = next((i for i, (a, b) in enumerate(zip(drafts, new)) if a != b), len(drafts))
             new = new[: right + 1]
@@ -218,10 +218,10 @@ def run_case(generate: Generate, case: Json) -> Json:
 
 
 def main() -> None:
-    system, asked = sys.argv[1:]
+    system, work_file = sys.argv[1:]
     del sys.path[0]  # this folder, which Python adds for a script
     start = time.perf_counter()
-    generate = STARTS[system](json.loads(Path(asked).read_text()))
+    generate = STARTS[system](json.loads(Path(work_file).read_text()))
     versions = {package: metadata.version(package) for package in PACKAGES[system]}
     about = {"start_seconds": round(time.perf_counter() - start, 2), "versions": versions}
     print(f"\n{MARK}{json.dumps(about)}", flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanospec.config import SamplingParams
 from nanospec.extras.grammar.grammar import Guide
-from nanospec.extras.grammar.response_format import checked
+from nanospec.extras.grammar.response_format import validate
 
 from .mutation import mutate_json as mutate
 from .refusal import answer
@@ -52,7 +52,7 @@ def follow(value: Any) -> None:
     """Compile a `response_format` and advance by a few allowed tokens."""
     params, llm = SamplingParams(response_format=value), model()
     llm.engine.check([1], params)
-    if (response_format := checked(value)) is None:
+    if (response_format := validate(value)) is None:
         return
     guide: Guide = llm.grammars.guide(response_format)
     for _ in range(8):

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import nanospec.device.step
-from nanospec.device.orders import Admission
+from nanospec.device.messages import Admission
 from nanospec.device.worker import Worker
 from nanospec.engine.blocks import BlockPool
 from nanospec.engine.engine import Engine
@@ -131,7 +131,7 @@ def _count_own_blocks(_: None, scheduler: Scheduler, request: Request, cached: l
 def _disable_drafts(_: None, table: Table, request: Admission, spec: Any) -> None:
     """Disable drafts after a preemption."""
     if len(request.tokens) > request.num_prompt:
-        table.limit[request.row] = 0
+        table.max_k[request.row] = 0
 
 
 def _add_in_front(scheduler: Scheduler, request: Request) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..batch import MAX_QUERIES, Batch
 from ..launch import use_triton
 
-MIN_MULTIPLY_ADDS = 16**3  # of a product; PyTorch sums smaller ones of bf16, fp16 in another order
+MIN_MULTIPLY_ADDS = 16**3  # per product; PyTorch sums smaller bf16 and fp16 products in another order
 SPLIT_ROWS = 8  # minimum batch size to process rows with one query separately
 TILE = 128  # queries of a prompt chunk processed at once
 
@@ -148,7 +148,7 @@ def _split(batch: Batch) -> Iterator[tuple[Tensor | slice, Batch]]:
             for first in range(0, n, TILE):
                 tile = slice(start + first, start + min(first + TILE, n))
                 q_len = torch.full_like(batch.q_len[:1], tile.stop - tile.start)
-                yield tile, batch.part(tile, slice(b, b + 1), q_len, batch.base_len[b : b + 1] + first)
+                yield tile, batch.select(tile, slice(b, b + 1), q_len, batch.base_len[b : b + 1] + first)
     elif batch.padded or batch.num_rows < SPLIT_ROWS or batch.ancestors is not None:
         yield slice(None), batch
     else:
@@ -156,4 +156,4 @@ def _split(batch: Batch) -> Iterator[tuple[Tensor | slice, Batch]]:
         for chosen in (batch.q_len == 1, batch.q_len > 1):
             if chosen.any():
                 tokens, index = chosen[owner].nonzero().squeeze(1), chosen.nonzero().squeeze(1)
-                yield tokens, batch.part(tokens, index, batch.q_len[index], batch.base_len[index])
+                yield tokens, batch.select(tokens, index, batch.q_len[index], batch.base_len[index])

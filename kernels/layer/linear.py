@@ -3,9 +3,9 @@
     layer = make_linear(weight [N, K], bias [N] or None)
 
     layer(x)                    x [T, K] @ weight.T + bias -> [T, N] in x's dtype
-    layer.of_norm(stream)       the same for RMSNorm of the residual stream, by its norm (`stream.py`)
-    layer.gated(stream)         silu(g) * u, or gelu(g) * u, of the halves [g; u] of `of_norm` -> [T, N / 2]
-    layer.add_to(stream, x)     the residual stream plus `layer(x)`, for the next norm
+    layer.after_norm(residual)  the same for RMSNorm of the residual stream, by its norm (`residual.py`)
+    layer.gated(residual)       silu(g) * u, or gelu(g) * u, of the halves [g; u] of these -> [T, N / 2]
+    layer.add_to(residual, x)   the residual stream plus `layer(x)`, for the next norm
 
 `make_linear` selects the implementation, one of the classes below, when a model is loaded. On a CPU the
 weight is packed, that is, reordered: in bfloat16 for the C++ of `native/packed.py`, otherwise for oneDNN,
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..launch import use_native, use_triton
 from ..native import packed
-from .stream import Norm, Stream, Written, residual_add, rms_norm
+from .residual import Norm, Residual, Written, residual_add, rms_norm
 
 Gate = Literal["silu", "gelu"]
 
@@ -70,19 +70,19 @@ class Linear:
     def _product(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def of_norm(self, stream: Stream) -> Tensor:
+    def after_norm(self, residual: Residual) -> Tensor:
         """Return RMSNorm(x) @ weight.T + bias."""
-        return self(rms_norm(stream.x, stream.norm))
+        return self(rms_norm(residual.x, residual.norm))
 
-    def gated(self, stream: Stream, gate: Gate = "silu") -> Tensor:
-        """Return silu(g) * u, or gelu(g) * u (tanh approximation), of the halves of `of_norm`."""
-        g, u = self.of_norm(stream).chunk(2, -1)
+    def gated(self, residual: Residual, gate: Gate = "silu") -> Tensor:
+        """Return silu(g) * u, or gelu(g) * u (tanh approximation), of the halves of `after_norm`."""
+        g, u = self.after_norm(residual).chunk(2, -1)
         return (F.silu(g) if gate == "silu" else F.gelu(g, approximate="tanh")) * u
 
-    def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
-        """Return the residual stream plus y = x @ weight.T + bias, or plus RMSNorm(y) if `own` is given.
-        `norm` is the norm that the next layer applies to the stream."""
-        return residual_add(self(x)[None], stream.x, norm, own)
+    def add_to(self, residual: Residual, x: Tensor, norm: Norm, out_norm: Norm | None = None) -> Residual:
+        """Return the residual stream plus y = x @ weight.T + bias, or plus RMSNorm(y) if `out_norm` is given.
+        `norm` is the norm that the next layer applies to the sum."""
+        return residual_add(self(x)[None], residual.x, norm, out_norm)
 
 
 class TritonLinear(Linear):
@@ -97,17 +97,17 @@ class TritonLinear(Linear):
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._kernel(x, self.weight, self.bias, new=None if out is None else Written(out))
 
-    def of_norm(self, stream: Stream) -> Tensor:
-        return self._kernel(stream, self.weight, self.bias)
+    def after_norm(self, residual: Residual) -> Tensor:
+        return self._kernel(residual, self.weight, self.bias)
 
-    def gated(self, stream: Stream, gate: Gate = "silu") -> Tensor:
-        return self._kernel(stream, self.weight, self.bias, gate)
+    def gated(self, residual: Residual, gate: Gate = "silu") -> Tensor:
+        return self._kernel(residual, self.weight, self.bias, gate)
 
-    def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
-        if own is not None:  # needs whole rows
-            return super().add_to(stream, x, norm, own)
-        new = Stream.empty(len(x), norm, x)
-        self._kernel(x, self.weight, self.bias, new=new.written(stream.x))
+    def add_to(self, residual: Residual, x: Tensor, norm: Norm, out_norm: Norm | None = None) -> Residual:
+        if out_norm is not None:  # needs whole rows
+            return super().add_to(residual, x, norm, out_norm)
+        new = Residual.empty(len(x), norm, x)
+        self._kernel(x, self.weight, self.bias, new=new.written(residual.x))
         return new
 
 

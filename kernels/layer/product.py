@@ -13,8 +13,8 @@ only on the shape of the weight. "Rows" here are rows of the weight:
   1 token and 2,000 tokens use the same instruction except for its width, so small batches waste little of it.
 
 RMSNorm needs no launch and no work in the loop: norm(x) @ W.T = (x * norm_weight) @ W.T / rms(x). The kernel
-that writes x also writes x * norm_weight and the sums of squares of x (`stream.py`); the epilogue divides by
-the root of their mean.
+that writes x also writes x * norm_weight and the sums of squares of x (`residual.py`); the epilogue divides
+by the root of their mean.
 
 Calls on one device must not overlap on several streams, because they share the tickets that determine the
 last program.
@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ONE_SHAPE, arch, options, prefetch, release_next, tickets, wait_for_previous, wrapped
-from .stream import Stream, Written, load_squares, store_squares, sum_squares, tree_sum
+from .residual import Residual, Written, load_squares, store_squares, sum_squares, tree_sum
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes each
@@ -83,7 +83,7 @@ def choose_tiling(T: int, N: int, K: int, target: str, itemsize: int) -> Tiling:
     return Tiling(rows, width, block_k, warps, max(min(stages, 6), 1), parts, part, apart)
 
 
-# x [T, K], weight [N, K], bias [N]; `squares` of `Stream` for the norm of x; if parts run apart, `partial`
+# x [T, K], weight [N, K], bias [N]; `squares` of `Residual` for the norm of x; if parts run apart, `partial`
 # [tiles, parts, BLOCK_T, BLOCK_N] float32 and `tickets` (see `launch.py`).
 Operands = namedtuple("Operands", "x weight bias squares partial tickets")
 
@@ -246,9 +246,9 @@ def finish(value, new, tile, s, T, N, C: tl.constexpr):
 
 
 def product(
-    source: Tensor | Stream, weight: Tensor, bias: Tensor | None, gate: str = "", new: Written | None = None
+    source: Tensor | Residual, weight: Tensor, bias: Tensor | None, gate: str = "", new: Written | None = None
 ) -> Tensor:
-    """Return `source` (a tensor, or the norm of a stream) @ weight.T + bias, or act(g) * u of its halves
+    """Return `source` (a tensor, or the norm of a residual) @ weight.T + bias, or act(g) * u of its halves
     [g; u]. If `new` is given, store the result in it, plus its residual."""
     if isinstance(source, Tensor):
         x, squares, eps = source, None, 0.0

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..launch import options, release_next, use_triton, wait_for_previous
-from .stream import Norm, naive_norm, tree_sum
+from .residual import Norm, naive_norm, tree_sum
 
 HEADS = tl.constexpr(8)  # per program: fewer give more programs for a single token, more give wider loads
 

@@ -6,7 +6,7 @@
 A function takes one structure of 8-byte words, each the address of a tensor or a number (`structs.h`,
 `step.h`). All tensors must be contiguous, except those passed as `Rows` of structs.h.
 
-Compilation needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes about ten seconds. It targets this
+Compilation needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes some seconds. It targets this
 processor unless CXX sets another one: CXX="g++ -march=x86-64-v3" is for any processor with AVX2. The sources
 do not depend on torch. The library is cached under a hash of sources, options and processor, independent of
 the compiler, which may be removed afterwards.
@@ -37,7 +37,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-Word = Tensor | int | None
+NativeArg = Tensor | int | None
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -57,19 +57,19 @@ def library(insist: bool = False) -> ctypes.CDLL | None:
         remedy = f"install g++ 11 or newer, or set CXX ({reason})."
         if insist:
             raise OSError(f"{failure}, which NANOSPEC_KERNELS=native requires; {remedy}") from None
-        slower = "falling back to PyTorch at less than half the speed"
+        slower = "falling back to PyTorch, which is three times as slow"
         warnings.warn(f"{failure}, {slower}; {remedy}", stacklevel=2)
         return None
 
 
-def call(name: str, *values: Word) -> array[int]:
+def call(name: str, *values: NativeArg) -> array[int]:
     """Call a function of the library. Return its arguments as words, which may contain results."""
     args = words(*values)
     getattr(library(insist=True), name)(ctypes.c_void_p(args.buffer_info()[0]))
     return args
 
 
-def words(*values: Word) -> array[int]:
+def words(*values: NativeArg) -> array[int]:
     return array("q", [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values])
 
 

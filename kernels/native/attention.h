@@ -143,8 +143,8 @@ struct Attention {
         return !(path & (path + 1));  // true if all other queries are ancestors of the last
     }
 
-    // Replaces the tiles of a span that contain tokens of this step by copies that contain the ancestors of query i only,
-    // at consecutive positions.
+    // Replaces the tiles of a span that contain tokens of this step by copies in which only the ancestors of query i follow
+    // the cached tokens, at consecutive positions.
     void fold(const Piece& p, long i, long begin, long end, Scratch& at) const {
         const Head head(cache, layer, p.head);
         const long base = batch.base_len[p.row], first = std::max(base / LANES * LANES, begin);

@@ -157,8 +157,8 @@ extern "C" void nanospec_kv_move(const Move* args) {
     const Cache& cache = args->cache;
     for (long b = 0; b < batch.num_rows; b++) {
         const int* blocks = batch.block_table + b * batch.max_blocks;
-        const auto slot = [&](long place) {
-            const long i = batch.base_len[b] + place;
+        const auto slot = [&](long node) {
+            const long i = batch.base_len[b] + node;
             return blocks[i / cache.block_size] * cache.block_size + i % cache.block_size;
         };
         for (long to = 1; to < args->num_emitted[b]; to++) {

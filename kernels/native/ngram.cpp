@@ -38,7 +38,7 @@ extern "C" void nanospec_ngram(const Lookup* args) {
     for (long b = 0; b < out.num_rows; b++) {
         const long at = b * k, s = std::max(args->rows[b], 0);
         const int *text = table.tokens + s * table.max_context, length = table.num_tokens[s];
-        const int left = std::min(table.limit[s], table.max_len[s] - length - 1);
+        const int left = std::min(table.max_k[s], table.max_len[s] - length - 1);
         const bool active = args->rows[b] >= 0 && table.finished[s] == RUNNING;
         const int room = active ? std::clamp<int>(left, 0, k) : 0;
         std::fill_n(out.drafts + at, k, 0);
@@ -46,7 +46,7 @@ extern "C" void nanospec_ngram(const Lookup* args) {
         if (out.parents) std::fill_n(out.parents + at, k, 0);
         out.num_drafts[b] = out.match_len[b] = out.drafter[b] = 0;
         taken.clear();
-        for (int begin = 0, width = std::max(table.width[s], 1); int(taken.size()) < width && begin < room;) {
+        for (int begin = 0, width = std::max(table.tree_width[s], 1); int(taken.size()) < width && begin < room;) {
             const auto [n, p] = best_match(text, length, table.min_n[s], table.max_n[s], taken);
             if (!n) break;
             for (int i = begin; i < room; i++) {

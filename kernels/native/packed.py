@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import Word, call
+from . import NativeArg, call
 
 WIDTH = 32  # rows per strip
 TILE = 16  # positions per tile
@@ -39,7 +39,7 @@ class Packed(NamedTuple):
     data: Tensor
     shape: tuple[int, int]
 
-    def words(self, bias: Tensor | None = None) -> tuple[Word, ...]:
+    def words(self, bias: Tensor | None = None) -> tuple[NativeArg, ...]:
         """Return the fields of `Weight` in structs.h."""
         return self.data, bias, *self.shape
 
@@ -69,7 +69,7 @@ def empty_rows(T: int, K: int) -> Tensor:
     return torch.empty(T, K if K % FOUR_KB else K + WIDTH, dtype=torch.bfloat16)[:, :K]
 
 
-def row_words(x: Tensor | None) -> tuple[Word, ...]:
+def row_words(x: Tensor | None) -> tuple[NativeArg, ...]:
     """Return the fields of `Rows` in structs.h."""
     return (None, 0) if x is None else (x, x.stride(0))
 
@@ -82,7 +82,7 @@ def is_tiled(kv_cache: Tensor) -> bool:
     return kv_cache.dim() == 7
 
 
-def cache_words(kv_cache: Tensor) -> tuple[Word, ...]:
+def cache_words(kv_cache: Tensor) -> tuple[NativeArg, ...]:
     """Return the fields of `Cache` in cache.h."""
     _, layers, heads, _, tiles, _, head_dim = kv_cache.shape
     return kv_cache, layers, heads, tiles * TILE, head_dim

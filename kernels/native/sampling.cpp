@@ -23,7 +23,7 @@ constexpr long BLOCK = 64;
 
 struct Best {
     float score;
-    int token;  // NAN_TOKEN if the scores are NaN or infinite
+    int token;  // NAN_TOKEN if a score is NaN or the largest is infinite
 };
 
 // ---- noise: the random bits of noise.py; logarithms may differ in the last place ---------------------
@@ -110,9 +110,9 @@ struct Query {
         std::fill(at.scores.begin() + V, at.scores.end(), -INFINITE);
     }
 
-    // Applies bias, barred stop tokens and penalties after `read`, given the drafts on the path to a place.
+    // Applies bias, masked stop tokens and penalties after `read`, given the drafts on the path to a node.
     template <class Score>
-    void penalize(const Score* logits, const Row& row, int place) {
+    void penalize(const Score* logits, const Row& row, int node) {
         const float* bias = table.bias + s * V;
         const bool* in_prompt = table.in_prompt + s * V;
         const int* counts = table.output_counts + s * V;
@@ -125,9 +125,9 @@ struct Query {
         };
         float* __restrict scores = at.scores.data();
         for (long i = 0; i < V; i++) scores[i] = penalized(scores[i], bias[i], in_prompt[i], counts[i]);
-        for (int p = place; p; p = row.parent(p)) {
+        for (int p = node; p; p = row.parent(p)) {
             int token = row.ids[p], count = counts[token];
-            for (int q = place; q; q = row.parent(q)) count += row.ids[q] == token;
+            for (int q = node; q; q = row.parent(q)) count += row.ids[q] == token;
             scores[token] = penalized(as_float(logits[token]), bias[token], in_prompt[token], count);
         }
         if (position < table.min_len[s])
@@ -244,7 +244,7 @@ struct Query {
             int some = 0;
             for (long i = 0; i < BLOCK; i++) some |= scores[i] >= floor;
             if (!some) continue;
-            int bits[BLOCK], lucky[BLOCK];
+            int bits[BLOCK], candidates[BLOCK];
             for (long i = 0; i < BLOCK; i++) bits[i] = noise.bits(first + i);
             some = 0;
             for (long i = 0; i < BLOCK; i += LANES) {
@@ -254,12 +254,12 @@ struct Query {
                 Ints drawn;
                 memcpy(&drawn, bits + i, sizeof drawn);
                 Ints may = (__builtin_convertvector(drawn, Floats) * 0x1p-31f < bound) & (load(scores + i) >= floor);
-                memcpy(lucky + i, &may, sizeof may);
+                memcpy(candidates + i, &may, sizeof may);
             }
-            for (long i = 0; i < BLOCK; i++) some |= lucky[i];
+            for (long i = 0; i < BLOCK; i++) some |= candidates[i];
             if (!some) continue;
             for (long i = 0; i < BLOCK; i++) {
-                if (!lucky[i]) continue;
+                if (!candidates[i]) continue;
                 const float value = scores[i] - temperature * noise.log_exponential(bits[i]);
                 if (value > winner.score || (value == winner.score && first + i < winner.token))
                     winner = {value, int(first + i)};
@@ -270,16 +270,16 @@ struct Query {
 };
 
 template <class Score>
-int target_of(const Table& table, const Row& row, int place, int position, const Score* logits, Scratch& at) {
+int target_of(const Table& table, const Row& row, int node, int position, const Score* logits, Scratch& at) {
     Best best = argmax(logits, table.vocab_size);
     const bool penalized = row.request >= 0 && table.penalized[row.request];
-    // With penalties, the NaN may be that of a barred stop token.
+    // With penalties, the NaN may be that of a masked stop token.
     if (row.request < 0 || (best.token == NAN_TOKEN && !penalized)) return best.token;
     Query query{table, row.request, position, at};
     if (!penalized && query.temperature <= 0) return best.token;
     query.read(logits);
     if (penalized) {
-        query.penalize(logits, row, place);
+        query.penalize(logits, row, node);
         best = argmax(at.scores.data(), query.V);
     }
     return query.temperature <= 0 || best.token == NAN_TOKEN ? best.token : query.draw(best);
@@ -301,14 +301,14 @@ void sample(const Sampling& args, const Score* logits) {
     for_each(args.threads, batch.num_rows, [&](long b) {
         static thread_local Scratch at;
         const Row row(batch, b);
-        auto target = [&](int place) {
-            const long t = row.start + place;
+        auto target = [&](int node) {
+            const long t = row.start + node;
             const Score* line = logits + t * args.stride;
-            return args.targets[t] = target_of(args.table, row, place, batch.positions[t] + 1, line, at);
+            return args.targets[t] = target_of(args.table, row, node, batch.positions[t] + 1, line, at);
         };
         if (args.lazy) row.walk(target);
         else
-            for (int place = 0; place < row.n; place++) target(place);
+            for (int node = 0; node < row.n; node++) target(node);
     });
 }
 
@@ -324,7 +324,7 @@ struct Masking {
 };
 
 template <class Bits>
-void mask(const Masking& args, Bits* logits, Bits barred) {
+void mask(const Masking& args, Bits* logits, Bits masked) {
     for_each(args.threads, args.T, [&](long t) {
         if (args.at[t] < 0) return;
         const uint32_t* allowed = args.allowed + args.at[t] * args.width;
@@ -332,11 +332,11 @@ void mask(const Masking& args, Bits* logits, Bits barred) {
             Bits* block = logits + t * args.stride + first;
             const int n = std::min(32L, args.V - first);
             const uint32_t word = first / 32 < args.words ? allowed[first / 32] : 0;
-            if (word == 0) std::fill_n(block, n, barred);
+            if (word == 0) std::fill_n(block, n, masked);
             else if (word != ~0u)
                 for (int i = 0; i < n; i++) {
                     const Bits keep = -Bits(word >> i & 1);
-                    block[i] = (block[i] & keep) | (barred & ~keep);
+                    block[i] = (block[i] & keep) | (masked & ~keep);
                 }
         }
     });
@@ -349,7 +349,7 @@ extern "C" void nanospec_sample(const Sampling* args) {
     else sample(*args, (const float*)args->logits);
 }
 
-extern "C" void nanospec_mask(const Masking* args) {  // sets barred logits to the bits of -inf
+extern "C" void nanospec_mask(const Masking* args) {  // sets masked logits to the bits of -inf
     if (args->is_bf16) mask<uint16_t>(*args, (uint16_t*)args->logits, 0xFF80);
     else mask<uint32_t>(*args, (uint32_t*)args->logits, 0xFF800000);
 }

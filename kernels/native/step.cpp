@@ -48,7 +48,7 @@ struct Commit {
 
 extern "C" {
 
-// proposal.py: lays out rows of k + 1 places, or packed ones.
+// proposal.py: lays out rows of k + 1 nodes, or packed ones.
 void nanospec_lay_out(Layout* args) {
     const Table& table = args->table;
     const Proposal& proposal = args->proposal;
@@ -97,10 +97,10 @@ void nanospec_commit(const Commit* args) {
         std::fill_n(path, Q, 0);
         std::fill_n(run, Q, -1);
         std::fill_n(source, Q, OWN);
-        row.walk([&](int place) {
-            if (place) source[count - 1] = proposal.source[b * proposal.k + place - 1];
-            path[count] = place;
-            return run[count++] = args->targets[row.start + place];
+        row.walk([&](int node) {
+            if (node) source[count - 1] = proposal.source[b * proposal.k + node - 1];
+            path[count] = node;
+            return run[count++] = args->targets[row.start + node];
         });
         if (s >= 0 && count && args->table.finished[s] == RUNNING) n = append(args->table, s, run, count);
         const int code = s >= 0 ? args->table.finished[s] : RUNNING;

@@ -10,7 +10,7 @@ constexpr int NAN_TOKEN = -1, OWN = -1;
 struct Table {
     int *tokens, *num_tokens, *max_len, *block_table;
     int8_t* finished;
-    int *limit, *min_n, *max_n, *width;
+    int *max_k, *min_n, *max_n, *tree_width;
     int8_t* rule;
     float* temperature;
     int* top_k;
@@ -38,33 +38,33 @@ struct Proposal {
     int64_t num_rows, k;
 };
 
-// A row of a batch: place 0 is the last committed token, the other places are the drafts. See kernels/batch.py.
+// A row of a batch: node 0 is the last committed token, the other nodes are the drafts. See kernels/batch.py.
 struct Row {
     int request, n;
     long start;
-    const int *ids, *parents;  // by place; parents: null in a chain
+    const int *ids, *parents;  // by node; parents: null in a chain
 
     Row(const Batch& batch, long b) : request(batch.rows[b]), n(batch.q_len[b]), start(batch.q_start[b]) {
         ids = batch.input_ids + start;
         parents = batch.parents ? batch.parents + start : nullptr;
     }
 
-    int parent(int place) const { return parents ? parents[place] : place - 1; }
+    int parent(int node) const { return parents ? parents[node] : node - 1; }
 
-    // Returns the first child of `place` whose token is `token`, or 0 if there is none.
-    int next(int place, int token) const {
-        if (!parents) return place + 1 < n && ids[place + 1] == token ? place + 1 : 0;
+    // Returns the first child of `node` whose token is `token`, or 0 if there is none.
+    int next(int node, int token) const {
+        if (!parents) return node + 1 < n && ids[node + 1] == token ? node + 1 : 0;
         for (int c = 1; c < n; c++)
-            if (parents[c] == place && ids[c] == token) return c;
+            if (parents[c] == node && ids[c] == token) return c;
         return 0;
     }
 
-    // Calls target(place) for the places that verification visits: after each, the child whose token is its target.
+    // Calls target(node) for the nodes that verification visits: after each, the child whose token is its target.
     template <class Target>
     void walk(Target target) const {
-        for (int count = 0, place = 0; count < n; count++) {  // ends even if parents form a cycle
-            place = next(place, target(place));
-            if (!place) return;
+        for (int count = 0, node = 0; count < n; count++) {  // ends even if parents form a cycle
+            node = next(node, target(node));
+            if (!node) return;
         }
     }
 };

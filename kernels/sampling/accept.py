@@ -70,17 +70,17 @@ def naive(
         draft_logits = _drawn_from(proposal, batch, b) if rule == REJECTION else ()
         if rule != TYPICAL and not len(draft_logits):
             continue
-        for place in row.walk(targets) if lazy else range(len(row.ids)):
-            scores, position = scores_of(logits, table, batch, row, place)
-            children, token = row.children(place), None
-            if children and place < len(draft_logits):
-                draft_scores, draft = draft_logits[place].float(), row.ids[place + 1]
+        for node in row.walk(targets) if lazy else range(len(row.ids)):
+            scores, position = scores_of(logits, table, batch, row, node)
+            children, token = row.children(node), None
+            if children and node < len(draft_logits):
+                draft_scores, draft = draft_logits[node].float(), row.ids[node + 1]
                 token = _rejection(scores, draft_scores, draft, s, position, table)
             if token is None:
-                token = int(sample.draw(scores, s, position, table) if lazy else targets[row.start + place])
+                token = int(sample.draw(scores, s, position, table) if lazy else targets[row.start + node])
             if rule == TYPICAL and children and token != NAN_TOKEN:
                 token = _typical(scores, [row.ids[c] for c in children], token, s, table)
-            targets[row.start + place] = token
+            targets[row.start + node] = token
     return targets
 
 
@@ -205,18 +205,18 @@ def _decide_rejection(target_scan, query, of_p, draft_scan, token):
 
 @triton.jit
 def _decide_typical(target_scan, query, of, token, WIDTH: tl.constexpr):
-    start, place = query.start, tl.arange(0, WIDTH)
+    start, i = query.start, tl.arange(0, WIDTH)
     if target_scan.inputs.batch.TREE:
-        draft = (place > 0) & (place < query.n)
-        parent = tl.load(target_scan.inputs.batch.parents + start + place, draft, other=-1)
-        child = draft & (parent == query.place)
+        draft = (i > 0) & (i < query.n)
+        parent = tl.load(target_scan.inputs.batch.parents + start + i, draft, other=-1)
+        child = draft & (parent == query.node)
     else:
-        child = place == query.place + 1
-    ids = tl.load(target_scan.inputs.batch.input_ids + start + place, child, other=-1)
+        child = i == query.node + 1
+    ids = tl.load(target_scan.inputs.batch.input_ids + start + i, child, other=-1)
     probs = tl.where(child, tl.exp(log_prob(target_scan, query, of, ids)), 0.0)
     largest = tl.max(probs)
-    first = tl.min(tl.where(child & (probs == largest), place, WIDTH))
-    likeliest = tl.sum(tl.where(place == first, ids, 0))
+    first = tl.min(tl.where(child & (probs == largest), i, WIDTH))
+    likeliest = tl.sum(tl.where(i == first, ids, 0))
     drawn = tl.max((ids == token).to(tl.int32)) > 0
     bound = tl.minimum(tl.exp(-of.entropy) * _DELTA, _EPSILON)
     return tl.where((largest > bound) & (not drawn), likeliest, token)

@@ -5,7 +5,7 @@
                           unspecified for padding tokens
 
 A query at absolute position p samples the token of position p + 1, given that the drafts before it are
-accepted: penalties count them. The order: logit bias, barred stop tokens and penalties (`scores.py`, as in
+accepted: penalties count them. The order: logit bias, masked stop tokens and penalties (`scores.py`, as in
 vLLM); top-k, top-p over the tokens that top-k keeps, min-p (`top_k_top_p.py`; vLLM applies min-p first). The
 target is argmax(score - T log E) with the noise of `noise.py`, which is a sample of softmax(score / T), and
 plain argmax if the temperature T is 0. Ties are broken by the lowest token ID.
@@ -36,15 +36,15 @@ def sample(logits: Tensor, table: Table, batch: Batch) -> Tensor:
 
 def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Tensor:
     """Sample the targets. With `lazy`, only those that verification reads, up to the first rejected draft
-    (`walk` yields a place before it reads its target); the others remain the argmax of the logits."""
+    (`walk` yields a node before it reads its target); the others remain the argmax of the logits."""
     targets = argmax(logits)
     draws = ((table.temperature > 0) | table.penalized).tolist()
     for row in rows_of(batch):
         if row.request < 0 or not draws[row.request]:
             continue  # the argmax is the target
-        for place in row.walk(targets) if lazy else range(len(row.ids)):
-            scores, position = scores_of(logits, table, batch, row, place)
-            targets[row.start + place] = draw(scores, row.request, position, table)
+        for node in row.walk(targets) if lazy else range(len(row.ids)):
+            scores, position = scores_of(logits, table, batch, row, node)
+            targets[row.start + node] = draw(scores, row.request, position, table)
     return targets
 
 
@@ -68,5 +68,5 @@ def native(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Te
     """Run `nanospec_sample` of `native/sampling.cpp`. With `lazy`, unread targets are 0."""
     targets, is_bf16 = batch.rows.new_empty(len(logits)), logits.dtype == torch.bfloat16
     args = logits, logits.stride(0), is_bf16, lazy, targets, torch.get_num_threads()
-    call("nanospec_sample", *table, *batch.words, *args)
+    call("nanospec_sample", *table, *batch.native_args, *args)
     return targets

@@ -1,4 +1,4 @@
-"""The scores that a query samples from: logits after logit bias, barred stop tokens and penalties.
+"""The scores that a query samples from: logits after logit bias, masked stop tokens and penalties.
 
 For a token that occurs c times in the output (the committed output and the drafts before the position):
     score += bias
@@ -26,12 +26,12 @@ MAX_VOCAB = 262144
 NO_TOKEN = tl.constexpr(2147483647)  # larger than any token ID
 
 
-def scores_of(logits: Tensor, table: Table, batch: Batch, row: Row, place: int) -> tuple[Tensor, int]:
-    """Return the scores [V] float32 of the query at a place of a row, and its target's position."""
-    t, s = row.start + place, row.request
+def scores_of(logits: Tensor, table: Table, batch: Batch, row: Row, node: int) -> tuple[Tensor, int]:
+    """Return the scores [V] float32 of the query at a node of a row, and its target's position."""
+    t, s = row.start + node, row.request
     scores, position = logits[t].float(), int(batch.positions[t]) + 1
     if table.penalized[s]:
-        scores = penalize(scores, s, position, row.drafts_to(place), table)
+        scores = penalize(scores, s, position, row.drafts_to(node), table)
     return scores, position
 
 
@@ -72,25 +72,25 @@ class Inputs(NamedTuple):
 
 class Query(NamedTuple):
     """A scored token: its request row (-1: none), the position of its target, the line of its logits, the
-    first flat index of its batch row, its place in the batch row, and the length of the batch row."""
+    first flat index of its batch row, its node in the batch row, and the length of the batch row."""
 
     s: Any
     position: Any
     line: Any
     start: Any
-    place: Any
+    node: Any
     n: Any
 
 
 @triton.jit
 def this_query(inputs):
-    """Return the query of this program; the grid is (place, batch row)."""
-    place, b, pitch = tl.program_id(0), tl.program_id(1), inputs.pitch
+    """Return the query of this program; the grid is (node, batch row)."""
+    node, b, pitch = tl.program_id(0), tl.program_id(1), inputs.pitch
     start, n = tl.load(inputs.batch.q_start + b), tl.load(inputs.batch.q_len + b)
-    s = tl.where(place < n, tl.load(inputs.batch.rows + b), -1)
-    position = tl.load(inputs.batch.positions + start + place, s >= 0, other=0) + 1
-    line = tl.where(pitch > 0, b * pitch, start) + place
-    return Query(s, position, line, start, tl.where(pitch > 0, 0, place), tl.where(pitch > 0, 0, n))
+    s = tl.where(node < n, tl.load(inputs.batch.rows + b), -1)
+    position = tl.load(inputs.batch.positions + start + node, s >= 0, other=0) + 1
+    line = tl.where(pitch > 0, b * pitch, start) + node
+    return Query(s, position, line, start, tl.where(pitch > 0, 0, node), tl.where(pitch > 0, 0, n))
 
 
 @triton.jit
@@ -110,12 +110,12 @@ def _penalize(scores, table, batch, query, ids):
     offset = s.to(tl.int64) * table.vocab_size
     counts = tl.load(table.output_counts + offset + ids, inside, other=0)
     if batch.TREE:
-        ancestors = tl.load(batch.ancestors + start + query.place)
+        ancestors = tl.load(batch.ancestors + start + query.node)
         for j in range(1, query.n):
             draft = tl.where((ancestors >> j) & 1 == 1, tl.load(batch.input_ids + start + j), -1)
             counts += (draft == ids).to(tl.int32)
     else:
-        for j in range(1, query.place + 1):
+        for j in range(1, query.node + 1):
             counts += (tl.load(batch.input_ids + start + j) == ids).to(tl.int32)
 
     scores += tl.load(table.bias + offset + ids, inside, other=0.0)

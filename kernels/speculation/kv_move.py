@@ -27,15 +27,15 @@ def kv_move(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
     """Move the cache entries on the path of each row to consecutive indices from base_len on."""
     if is_tiled(kv_cache):
         path = verdict.path
-        words = *batch.words, *cache_words(kv_cache), verdict.num_emitted, path, path.shape[1]
+        words = *batch.native_args, *cache_words(kv_cache), verdict.num_emitted, path, path.shape[1]
         call("nanospec_kv_move", *words)
     else:
         (launch if use_triton(kv_cache) else naive)(kv_cache, verdict, batch)
 
 
 def naive(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
-    path, place = verdict.path, torch.arange(verdict.path.shape[1], device=verdict.path.device)
-    moves = (place < verdict.num_emitted[:, None]) & (path != place)
+    path, i = verdict.path, torch.arange(verdict.path.shape[1], device=verdict.path.device)
+    moves = (i < verdict.num_emitted[:, None]) & (path != i)
     b, to = moves.nonzero(as_tuple=True)
     base, blocks, block_size = batch.base_len[b], batch.block_table, kv_cache.shape[4]
     source = slots_of(blocks, b, base + path[b, to], block_size)

@@ -10,7 +10,7 @@ period fills all drafts.
 A row with a match gets `draft_limits` drafts, a row without one gets none. Unused entries of the result hold
 token 0 and source -1. Without drafts, the match length is 0.
 
-Trees: up to `Table.width` matches with different next tokens each start a branch at the root, best match
+Trees: up to `Table.tree_width` matches with different next tokens each start a branch at the root, best match
 first. Each branch gets half of the remaining drafts (rounded up), except the last, which gets the rest. So a
 tree accepts at least as many tokens as a chain with half its drafts. A match longer than LONG_MATCH is
 usually right and gets all drafts: a second branch would only shorten it. A chain is a tree of width 1.
@@ -55,7 +55,7 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) ->
         text = table.tokens[s, : int(table.num_tokens[s])]
         starts, n = matches(text, int(table.min_n[s]), int(table.max_n[s]))
         num_drafts = int(draft_limits(table, rows[b : b + 1], k)) if n else 0
-        width = 1 if n > LONG_MATCH.value else max(int(table.width[s]), 1)
+        width = 1 if n > LONG_MATCH.value else max(int(table.tree_width[s]), 1)
         if num_drafts:
             source, parents = tree(text, starts, num_drafts, width)
             proposal.drafts[b, :num_drafts], proposal.source[b, :num_drafts] = text[source], source
@@ -80,12 +80,12 @@ def matches(text: Tensor, min_n: int, max_n: int) -> tuple[Tensor, int]:
 
 
 def tree(text: Tensor, starts: Tensor, num_drafts: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the index that each draft is copied from, given the matches `starts`, and its parent place,
-    [num_drafts] int64 each. Draft i is place i + 1, so the parents of a chain are 0, 1, 2, ..."""
-    place = torch.arange(num_drafts, device=text.device)
-    source, parents, begin = place.clone(), place.clone(), 0
+    """Return the index that each draft is copied from, given the matches `starts`, and its parent node,
+    [num_drafts] int64 each. Draft i is node i + 1, so the parents of a chain are 0, 1, 2, ..."""
+    i = torch.arange(num_drafts, device=text.device)
+    source, parents, begin = i.clone(), i.clone(), 0
     while len(starts) and width and begin < num_drafts:
-        source[begin:] = starts[0] + place[: num_drafts - begin] % (len(text) - starts[0])
+        source[begin:] = starts[0] + i[: num_drafts - begin] % (len(text) - starts[0])
         parents[begin] = 0
         begin += (num_drafts - begin + 1) // 2
         width, starts = width - 1, starts[text[starts] != text[starts[0]]]
@@ -130,7 +130,7 @@ def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, SLOTS: tl.constexpr,
     min_n, max_n = tl.load(table.min_n + row), tl.load(table.max_n + row)
     taken = tl.full([SLOTS], -1, tl.int32)  # the first token of each branch
     sources, parents, match_len, begin, branches = tl.full([DRAFTS], -1, tl.int32), j, 0, 0, 0
-    width = tl.maximum(tl.load(table.width + row), 1)
+    width = tl.maximum(tl.load(table.tree_width + row), 1)
     while (branches < width) & (begin < room):
         best = _best_match(text, length, min_n, max_n, taken, MAX_N, BLOCK)
         if best < 0:

@@ -1,14 +1,14 @@
 """The drafts that a drafter proposes for the rows of a step, and the batch that scores them.
 
-Place 0 of a row is its last committed token; places 1 .. num_drafts are its drafts. In a chain, each draft
-follows the previous one. In a tree, `parents` gives the place that each draft follows. Parents come before
+Node 0 of a row is its last committed token; nodes 1 .. num_drafts are its drafts. In a chain, each draft
+follows the previous one. In a tree, `parents` gives the node that each draft follows. Parents come before
 their children, so the first n drafts of a tree form a tree too. Siblings are different tokens.
 
 `lay_out` builds a batch of K + 1 tokens per row, in the padded layout of `batch.py`. It validates the drafts:
 those beyond the request's `max_len` are dropped, as are all from the first one that is outside the vocabulary
 or has no earlier parent. Padding rows (-1) and finished rows get q_len 0, slots of -1 and request row -1, so
 that later operations skip them. The position of a tree node follows from its depth, and its mask from its
-ancestors. `lay_out_text` is `Batch.of_grid` in one launch: a batch of tokens of the rows' own texts, for
+ancestors. `lay_out_text` is `Batch.from_grid` in one launch: a batch of tokens of the rows' own texts, for
 drafters that run a model. Kernel: one program per row and 1024 cache blocks.
 """
 
@@ -38,9 +38,9 @@ class Proposal(NamedTuple):
     source: Tensor  # [B, K] int32, index in the history that a draft was copied from, or GENERATED
     match_len: Tensor  # [B] int32, length of the n-gram match, 0 if none
     drafter: Tensor  # [B] int32, index of the drafter in a method ("ngram+draft": 0, 1); unused if no drafts
-    parents: Tensor | None = None  # [B, K] int32, trees only: the place 0 .. K that each draft follows
+    parents: Tensor | None = None  # [B, K] int32, trees only: the node 0 .. K that each draft follows
     logits: Tensor | None = None  # [B, K, V], the logits that a model drew the drafts from, if it did
-    sampled: Tensor | None = None  # [B] bool, whether drafts were drawn from `logits`; None: all if chains
+    sampled: Tensor | None = None  # [B] bool, rows drawn from `logits`; None: all of chains, none of trees
 
 
 def empty_proposal(rows: Tensor, k: int, tree: bool) -> Proposal:
@@ -51,7 +51,7 @@ def empty_proposal(rows: Tensor, k: int, tree: bool) -> Proposal:
 
 def merge(in_first: Tensor, first: Proposal, second: Proposal) -> Proposal:
     """Select rows of `first` where `in_first` [B] is true, and of `second` elsewhere. The result has the
-    logits of `second` if set, else of `first`; drafts from other logits are marked as not drawn."""
+    logits of `second` if set, else of `first`; `sampled` is false for rows of the other proposal."""
 
     def choose(one: Tensor, other: Tensor) -> Tensor:
         return torch.where(in_first if one.dim() == 1 else in_first[:, None], one, other)
@@ -79,7 +79,7 @@ def draft_limits(table: Table, rows: Tensor, k: int) -> Tensor:
     """Return how many of k drafts each request row can use, [B] int32; 0 for inactive rows. A row that is one
     token short of `max_len` can use none, because the target always emits one token."""
     index = rows.clamp(min=0)
-    left = torch.minimum(table.limit[index], table.max_len[index] - table.num_tokens[index] - 1)
+    left = torch.minimum(table.max_k[index], table.max_len[index] - table.num_tokens[index] - 1)
     active = (rows >= 0) & (table.finished[index] == RUNNING)
     return torch.where(active, left.clamp(0, k), 0)
 
@@ -89,7 +89,7 @@ def draft_limit(table, s, k):
     """Return `draft_limits` of one request row."""
     row = tl.maximum(s, 0)
     left = tl.load(table.max_len + row) - tl.load(table.num_tokens + row) - 1
-    left = tl.minimum(left, tl.load(table.limit + row))
+    left = tl.minimum(left, tl.load(table.max_k + row))
     active = (s >= 0) & (tl.load(table.finished + row) == _RUNNING)
     return tl.where(active, tl.minimum(tl.maximum(left, 0), k), 0)
 
@@ -100,15 +100,15 @@ def lay_out(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False
     if not use_triton(rows) and use_native(rows, torch.int32):
         return native(table, rows, proposal, packed)
     batch = (launch if use_triton(rows) else naive)(table, rows, proposal)
-    return batch.packed() if packed else batch
+    return batch.to_packed() if packed else batch
 
 
 def lay_out_text(
     table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
 ) -> Batch:
-    """Return `Batch.of_grid` of the same arguments."""
+    """Return `Batch.from_grid` of the same arguments."""
     if not use_triton(rows):
-        return Batch.of_grid(table, rows, first, count, width, bound)
+        return Batch.from_grid(table, rows, first, count, width, bound)
     return _fill(_empty(table, rows, width, bound=bound), table, rows, (first, count))
 
 
@@ -117,7 +117,7 @@ def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     base = (table.num_tokens[index] - 1).clamp(min=0)
     n = num_valid(proposal, table.max_len[index] - base - 2, table.vocab_size)
     count = torch.where(table.finished[index] == RUNNING, n + 1, 0)
-    chain = Batch.of_grid(table, rows, base, count, k + 1)
+    chain = Batch.from_grid(table, rows, base, count, k + 1)
     used = torch.arange(k, device=rows.device) < n[:, None]
     input_ids = torch.cat((table.tokens[index, base][:, None], proposal.drafts * used), 1).flatten()
     if proposal.parents is None:
@@ -139,7 +139,7 @@ def num_valid(proposal: Proposal, limit: Tensor, vocab_size: int) -> Tensor:
 
 
 def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the depth [B, K + 1] int32 and the ancestor mask [B * (K + 1)] int64 of each place of trees with
+    """Return the depth [B, K + 1] int32 and the ancestor mask [B * (K + 1)] int64 of each node of trees with
     `parents` [B, K]."""
     depths, masks = [], []
     for tree in parents.tolist():
@@ -155,9 +155,9 @@ def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
 def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False) -> Batch:
     """Run `nanospec_lay_out` of `native/step.cpp`."""
     batch = _empty(table, rows, proposal.drafts.shape[1] + 1, proposal.parents is not None)
-    words = *proposal[:6], *proposal.drafts.shape, rows, packed, *batch.words
+    words = *proposal[:6], *proposal.drafts.shape, rows, packed, *batch.native_args
     T, longest, kv_len = call("nanospec_lay_out", *table, *words, 0, 0, 0)[-3:]
-    return replace(batch.of_tokens(slice(T)), max_q_len=longest, max_kv_len=kv_len) if packed else batch
+    return replace(batch.select_tokens(slice(T)), max_q_len=longest, max_kv_len=kv_len) if packed else batch
 
 
 @triton.jit

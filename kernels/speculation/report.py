@@ -96,8 +96,8 @@ def kept_logprobs(
     most likely tokens. The tensors are those of `device/step.py:StepResult`. Waits for the step. Must be
     called before the next step is queued, which overwrites the logits."""
     emitted = report[:, COUNTS.value : (report.shape[1] + COUNTS.value) // 2]
-    place = torch.arange(emitted.shape[1], device=report.device)
+    i = torch.arange(emitted.shape[1], device=report.device)
     requested = torch.tensor(num_top, device=report.device) >= 0
-    b, j = ((place < report[:, :1]) & requested[:, None]).nonzero(as_tuple=True)
+    b, j = ((i < report[:, :1]) & requested[:, None]).nonzero(as_tuple=True)
     most = min(max(num_top), logits.shape[1])  # at most the vocabulary
     return logprobs(logits, q_start[b] + path[b, j], emitted[b, j], most)

@@ -3,8 +3,8 @@
     targets      [T] int32            the target's token after each scored token (`sample`), or NAN_TOKEN
     report       [B, 6 + 2 Q] int32   one line per row for the host, see `report.py`
     num_emitted  [B] int32            accepted drafts + 1, before truncation; 0 for rows of length 0
-    path         [B, Q] int32         place in the row of the query that drew each emitted token, then zeros;
-                                      `kv_move` moves the K/V of accepted tree nodes accordingly
+    path         [B, Q] int32         index in the row of the query that each emitted token was sampled from,
+                                      padded with zeros; `kv_move` moves the K/V of accepted tree nodes
 
 The rule: the target draws its own token x at each position. A draft is accepted iff it equals x. The first
 draft that differs is replaced by x; if all match, the last x is the bonus token. In a tree, verification
@@ -39,11 +39,11 @@ COUNTS = tl.constexpr(6)  # columns of a report that precede the tokens
 
 
 class Verdict(NamedTuple):
-    """See the module docstring."""
+    """The result of verification; see the module docstring."""
 
-    report: Tensor
-    num_emitted: Tensor
-    path: Tensor
+    report: Tensor  # [B, 6 + 2 Q] int32
+    num_emitted: Tensor  # [B] int32
+    path: Tensor  # [B, Q] int32
 
 
 def commit(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
@@ -59,11 +59,11 @@ def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Ve
     lines, num_emitted, paths = [], [], []
     for row, drafter, match_len, source in zip(rows_of(batch), *proposed, strict=True):
         path = list(row.walk(drawn))
-        run = [drawn[row.start + place] for place in path]
+        run = [drawn[row.start + node] for node in path]
         kept, code = _append(table, row.request, run)
         counts = [kept, max(len(row.ids) - 1, 0), max(len(run) - 1, 0), drafter, match_len, code]
-        # Emitted token i was the draft at place path[i + 1]; the last one was not a draft.
-        drafted = [source[place - 1] for place in path[1:]]
+        # Emitted token i was the draft at node path[i + 1]; the last one was not a draft.
+        drafted = [source[node - 1] for node in path[1:]]
         lines.append(counts + run + [-1] * (Q - len(run)) + drafted + [OWN] * (Q - len(drafted)))
         num_emitted.append(len(run))
         paths.append(path + [0] * (Q - len(path)))
@@ -97,7 +97,7 @@ def _append(table: Table, s: int, run: list[int]) -> tuple[int, int]:
 def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     """Run `nanospec_commit` of `native/step.cpp`."""
     verdict = _empty(batch)
-    words = *batch.words, *proposal[:6], *proposal.drafts.shape
+    words = *batch.native_args, *proposal[:6], *proposal.drafts.shape
     call("nanospec_commit", *table, *words, targets, *verdict)
     return verdict
 
@@ -109,24 +109,24 @@ def _empty(batch: Batch) -> Verdict:
 
 @triton.jit
 def _walk(targets, batch, WIDTH: tl.constexpr):
-    """Return the length of this program's row, its emitted tokens [WIDTH], their number, and their places
+    """Return the length of this program's row, its emitted tokens [WIDTH], their number, and their nodes
     [WIDTH]."""
-    b, place = tl.program_id(0), tl.arange(0, WIDTH)
+    b, i = tl.program_id(0), tl.arange(0, WIDTH)
     start, n = tl.load(batch.q_start + b), tl.load(batch.q_len + b)
-    inside = place < n
-    draft, parent = inside & (place > 0), place - 1
-    x = tl.load(targets + start + place, inside, other=-1)
-    ids = tl.load(batch.input_ids + start + place, inside, other=-1)
+    inside = i < n
+    draft, parent = inside & (i > 0), i - 1
+    x = tl.load(targets + start + i, inside, other=-1)
+    ids = tl.load(batch.input_ids + start + i, inside, other=-1)
     if batch.TREE:
-        parent = tl.load(batch.parents + start + place, draft, other=-1)
+        parent = tl.load(batch.parents + start + i, draft, other=-1)
     path, emitted = tl.zeros([WIDTH], tl.int32), tl.full([WIDTH], -1, tl.int32)
     count, node = n * 0, tl.where(n > 0, 0, WIDTH)
     while (node < WIDTH) & (count < n):  # ends even if parents form a cycle
-        drawn = tl.sum(tl.where(place == node, x, 0))
-        path = tl.where(place == count, node, path)
-        emitted = tl.where(place == count, drawn, emitted)
+        drawn = tl.sum(tl.where(i == node, x, 0))
+        path = tl.where(i == count, node, path)
+        emitted = tl.where(i == count, drawn, emitted)
         count += 1
-        node = tl.min(tl.where(draft & (parent == node) & (ids == drawn), place, WIDTH))
+        node = tl.min(tl.where(draft & (parent == node) & (ids == drawn), i, WIDTH))
     return n, emitted, count, path
 
 
@@ -134,12 +134,12 @@ def _walk(targets, batch, WIDTH: tl.constexpr):
 def _append_run(table, s, emitted, count, WIDTH: tl.constexpr):
     """Run `_append` on the first `count` of the `emitted` tokens [WIDTH]."""
     never = 2 * WIDTH
-    place, m = tl.arange(0, WIDTH), tl.arange(0, STOPS)
+    i, m = tl.arange(0, WIDTH), tl.arange(0, STOPS)
     stops = tl.load(table.stop_ids + s * table.num_stops + m, m < table.num_stops, other=-1)
     is_stop = tl.max((emitted[:, None] == stops[None, :]).to(tl.int32), 1) > 0
-    inside = place < count
-    nan = tl.min(tl.where(inside & (emitted == _NAN_TOKEN), place, never))
-    stop = tl.min(tl.where(inside & is_stop & (emitted != _NAN_TOKEN), place, never))
+    inside = i < count
+    nan = tl.min(tl.where(inside & (emitted == _NAN_TOKEN), i, never))
+    stop = tl.min(tl.where(inside & is_stop & (emitted != _NAN_TOKEN), i, never))
     start, limit = tl.load(table.num_tokens + s), tl.load(table.max_len + s)
     left = tl.maximum(limit - start, 0)
     kept = tl.minimum(tl.minimum(count, left), tl.minimum(nan, stop + 1))
@@ -147,9 +147,9 @@ def _append_run(table, s, emitted, count, WIDTH: tl.constexpr):
     code = tl.where(kept == left, _LENGTH, code)
     code = tl.where(kept == stop + 1, _STOPPED, code)
 
-    keep = place < kept
+    keep = i < kept
     row = s.to(tl.int64)
-    tl.store(table.tokens + row * table.max_context + start + place, emitted, keep)
+    tl.store(table.tokens + row * table.max_context + start + i, emitted, keep)
     # Atomic, because a token may be emitted twice.
     tl.atomic_add(table.output_counts + row * table.vocab_size + emitted, 1, keep, sem="relaxed")
     tl.store(table.num_tokens + s, start + kept)
@@ -159,10 +159,10 @@ def _append_run(table, s, emitted, count, WIDTH: tl.constexpr):
 
 @triton.jit
 def _commit(targets, batch, table, proposal, verdict, sizes, WIDTH: tl.constexpr):
-    b, place = tl.program_id(0), tl.arange(0, WIDTH)
+    b, i = tl.program_id(0), tl.arange(0, WIDTH)
     Q, K = sizes
     n, emitted, count, path = _walk(targets, batch, WIDTH)
-    tl.store(verdict.path + b * Q + place, path, place < Q)
+    tl.store(verdict.path + b * Q + i, path, i < Q)
     tl.store(verdict.num_emitted + b, count)
     s, kept = tl.load(batch.rows + b), 0
     code = tl.load(table.finished + s, s >= 0, other=_RUNNING).to(tl.int32)
@@ -175,10 +175,10 @@ def _commit(targets, batch, table, proposal, verdict, sizes, WIDTH: tl.constexpr
     tl.store(line + 3, tl.load(proposal.drafter + b))
     tl.store(line + 4, tl.load(proposal.match_len + b))
     tl.store(line + 5, code)
-    tl.store(line + COUNTS + place, emitted, place < Q)
-    source = tl.load(proposal.source + b * K + path - 1, (place > 0) & (place < count), other=_OWN)
-    before = tl.where(place > 0, place - 1, Q - 1)  # column of this draft; the last column gets OWN
-    tl.store(line + COUNTS + Q + before, source, place < Q)
+    tl.store(line + COUNTS + i, emitted, i < Q)
+    source = tl.load(proposal.source + b * K + path - 1, (i > 0) & (i < count), other=_OWN)
+    before = tl.where(i > 0, i - 1, Q - 1)  # column of this draft; the last column gets OWN
+    tl.store(line + COUNTS + Q + before, source, i < Q)
 
 
 def launch(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..config import SamplingParams
-from ..extras.grammar.response_format import checked
+from ..extras.grammar.response_format import validate
 from ..text import shown
 from .openai_format import normalize_messages
 from .options import did_you_mean
@@ -48,7 +48,7 @@ def parse_task(
         hint = did_you_mean(unknown[0], names) or f"; known fields are {', '.join(sorted(names))}."
         raise ValueError(f"unknown field {shown(unknown[0])}{hint}")
     if "response_format" in sampling:
-        sampling["response_format"] = checked(sampling["response_format"])
+        sampling["response_format"] = validate(sampling["response_format"])
     task = Task(0, replace(params, **sampling), request.get("prompt"), raw=raw)
     if "messages" in request:
         task.messages = with_system(normalize_messages(request["messages"]), system)

@@ -133,7 +133,7 @@ def _forward(model: Model, texts: Sequence[list[int]]) -> Tensor:
     table.block_table.copy_(torch.arange(num_blocks).view_as(table.block_table))
     for row, ids in enumerate(texts):
         table.tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-    batch = Batch.of_chunks(table, [Chunk(row, 0, len(ids)) for row, ids in enumerate(texts)])
+    batch = Batch.from_chunks(table, [Chunk(row, 0, len(ids)) for row, ids in enumerate(texts)])
     return model.forward(batch, model.empty_cache(num_blocks, BLOCK_SIZE)).cpu()
 
 

@@ -59,7 +59,7 @@ class Extension:
         """Return the proposal for rows [B], unchanged or replaced."""
         return proposal
 
-    def change(self, logits: Tensor, batch: Batch) -> None:
+    def process_logits(self, logits: Tensor, batch: Batch) -> None:
         """Change logits [T, V] of the scored tokens in place."""
 
     def for_drafters(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
@@ -74,15 +74,15 @@ class Extension:
     def check(self, params: SamplingParams) -> None:
         """Raise ValueError if the extension does not support the parameters."""
 
-    def new(self, request: Any) -> None:
+    def on_request(self, request: Any) -> None:
         """Handle a new request, before it is queued."""
 
     def plan(self, requests: Sequence[Any], limits: Sequence[int]) -> Any:
         """Return a plain value for `send`, or None if the extension takes no part in the step. `requests`
         decode in the step, with at most `limits` drafts each."""
 
-    def queued(self, rows: Sequence[int]) -> Any:
-        """Return a state to be passed to `collected`, after a step of these rows has been queued."""
+    def on_queued(self, rows: Sequence[int]) -> Any:
+        """Return a state to be passed to `on_collected`, after a step of these rows has been queued."""
 
-    def collected(self, step: Any, results: Sequence[Any], state: Any) -> None:
+    def on_collected(self, step: Any, results: Sequence[Any], state: Any) -> None:
         """Handle the results of a step (`engine.engine.Queued`), after its requests have been updated."""

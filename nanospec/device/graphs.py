@@ -34,7 +34,7 @@ PADDING = -1
 class Bucket(NamedTuple):
     """A batch size, a speculation length, and the extensions requested by some of the rows."""
 
-    batch: int
+    batch_size: int
     k: int
     extensions: tuple[Extension, ...] = ()
 
@@ -69,7 +69,7 @@ class StepGraphs:
     """The captures of all buckets of a step.
 
     Attributes:
-        batches, ks: batch sizes and speculation lengths, ascending. Not every pair is a bucket; see `ks_for`.
+        batch_sizes, ks: of the buckets, ascending. Not every pair is a bucket; see `ks_for`.
         captures: captures by bucket.
         replays: number of replays by (batch size, K).
         max_tokens: maximum number of tokens scored by a bucket.
@@ -84,27 +84,27 @@ class StepGraphs:
         lazy: bool = False,
     ) -> None:
         self.step, self.device, self.lazy = step, device, lazy
-        self.ks, self.batches = sorted({0, *ks}), batch_sizes(max_batch)
+        self.ks, self.batch_sizes = sorted({0, *ks}), batch_sizes(max_batch)
         self.captures: dict[Bucket, EagerCapture | CudaCapture] = {}
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
         self._sent: list[int] = []  # rows on the device, [] if unknown
         self.replays: Counter[tuple[int, int]] = Counter()
-        self.max_tokens = max(bucket.batch * (bucket.k + 1) for bucket in self.buckets())
+        self.max_tokens = max(bucket.batch_size * (bucket.k + 1) for bucket in self.buckets())
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def buckets(self) -> list[Bucket]:
         """Return all buckets, largest first, so that the later ones fit in the pool."""
-        buckets = [Bucket(b, k) for b in self.batches for k in self.ks_for(b)]
-        return sorted(buckets, key=lambda bucket: (-bucket.batch * (bucket.k + 1), bucket))
+        buckets = [Bucket(b, k) for b in self.batch_sizes for k in self.ks_for(b)]
+        return sorted(buckets, key=lambda bucket: (-bucket.batch_size * (bucket.k + 1), bucket))
 
     def ks_for(self, batch: int) -> list[int]:
         """Return the speculation lengths captured for a batch: 0 and those within MAX_STEP_TOKENS."""
-        size = self.batches[bisect_left(self.batches, batch)]
+        size = self.batch_sizes[bisect_left(self.batch_sizes, batch)]
         return [k for k in self.ks if k == 0 or size * (k + 1) <= MAX_STEP_TOKENS]
 
     def bucket_for(self, num_rows: int, k: int, extensions: tuple[Extension, ...] = ()) -> Bucket:
         """Return the bucket with the smallest batch size for `num_rows` rows and the largest K up to `k`."""
-        batch = self.batches[bisect_left(self.batches, num_rows)]
+        batch = self.batch_sizes[bisect_left(self.batch_sizes, num_rows)]
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k), extensions)
 
     def capture_all(self) -> None:
@@ -114,7 +114,7 @@ class StepGraphs:
 
     def capture(self, bucket: Bucket) -> EagerCapture | CudaCapture:
         """Capture a bucket, with padding rows only, because capturing runs the step."""
-        self._sent, rows = [], self.rows[: bucket.batch].fill_(PADDING)
+        self._sent, rows = [], self.rows[: bucket.batch_size].fill_(PADDING)
         step = partial(self.step, rows, bucket.k, bucket.extensions)
         capture = EagerCapture(step) if self._pool is None else CudaCapture(step, self._pool)
         self.captures[bucket] = capture
@@ -123,8 +123,8 @@ class StepGraphs:
     def run(self, rows: list[int], bucket: Bucket) -> StepResult:
         """Replay a bucket for `rows`, at most its batch size. The next replay overwrites the result."""
         capture = self.captures.get(bucket) or self.capture(bucket)  # new if lazy or with extensions
-        self.replays[bucket.batch, bucket.k] += 1
-        self.send(rows + [PADDING] * (bucket.batch - len(rows)))
+        self.replays[bucket.batch_size, bucket.k] += 1
+        self.send(rows + [PADDING] * (bucket.batch_size - len(rows)))
         capture.replay()
         B, (report, path, q_start, logits) = len(rows), capture.result
         return StepResult(report[:B], path[:B], q_start[:B], logits)

@@ -176,7 +176,7 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
     def peak(rows: int, width: int, prefill: bool = False) -> int:
         ids = torch.arange(rows, dtype=torch.int32, device=device)
         count = torch.full_like(ids, width)
-        batch = Batch.of_grid(table, ids, max_len - count, count, width, max_len)
+        batch = Batch.from_grid(table, ids, max_len - count, count, width, max_len)
 
         def score() -> None:
             hidden = model.forward(replace(batch, prefill=prefill), kv_cache)

@@ -5,7 +5,8 @@
 It reads and writes the request rows (`kernels/table.py`), the KV cache and the state of the drafters. The
 tokens of a row are its last committed token and its drafts. One forward pass scores them all. At each of
 these positions the target samples the next token, and a draft is accepted as long as it equals the token
-sampled at the position before it. The output is therefore the same as without speculation.
+sampled at the position before it. The output is therefore the same as without speculation. (For another
+acceptance rule, `accept` replaces sampled tokens so that this comparison implements the rule.)
 
 A step has one of two layouts. *Padded*: every row has K + 1 tokens and all shapes are known in advance, so
 the step never waits for the device and can be captured (`graphs.py`). *Packed* (the default on a CPU): the
@@ -31,7 +32,7 @@ from ..kernels.speculation.verify import commit
 from ..kernels.table import Table
 from ..models.decoder import Model
 from .extension import Extension
-from .orders import STAGES, Stopwatch
+from .messages import STAGES, Stopwatch
 
 Cut = Callable[[list[RowProposal]], list[int]]
 """Type of `Policy.cut`, which returns the number of drafts to verify for each row."""
@@ -85,16 +86,16 @@ class Step:
         k: int,
         requested: Sequence[Extension] = (),
         cut: Cut | None = None,
-        last_k: int = MAX_DRAFTS,
+        model_k: int = MAX_DRAFTS,
     ) -> StepResult:
         """Run a step over the request `rows` [B] int32, -1 for padding, with at most `k` drafts each. The
         `requested` extensions take part, along with those that always do. The step is padded unless `cut` is
-        given; then it is packed, and the last drafter proposes at most `last_k` drafts."""
+        given; then it is packed, and the last drafter proposes at most `model_k` drafts."""
         table, packed = self.table, cut is not None
         extensions = [each for each in self.extensions if each.always or each in requested]
         with self.stages["propose"]:
             times = self.draft_times if packed else None
-            proposal = methods.propose(self.drafters, table, rows, k, min(k, last_k), times)
+            proposal = methods.propose(self.drafters, table, rows, k, min(k, model_k), times)
             for extension in extensions if k else ():
                 proposal = extension.propose(table, rows, proposal)
             if cut is not None and k:
@@ -106,7 +107,7 @@ class Step:
             logits = self.model.logits(hidden, shared[:T] if len(shared) >= T else None)
         with self.stages["verify"]:
             for extension in extensions:
-                extension.change(logits, batch)
+                extension.process_logits(logits, batch)
             targets = sample(logits, table, batch)
             if not self.exact and batch.max_q_len > 1:
                 targets = accept(targets, logits, table, batch, proposal)

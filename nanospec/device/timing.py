@@ -31,8 +31,8 @@ from .step import Step
 # are interpolated, larger ones extrapolated from the last two sizes, which have a jump between them.
 SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 # The cost of a draft is a small difference between the times of short passes, and noise of 5 % could change
-# its sign. Passes of at least LONG tokens get FEW_REPEATS; after PATIENCE seconds, all get LATE_REPEATS.
-LONG, REPEATS, FEW_REPEATS, LATE_REPEATS, PATIENCE = 64, 9, 3, 2, 2.0
+# its sign. Passes of LONG_TOKENS or more get FEW_REPEATS; after PATIENCE_SECONDS, all get LATE_REPEATS.
+LONG_TOKENS, REPEATS, FEW_REPEATS, LATE_REPEATS, PATIENCE_SECONDS = 64, 9, 3, 2, 2.0
 # Batches to time attention with: number of rows, tokens per row, and bytes of K/V, more than the CPU's cache
 # can hold while the weights are read.
 ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)
@@ -46,7 +46,7 @@ Barrier = Callable[[], object]
 
 
 def step_costs(
-    step: Step, max_k: int, graphs: StepGraphs | None, num_blocks: int, barrier: Barrier = tuple
+    step: Step, max_k: int, graphs: StepGraphs | None, num_blocks: int, barrier: Barrier = lambda: None
 ) -> StepCosts:
     """Time steps of all sizes, captured ones if `graphs` is given. Call it before the first request."""
     table = step.table
@@ -57,7 +57,7 @@ def step_costs(
         graphs.capture_all()
     rehearse, times = partial(rehearsal, table, num_blocks), dict[int, dict[int, float]]()
     for bucket in tqdm(graphs.buckets(), desc="Timing steps", disable=None, leave=False):
-        times.setdefault(bucket.batch, {})[bucket.k] = replay_ms(graphs, bucket, rehearse, barrier=barrier)
+        times.setdefault(bucket.batch_size, {})[bucket.k] = replay_ms(graphs, bucket, rehearse, barrier)
     for row, drafter in product(range(table.num_rows), step.drafters):
         drafter.release(row)  # discard its state from the rehearsals
     return StepCosts(captured=times)
@@ -73,7 +73,7 @@ def forward_ms(model: Model, kv_cache: Tensor, table: Table, max_tokens: int) ->
     for n in sizes:
         width = min(n, table.max_context)
         rows = torch.zeros(-(-n // width), dtype=torch.int32, device=model.device)
-        batches[n] = Batch.of_grid(table, rows, rows, rows + width, width, bound=width)
+        batches[n] = Batch.from_grid(table, rows, rows, rows + width, width, bound=width)
     return _least_ms(model, kv_cache, table, batches)
 
 
@@ -97,7 +97,7 @@ def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> 
     rows = torch.arange(B, dtype=torch.int32, device=device)
     first = torch.full_like(rows, context)
     counts = {q: torch.full_like(rows, q) for q in ATTENTION_TOKENS}
-    batches = {q: Batch.of_grid(table, rows, first, n, q, context + q) for q, n in counts.items()}
+    batches = {q: Batch.from_grid(table, rows, first, n, q, context + q) for q, n in counts.items()}
     times, costs = _least_ms(model, kv_cache, table, batches), StepCosts(packed=by_tokens)
     few, many = ATTENTION_TOKENS
     low, high = ((times[q] - costs.cost(B, B * q)) / (B * context) for q in ATTENTION_TOKENS)
@@ -111,10 +111,10 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
     times = dict.fromkeys(batches, math.inf)
     batches = {key: replace(batch, slots=torch.full_like(batch.slots, -1)) for key, batch in batches.items()}
     alone = model.num_devices == 1  # several devices must run the same passes regardless of time
-    deadline = time.perf_counter() + (PATIENCE if alone else math.inf)
+    deadline = time.perf_counter() + (PATIENCE_SECONDS if alone else math.inf)
     for i, (key, batch) in product(range(REPEATS), batches.items()):
         start = time.perf_counter()
-        repeats = FEW_REPEATS if batch.num_tokens >= LONG or not alone else REPEATS
+        repeats = FEW_REPEATS if batch.num_tokens >= LONG_TOKENS or not alone else REPEATS
         if i >= (LATE_REPEATS if start > deadline else repeats):
             continue
         sample(model.logits(model.forward(batch, kv_cache)), table, batch)
@@ -124,14 +124,14 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
 
 
 def replay_ms(
-    graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, repeats: int = 5, barrier: Barrier = tuple
+    graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, barrier: Barrier = lambda: None, repeats: int = 5
 ) -> float:
     """Return the median milliseconds of `repeats` replays of a bucket. Since a step changes the rows that it
     reads, the rows are filled again before each replay, so that all replays do the same work."""
     times = []
-    graphs.send([*range(bucket.batch)])
+    graphs.send([*range(bucket.batch_size)])
     for _ in range(repeats + 1):
-        with rehearse(bucket.batch):
+        with rehearse(bucket.batch_size):
             times.append(elapsed_ms(graphs.captures[bucket].replay, graphs.device, barrier))
     return statistics.median(times[1:])
 
@@ -164,11 +164,11 @@ def rehearsal(table: Table, num_blocks: int, count: int, context: int = CONTEXT)
     table.tokens[rows] = torch.arange(length, device=device).int() % min(PERIOD, table.vocab_size)
     table.block_table[rows] = blocks.view(count, table.max_blocks).int()
     table.num_tokens[rows] = max(min(context, length // 2, length - MAX_DRAFTS - 1), 1)
-    table.max_len[rows], table.limit[rows] = length, MAX_DRAFTS
-    table.min_n[rows], table.max_n[rows], table.width[rows] = 1, 1, MAX_TREE_WIDTH
+    table.max_len[rows], table.max_k[rows] = length, MAX_DRAFTS
+    table.min_n[rows], table.max_n[rows], table.tree_width[rows] = 1, 1, MAX_TREE_WIDTH
     table.stop_ids[rows] = -1
     try:
         yield
     finally:
-        for column in (table.num_tokens, table.max_len, table.limit, table.block_table, table.finished):
+        for column in (table.num_tokens, table.max_len, table.max_k, table.block_table, table.finished):
             column[rows] = 0

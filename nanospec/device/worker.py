@@ -7,8 +7,8 @@
     release   empty a row
 
 They are called by the host (`engine.py`), which does not compute with tensors. Arguments are plain data
-(`orders.py`), so that the same calls can be sent to several workers. The exceptions: the pending step passed
-to `fetch`, and `cut`, a function of the host that a packed step calls for the number of drafts to verify.
+(`messages.py`), so that the same calls can be sent to several workers. The exceptions are the pending step
+passed to `fetch`, and `cut`, a host function that a packed step calls for the number of drafts to verify.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..kernels.transfer import to_host, write
 from ..models.decoder import Model
 from .extension import Extension
 from .graphs import KS, StepGraphs
-from .orders import Admission, PendingStep, RowResult, StepOrder, write_row
+from .messages import Admission, PendingStep, RowResult, StepInput, write_row
 from .resources import max_drafts, on_own_device, plan_cache, used_memory
 from .step import Cut, Step
 from .timing import Barrier, step_costs
@@ -43,10 +43,10 @@ class Worker:
         num_blocks, max_model_len: number of KV cache blocks and maximum context length, as memory permits.
         max_k: the largest K of any step, 0 without drafters.
         methods: names of the drafters, then of extensions that draft, indexed by `RowReport.drafter`.
-        model_code: index in `methods` of the drafter that runs a model, for which the policy chooses the
+        model_drafter: index in `methods` of the drafter that runs a model, for which the policy chooses the
             number of drafts in advance; NO_DRAFTER if there is none or steps are captured.
         graphs: captured steps, or None if steps are not captured (they may then wait for the device).
-        stages: a stopwatch for each of `orders.STAGES`.
+        stages: a stopwatch for each of `messages.STAGES`.
         memory: bytes in use by purpose, for each device of the model.
         failure: the reason if the worker can no longer run, else None.
     """
@@ -79,7 +79,7 @@ class Worker:
         self.kv_cache = model.empty_cache(self.num_blocks, config.block_size)
         captured = captures_steps(config, model, self.drafters)
         codes = [code for code, drafter in enumerate(self.drafters) if drafter.runs_model and not captured]
-        self.model_code = max(codes, default=NO_DRAFTER)
+        self.model_drafter = max(codes, default=NO_DRAFTER)
         for drafter in self.drafters:
             drafter.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
         self.memory = [used_memory(model, self.drafters, self.table, self.num_blocks)]
@@ -123,27 +123,27 @@ class Worker:
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Compute the K/V of prompt chunks."""
         with self.stages["prefill"]:
-            batch = Batch.of_chunks(self.table, chunks)
+            batch = Batch.from_chunks(self.table, chunks)
             self.model.write_kv(batch, self.kv_cache)
 
     @on_own_device
     @torch.inference_mode()
-    def step(self, order: StepOrder, cut: Cut) -> PendingStep:
+    def step(self, inputs: StepInput, cut: Cut) -> PendingStep:
         """Queue a step. If it is not captured, `cut` returns the number of drafts to verify for each row."""
-        for row_blocks in order.new_blocks:
+        for row_blocks in inputs.new_blocks:
             self._set_blocks(*row_blocks)
-        rows, num_top, graphs = order.rows, order.logprobs, self.graphs
-        requested = {each: v for each, v in zip(self.extensions, order.extra, strict=True) if v is not None}
-        bucket = None if graphs is None else graphs.bucket_for(len(rows), order.k, tuple(requested))
+        rows, num_top, graphs = inputs.rows, inputs.logprobs, self.graphs
+        requested = {each: v for each, v in zip(self.extensions, inputs.extra, strict=True) if v is not None}
+        bucket = None if graphs is None else graphs.bucket_for(len(rows), inputs.k, tuple(requested))
         for extension, value in requested.items():
-            extension.send(value, bucket.k if bucket else order.k)
+            extension.send(value, bucket.k if bucket else inputs.k)
         if graphs is None or bucket is None:
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
-            result = self._step(on_device, order.k, tuple(requested), cut, order.last_k)
+            result = self._step(on_device, inputs.k, tuple(requested), cut, inputs.model_k)
         else:
             with self.stages["propose"]:
                 for drafter in self.drafters:
-                    drafter.catch_up(order.drafting)
+                    drafter.catch_up(inputs.drafting)
             result = graphs.run(rows, bucket)
         logprobs = kept_logprobs(*result, num_top) if max(num_top) >= 0 else None
         return PendingStep(to_host(result.report), logprobs, num_top)
@@ -162,6 +162,6 @@ class Worker:
             drafter.release(row)
 
     @on_own_device
-    def measure(self, barrier: Barrier = tuple) -> StepCosts:
+    def measure(self, barrier: Barrier = lambda: None) -> StepCosts:
         """Time steps of all sizes, before the first request. `barrier` synchronizes all ranks, if several."""
         return step_costs(self._step, self.max_k, self.graphs, self.num_blocks, barrier)

@@ -126,7 +126,7 @@ class ModelDrafter(Drafter):
                 chunks.append(Chunk(row, text.computed, length))
                 budget -= length
         if chunks:
-            batch = Batch.of_chunks(self.table, chunks)
+            batch = Batch.from_chunks(self.table, chunks)
             self.model.write_kv(self._clamped(batch), self.kv)
             end = batch.base_len + batch.q_len
             self.computed[batch.rows] = torch.maximum(self.computed[batch.rows], end)

@@ -116,8 +116,8 @@ class RowAccounts:
     """Balance of each row in ms: the time that drafts have saved it, minus the time that they have cost it.
 
     Drafts of one row lengthen the steps of all rows. An accepted draft ends its request one step (`plain` ms)
-    earlier; a later step then runs without that row and is shorter, which saves every row `_shared` ms. What
-    remains of `plain` after every row's share is credited to the draft's own row, in addition to its share.
+    earlier; a later step then runs without that row and is shorter, which saves each of B rows `_shared` ms.
+    The draft's own row saves `plain - B * _shared` ms on top.
     """
 
     def __init__(self) -> None:

@@ -210,7 +210,7 @@ class MedusaDrafter(Drafter):
         index = rows.clamp(min=0)
         num_drafts = torch.where(self.ready[index], draft_limits(table, rows, k), 0)
         candidate, parents, sizes = self._tree(k)
-        width = (table.width[index] - 1).clamp(0, self.width - 1).long()
+        width = (table.tree_width[index] - 1).clamp(0, self.width - 1).long()
         drafts = self._candidates(table, index).flatten(1).gather(1, candidate[width])
         num_drafts = torch.minimum(num_drafts, sizes[width])
         return make_proposal(drafts, num_drafts, parents[width] if self.width > 1 else None)

@@ -159,15 +159,15 @@ def load_drafters(spec: SpecConfig, target: Target, given: Drafters | None = Non
 
 
 def propose(
-    drafters: Sequence[Drafter], table: Table, rows: Tensor, k: int, last_k: int, times: DraftTimes | None
+    drafters: Sequence[Drafter], table: Table, rows: Tensor, k: int, model_k: int, times: DraftTimes | None
 ) -> Proposal:
-    """Return up to `k` drafts for each of the rows [B], in k columns; at most `last_k` from the last drafter.
+    """Return up to `k` drafts for each of the rows [B], in k columns; up to `model_k` from the last drafter.
     `times` records the time of the last drafter if it runs a model; None in captured steps."""
     merged: Proposal | None = None
     if times is not None:
         times.fade()
     for code, drafter in enumerate(drafters):
-        limit = last_k if drafter is drafters[-1] else k
+        limit = model_k if drafter is drafters[-1] else k
         if not limit:
             continue
         remaining = rows if merged is None else torch.where(merged.num_drafts > 0, -1, rows)

@@ -6,7 +6,7 @@ A *captured* step has one K for all rows, which `choose` returns before drafts a
 after they are proposed; `choose` then only limits how many drafts a model generates.
 
 Step costs are measured; acceptance is estimated from earlier steps (`estimates.py`). Drafts that are never
-verified yield no data, so for SHARE of the time, steps are probes with more drafts than seems best.
+verified yield no data, so for OVERHEAD of the time, steps are probes with more drafts than seems best.
 
 While requests wait, maximizing tokens per ms is right: a request that ends early frees its row. While none
 wait, drafts of one row must not slow down others: packed steps spend only the time that `RowAccounts` allows.
@@ -23,7 +23,7 @@ from ..kernels.speculation.report import RowReport
 from .estimates import Estimator, RowAccounts, RowProposal, StepCosts
 
 ByRow = Mapping[int, int]  # request row -> number of drafts
-SHARE = 0.005  # maximum share of time for probes, and maximum slowdown of a row by the drafts of others
+OVERHEAD = 0.005  # maximum share of time for probes, and maximum slowdown of a row by the drafts of others
 
 
 class Policy:
@@ -61,10 +61,10 @@ class Policy:
 class AutoPolicy(Policy):
     """Maximizes the expected tokens per ms, see the module docstring."""
 
-    def __init__(self, costs: StepCosts, model: int = NO_DRAFTER) -> None:
+    def __init__(self, costs: StepCosts, model_drafter: int = NO_DRAFTER) -> None:
         """`model` is the index of the drafter that runs a model in packed steps."""
         self.costs: StepCosts = costs
-        self.estimator, self._accounts, self._model = Estimator(), RowAccounts(), model
+        self.estimator, self._accounts, self._model_drafter = Estimator(), RowAccounts(), model_drafter
         self._context, self._waiting, self._probing = 0, True, False  # of the latest step
         self._credit, self._turn = 0.0, 0  # ms available for probes; selects the row of the next probe
 
@@ -72,12 +72,12 @@ class AutoPolicy(Policy):
         B, max_k = len(limits), max(limits.values())
         self._context, self._waiting, self._probing, self.expected_speedup = context, waiting, False, 1.0
         plain = self.costs.cost(B, B, context)
-        self._credit = min(self._credit + SHARE * plain, plain)
-        if self.costs.packed and self._model == NO_DRAFTER:
+        self._credit = min(self._credit + OVERHEAD * plain, plain)
+        if self.costs.packed and self._model_drafter == NO_DRAFTER:
             return max_k, max_k
         weighed = of_drafters if self.costs.packed else limits
         ms = self.costs.by_k(B, max(weighed.values()), context)
-        tokens = self.estimator.tokens(weighed, self._model, tuple(ms))
+        tokens = self.estimator.tokens(weighed, self._model_drafter, tuple(ms))
         rates = {k: n / ms[k] for k, n in zip(ms, tokens)}
         best = max(rates, key=rates.__getitem__)
         self.expected_speedup = rates[best] / rates[0]
@@ -92,7 +92,7 @@ class AutoPolicy(Policy):
         # A draft less likely than this cannot raise the tokens per ms of any step, so it is not considered.
         least = B / plain * self.costs.least_slope(B, self._context)
         for each in proposals:
-            verify_all = self._probing and each.drafter == self._model  # the drafts of a probe
+            verify_all = self._probing and each.drafter == self._model_drafter  # the drafts of a probe
             gains[each.row] = [1.0] * each.num_drafts if verify_all else self.estimator.gains(each, least)
         alone = self.costs.cost(1, 1, self._context // B)
         allowed = self._accounts.allowed({row: sum(chances) for row, chances in gains.items()}, plain, alone)
@@ -111,7 +111,7 @@ class AutoPolicy(Policy):
             self._turn += 1
             taken[more[self._turn % len(more)]] += 1
         if not self._waiting:
-            self._accounts.spend(cost(B + taken.total()) - (1 + SHARE) * plain)
+            self._accounts.spend(cost(B + taken.total()) - (1 + OVERHEAD) * plain)
         return [taken[each.row] for each in proposals]
 
     def _spend_credit(self, ms: float) -> bool:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
-from ..device.orders import PendingStep, RowBlocks, RowResult, StepOrder, method_of
+from ..device.messages import PendingStep, RowBlocks, RowResult, StepInput, method_of
 from ..device.resources import is_oom, oom_remedy
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
@@ -47,7 +47,7 @@ class Engine:
         self.limits = Limits(config, worker.model.config.vocab_size, worker.max_model_len, tokenizer)
         self.metrics = Metrics(SpecStats(config.spec.acceptance))
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
-        self.policy = AutoPolicy(worker.measure(), worker.model_code) if auto else Policy()
+        self.policy = AutoPolicy(worker.measure(), worker.model_drafter) if auto else Policy()
         on_gpu, is_async = worker.device.type == "cuda", config.async_scheduling
         self.lag = int(worker.graphs is not None and (on_gpu if is_async is None else is_async))
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
@@ -100,7 +100,7 @@ class Engine:
             stats=SpecStats(params.acceptance or config.spec.acceptance),
         )
         for extension in self.extensions:
-            extension.new(request)
+            extension.on_request(request)
         return request
 
     def abort(self, request: Request, error: str | None = None) -> None:
@@ -142,7 +142,7 @@ class Engine:
             self._admit(plan)
         updated = self._prefill(plan) if plan.prefill else []
         if plan.decode:
-            self._queue.append(self._launch(plan))
+            self._queue.append(self._queue_step(plan))
         lag = self.lag if plan.decode else 0  # collect everything if no step was queued
         while len(self._queue) > lag:
             queued = self._queue.popleft()
@@ -150,7 +150,7 @@ class Engine:
             with self.worker.stages["host"]:
                 updated += self._collect(queued, results)
             for extension, state in zip(self.extensions, queued.extension_states, strict=True):
-                extension.collected(queued, results, state)
+                extension.on_collected(queued, results, state)
         return updated
 
     def _admit(self, plan: Plan) -> None:
@@ -179,26 +179,26 @@ class Engine:
         self.metrics.num_prefill_tokens += sum(count for _, _, count in plan.prefill)
         return []
 
-    def _launch(self, plan: Plan) -> Queued:
+    def _queue_step(self, plan: Plan) -> Queued:
         """Queue a step for the requests that decode."""
         requests = plan.decode
         limits = {r.row: r.max_k for r in requests}
         drafter_limits = {r.row: 0 if r.constraint is not None else r.max_k for r in requests}
         context = sum(request.num_tokens for request in requests)
-        k, last_k = self.policy.choose(limits, drafter_limits, context, bool(self.scheduler.waiting))
-        order = StepOrder(
+        k, model_k = self.policy.choose(limits, drafter_limits, context, bool(self.scheduler.waiting))
+        inputs = StepInput(
             rows=[*limits],
             logprobs=[-1 if (n := r.params.logprobs) is None else n for r in requests],
             drafting=[row for row, limit in drafter_limits.items() if min(limit, k)],
             k=k,
-            last_k=last_k,
+            model_k=model_k,
             new_blocks=[RowBlocks(r.row, r.num_tokens, r.blocks, n) for r, n in plan.new_blocks.items()],
             extra=[each.plan(requests, [min(n, k) for n in limits.values()]) for each in self.extensions],
         )
         self.metrics.num_forward_steps += 1
-        pending = self.worker.step(order, self.policy.cut)
-        states = [each.queued(order.rows) for each in self.extensions]
-        return Queued(requests, order.rows, k, pending, states)
+        pending = self.worker.step(inputs, self.policy.cut)
+        states = [each.on_queued(inputs.rows) for each in self.extensions]
+        return Queued(requests, inputs.rows, k, pending, states)
 
     def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
         """Append the results to their requests and release finished ones. Return the requests updated."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
 from ..device.extension import Constraint
-from ..device.orders import Admission
+from ..device.messages import Admission
 from ..kernels import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..outputs import Completion, Logprob, Piece, RequestOutput, SpecStats
@@ -115,13 +115,13 @@ class Request:
             self._hashes.append(block_hash(parent, self.tokens[i * block_size : (i + 1) * block_size]))
         return self._hashes
 
-    def append(self, step: RowReport, logprobs: list[dict[int, Logprob]] | None = None) -> int:
+    def append(self, report: RowReport, logprobs: list[dict[int, Logprob]] | None = None) -> int:
         """Append a step's tokens, up to the first stop string or the end of the constraint, and return their
-        number; finish the request if it ends. A stop string takes precedence over everything after it, the
-        constraint over the finish reason of the device."""
-        tokens, reason, error = step.tokens, FINISH[step.finished], None
+        number; finish the request if it ends. The finish reason is that of the stop string, else of the
+        constraint, else of the device."""
+        tokens, reason, error = report.tokens, FINISH[report.finished], None
         if (constraint := self.constraint) is not None:
-            at_stop_token = step.finished == STOPPED  # which is not passed to the constraint
+            at_stop_token = report.finished == STOPPED  # which is not passed to the constraint
             num_kept = constraint.advance(tokens[:-1] if at_stop_token else tokens)
             if constraint.ended or constraint.error:
                 tokens, error = tokens[:num_kept], constraint.error
@@ -130,11 +130,11 @@ class Request:
         while count < len(tokens) and not at_stop_string:
             self.tokens.append(tokens[count])
             count += 1
-            is_stop_token = step.finished == STOPPED and count == len(step.tokens)
+            is_stop_token = report.finished == STOPPED and count == len(report.tokens)
             at_stop_string = self.output.push(self.tokens[-1], is_text=not is_stop_token)
         if count and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
-        self.draft_sources += step.sources[:count]
+        self.draft_sources += report.sources[:count]
         if logprobs is not None:
             self.logprobs += map(self._with_texts, logprobs[:count])
         self.num_computed = self.num_tokens - 1

@@ -113,7 +113,7 @@ class Scheduler:
     def _next(self, plan: Plan) -> tuple[Request, list[int]] | None:
         """Return the next waiting request and its cached blocks, None if no row or too few blocks are free.
 
-        Requests whose next block another prompt will compute in a later chunk wait until they can share it.
+        A request waits if a prompt in prefill will compute its next block, so that it can share the block.
         After a preemption no request is admitted, since running requests need the freed blocks.
         """
         if not self.waiting or not self._free_rows or plan.preempted:
@@ -146,13 +146,13 @@ class Scheduler:
         request.start_time = request.start_time or time.perf_counter()
         self.running.append(request)
 
-    def _chunk(self, request: Request, budget: int, more: bool, plan: Plan) -> int:
-        """Schedule the next chunk of a prompt and return its length. If `more` prompts follow, a prompt that
+    def _chunk(self, request: Request, budget: int, others_wait: bool, plan: Plan) -> int:
+        """Schedule the next chunk of a prompt and return its length. If other prompts wait, a prompt that
         exceeds the budget takes only half of it."""
         start = request.num_computed
         count = request.num_tokens - 1 - start
         if count > budget:
-            count = max(budget // 2, min(self.block_size, budget)) if more else budget
+            count = max(budget // 2, min(self.block_size, budget)) if others_wait else budget
         plan.prefill.append((request, start, count))
         request.num_computed += count
         self.register(request)

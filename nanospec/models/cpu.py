@@ -13,8 +13,8 @@ from torch import Tensor
 from ..kernels.batch import Batch
 from ..kernels.launch import use_native, use_triton
 from ..kernels.layer.linear import NativeLinear
-from ..kernels.layer.stream import Norm
-from ..kernels.native import Word, call, target, words
+from ..kernels.layer.residual import Norm
+from ..kernels.native import NativeArg, call, target, words
 from ..kernels.native.packed import WIDTH, cache_words, empty_rows, row_words, tiled_shape, zeros_on_demand
 from .config import ModelConfig
 from .decoder import GetWeight, Layer, Model
@@ -62,15 +62,15 @@ class CompiledModel(Model):
 
     def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
         call(
-            "nanospec_forward", _address(self._model), *batch.words, *cache_words(kv_cache),
+            "nanospec_forward", _address(self._model), *batch.native_args, *cache_words(kv_cache),
             *row_words(hidden), torch.get_num_threads(),
         )  # fmt: skip
 
-    def _layer_words(self, layer: Layer) -> tuple[Word, ...]:
+    def _layer_words(self, layer: Layer) -> tuple[NativeArg, ...]:
         """Return the words of the struct `Layer` of structs.h."""
         q_norm, k_norm = layer.qk_norms or (None, None)
         norms = layer.input_norm, q_norm, k_norm, layer.o_norm, layer.post_norm, layer.down_norm
-        weights: list[Word] = []
+        weights: list[NativeArg] = []
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
             weights += linear.weight.words(linear.bias)
         return *map(self._norm, norms), *weights, layer.window, self.cos_sin[layer.rope]

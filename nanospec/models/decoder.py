@@ -23,8 +23,8 @@ from ..kernels.batch import Batch
 from ..kernels.launch import use_triton
 from ..kernels.layer.attention import AttentionMetadata, attention
 from ..kernels.layer.linear import Linear, make_linear
+from ..kernels.layer.residual import Norm, Residual, embed, rms_norm
 from ..kernels.layer.rope_cache import rope_cache
-from ..kernels.layer.stream import Norm, Stream, embed, rms_norm
 from ..kernels.native.packed import zeros_on_demand
 from .config import ModelConfig, cos_sin_table
 
@@ -60,20 +60,20 @@ class Layer:
         self.down_norm = norm("mlp.out_norm") if config.out_norms else None
 
     def __call__(
-        self, stream: Stream, cache: Tensor, angles: Tensor, metadata: AttentionMetadata, norm: Norm
-    ) -> Stream:
+        self, residual: Residual, cache: Tensor, angles: Tensor, metadata: AttentionMetadata, next_norm: Norm
+    ) -> Residual:
         """Run the layer on the residual stream x [T, H] with its cache [2, Hkv, num_blocks, block_size, D].
 
         x += o(attention(rope(qkv(input_norm(x))))), then x += down(gate(gate_up(post_norm(x)))). On a GPU the
-        addition also computes what the next RMSNorm needs, so `norm` is the first norm of the next layer.
+        addition also computes what the next RMSNorm needs, so `next_norm` is the next layer's first norm.
         """
         c = self.config
-        qkv = self.qkv.of_norm(stream)  # norm(x) @ W.T: [T, (Hq + 2 Hkv) * D], all q heads, all k heads, v
+        qkv = self.qkv.after_norm(residual)  # norm(x) @ W.T: [T, (Hq + 2 Hkv) * D]: q, k and v heads
         q = rope_cache(qkv, cache, metadata.batch, angles, self.qk_norms)  # [T, Hq, D]; k, v go to the cache
         out = attention(q, cache, metadata, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
-        stream = self.o.add_to(stream, out, self.post_norm, self.o_norm)  # x + o_norm(out @ W.T)
-        h = self.gate_up.gated(stream, c.gate)  # silu(gate) * up of norm(x) @ W.T: [T, I]
-        return self.down.add_to(stream, h, norm, self.down_norm)  # x + down_norm(h @ W.T)
+        residual = self.o.add_to(residual, out, self.post_norm, self.o_norm)  # x + o_norm(out @ W.T)
+        h = self.gate_up.gated(residual, c.gate)  # silu(gate) * up of norm(x) @ W.T: [T, I]
+        return self.down.add_to(residual, h, next_norm, self.down_norm)  # x + down_norm(h @ W.T)
 
 
 class Model:
@@ -121,10 +121,10 @@ class Model:
         angles = {rope: table.index_select(0, batch.positions) for rope, table in self.cos_sin.items()}
         metadata = {w: AttentionMetadata(batch, w) for w in set(self.config.windows)}
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
-        stream = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
+        residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
         for layer, cache, norm in zip(self.layers, kv_cache, norms[1:], strict=True):
-            stream = layer(stream, cache, angles[layer.rope], metadata[layer.window], norm)
-        return rms_norm(stream.x, self.norm)
+            residual = layer(residual, cache, angles[layer.rope], metadata[layer.window], norm)
+        return rms_norm(residual.x, self.norm)
 
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
         """Only write the keys and values of a batch (prefill); `cpu.py` skips the rest of the last layer."""

@@ -81,7 +81,7 @@ class GGUFFile(dict[str, Any]):
         self.architecture: str = self["general.architecture"]
         if self.architecture not in ARCHITECTURES:
             problem = f"architecture {shown(self.architecture)} is not supported"
-            raise ConversionError(f"{problem}; supported are {' and '.join(ARCHITECTURES)}.")
+            raise ConversionError(f"{problem}; use {' or '.join(ARCHITECTURES)}.")
 
     def __missing__(self, key: str) -> NoReturn:
         raise ConversionError(f"the required field {key!r} is missing.")

@@ -55,7 +55,7 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) ->
 
 
 def fast_in_bfloat16() -> bool:
-    """Return whether this CPU decodes faster in bfloat16 than in float32. Our C++ does so with AVX2 (3.6x for
+    """Return whether this CPU decodes faster in bfloat16 than in float32: the C++ kernels with AVX2 (3.6x for
     one request), PyTorch with avx512_bf16 or AMX. Other architectures have not been measured."""
     wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if wide and use_native(torch.empty(0, dtype=torch.bfloat16)):

@@ -34,8 +34,8 @@ class FakeRace(cpu.Race):
 
 
 def test_peers_use_fastest_settings_and_systems_alternate() -> None:
-    vllm = {("vllm", guess): 30.0 for guess in worker.GUESSES["vllm"]} | {("vllm", (4, 1, 8)): 50.0}
-    hf = {("transformers", guess): 10.0 for guess in worker.GUESSES["transformers"]}
+    vllm = {("vllm", setting): 30.0 for setting in worker.SPEC_SETTINGS["vllm"]} | {("vllm", (4, 1, 8)): 50.0}
+    hf = {("transformers", setting): 10.0 for setting in worker.SPEC_SETTINGS["transformers"]}
     race = FakeRace({("nanospec", None): 60.0, ("nanospec", "auto"): 100.0, **vllm, **hf})
     race.choose()
     assert race.best["vllm", "B=4, 200"] == (4, 1, 8)
@@ -46,7 +46,7 @@ def test_peers_use_fastest_settings_and_systems_alternate() -> None:
     assert race.turns[10:13] == ["vllm", "transformers", "nanospec"]  # B=1 in the second round
     rows = {(row["case"], row["system"], row["way"]): row for row in cpu.table(rounds)}
     row = rows["B=1, 200", "vllm", "n-gram"]
-    assert row["guess"] == "K = 4, 1–8"
+    assert row["setting"] == "K = 4, 1–8"
     assert row["nanospec_ratio"]["median"] == pytest.approx(2.0)
     assert row["plain_ratio"]["median"] == pytest.approx(50 / 30, abs=1e-3)
     assert row["equal_to_plain"] == [2, 2]
@@ -54,7 +54,7 @@ def test_peers_use_fastest_settings_and_systems_alternate() -> None:
 
 def test_outputs_are_compared_within_a_round() -> None:
     def run(outputs: list[list[int]], seconds: float) -> dict[str, Any]:
-        return {"outputs": outputs, "seconds": seconds, "guess": "auto"}
+        return {"outputs": outputs, "seconds": seconds, "setting": "auto"}
 
     rounds = [
         {

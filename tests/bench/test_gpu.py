@@ -84,7 +84,7 @@ def test_hanging_group_is_killed_with_its_children(tmp_path: Path) -> None:
         if not stat.is_file() or " Z " in stat.read_text():  # ended, possibly not reaped
             return
         time.sleep(0.1)
-    raise AssertionError("the child lives on")
+    raise AssertionError("the child process is still running")
 
 
 def test_groups_that_are_not_alone_run_together(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def gpu() -> Iterator[torch.device]:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("needs compiled kernels: run `pytest tests/gpu` by itself")
+        pytest.skip("needs compiled kernels: run `pytest tests/gpu` separately")
     torch.manual_seed(0)
     with poisoned():
         yield torch.device("cuda")

@@ -131,9 +131,9 @@ def test_structured_output_with_and_without_speculation(
     for request, wanted in zip(run(engine, jobs), expected, strict=True):
         assert request.output_ids == wanted.token_ids
         assert request.finish_reason == wanted.finish_reason
-        asked = request.params.response_format
-        if asked is not None and request.finish_reason == "stop" and request.stop_reason is None:
-            assert is_right(request.text, asked)
+        response_format = request.params.response_format
+        if response_format is not None and request.finish_reason == "stop" and request.stop_reason is None:
+            assert is_right(request.text, response_format)
     assert engine.metrics.spec.by_drafter["grammar"][2] > 0
 
 

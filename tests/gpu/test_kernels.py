@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.launch import forced
+from nanospec.kernels.layer.residual import Norm, rms_norm
 from nanospec.kernels.layer.rope_cache import rope_cache
-from nanospec.kernels.layer.stream import Norm, rms_norm
 from nanospec.kernels.speculation import kv_move
 from nanospec.kernels.speculation.verify import Verdict
 from tests.kernels.products import KINDS, Products

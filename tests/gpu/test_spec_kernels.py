@@ -94,7 +94,7 @@ def random_histories(B: int, length: int, **columns: Any) -> tuple[Table, Tensor
 @pytest.mark.parametrize("length", [1, 1000, 4096, 30_000])
 @pytest.mark.parametrize("B", [1, 7, 64])
 def test_ngram(B: int, length: int) -> None:
-    table, rows = random_histories(B, length, limit=7)
+    table, rows = random_histories(B, length, max_k=7)
     rows[B // 2] = -1 if B > 1 else 0
     assert_equal(ngram.propose(on_gpu(table), rows.cuda(), 8, 5), ngram.naive(table, rows, 8, 5))
 
@@ -102,7 +102,7 @@ def test_ngram(B: int, length: int) -> None:
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize(("B", "length", "k"), [(1, 1000, 8), (7, 4096, 16), (64, 4096, 8), (3, 30_000, 63)])
 def test_ngram_tree(B: int, length: int, k: int, width: int) -> None:
-    table, rows = random_histories(B, length, width=torch.randint(1, width + 1, (B,)))
+    table, rows = random_histories(B, length, tree_width=torch.randint(1, width + 1, (B,)))
     actual = ngram.propose(on_gpu(table), rows.cuda(), k, 5, width)
     assert_equal(actual, ngram.naive(table, rows, k, 5, width))
 

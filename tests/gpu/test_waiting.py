@@ -13,7 +13,7 @@ from torch import Tensor
 from nanospec import SamplingParams
 from nanospec.config import SpecConfig
 from nanospec.device.graphs import CudaCapture
-from nanospec.device.orders import Admission, write_row
+from nanospec.device.messages import Admission, write_row
 from nanospec.engine.engine import Engine
 from nanospec.kernels.batch import Chunk
 from nanospec.kernels.table import Table

@@ -19,7 +19,7 @@ from nanospec.kernels.speculation.verify import COUNTS, Verdict
 from nanospec.kernels.table import Table
 
 S = 4  # request rows, unless a test says otherwise
-NEUTRAL = {"top_p": 1, "repetition": 1, "max_len": 1000, "limit": 63, "min_n": 1, "max_n": 3, "width": 1}
+NEUTRAL = {"top_p": 1, "repetition": 1, "max_len": 1000, "max_k": 63, "min_n": 1, "max_n": 3, "tree_width": 1}
 
 
 def compiled(**functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.linear import make_linear
-from nanospec.kernels.layer.stream import Norm, Stream, embed, rms_norm
+from nanospec.kernels.layer.residual import Norm, Residual, embed, rms_norm
 
 KINDS = (
     "linear", "linear_bias", "linear_add", "residual_add", "norm_linear", "norm_swiglu", "swiglu_bias",
@@ -51,22 +51,22 @@ class Products:
         if kind in ("linear_add", "residual_add"):
             norm = Norm(bias, 1e-5)
             own = Norm(1 + bias.to(torch.promote_types(dtype, torch.float32)), 1e-5)
-            new = linear.add_to(stream_of(residual, norm), x, norm, own if kind == "residual_add" else None)
+            new = linear.add_to(residual_of(residual, norm), x, norm, own if kind == "residual_add" else None)
             return torch.cat((new.x, normed(new)), 1)
-        stream = stream_of(x, Norm(scale, 1e-5))
+        residual = residual_of(x, Norm(scale, 1e-5))
         if kind == "norm_linear":
-            return linear.of_norm(stream)
-        return linear.gated(stream, "gelu" if kind == "geglu" else "silu")
+            return linear.after_norm(residual)
+        return linear.gated(residual, "gelu" if kind == "geglu" else "silu")
 
 
-def stream_of(x: Tensor, norm: Norm) -> Stream:
+def residual_of(x: Tensor, norm: Norm) -> Residual:
     """Return x [T, H] as a residual stream."""
     return embed(torch.arange(len(x), device=x.device), x, norm)
 
 
-def normed(stream: Stream) -> Tensor:
+def normed(residual: Residual) -> Tensor:
     """Return the norm of a stream [T, H], as its readers compute it."""
-    if stream.scaled is None or stream.squares is None:
-        return rms_norm(stream.x, stream.norm)
-    mean = stream.squares.sum(0) / stream.x.shape[1]
-    return (stream.scaled * (mean + stream.norm.eps).rsqrt()[:, None]).to(stream.x.dtype)
+    if residual.scaled is None or residual.squares is None:
+        return rms_norm(residual.x, residual.norm)
+    mean = residual.squares.sum(0) / residual.x.shape[1]
+    return (residual.scaled * (mean + residual.norm.eps).rsqrt()[:, None]).to(residual.x.dtype)

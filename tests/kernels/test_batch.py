@@ -24,11 +24,11 @@ def random_table() -> Table:
 def test_batch_of_texts(layout: str) -> None:
     table = random_table()
     if layout == "chunks":
-        batch = Batch.of_chunks(table, CHUNKS)
+        batch = Batch.from_chunks(table, CHUNKS)
     else:
         rows, first, count = torch.tensor(CHUNKS, dtype=torch.int32).T.contiguous()
-        batch = Batch.of_grid(table, rows, first, count, 41)
-        batch = batch if layout == "grid" else batch.packed()
+        batch = Batch.from_grid(table, rows, first, count, 41)
+        batch = batch if layout == "grid" else batch.to_packed()
     assert (batch.num_rows, batch.prefill, batch.padded) == (4, layout == "chunks", layout == "grid")
     assert batch.max_q_len == (41 if layout == "grid" else 40)
     assert batch.max_kv_len == MAX_CONTEXT
@@ -52,9 +52,9 @@ def test_batch_of_texts(layout: str) -> None:
 
 def test_padding_rows() -> None:
     one, table = torch.ones(3, dtype=torch.int32), random_table()
-    batch = Batch.of_grid(table, torch.tensor([-1, 2, -1], dtype=torch.int32), one, one, 2)
+    batch = Batch.from_grid(table, torch.tensor([-1, 2, -1], dtype=torch.int32), one, one, 2)
     assert batch.rows.tolist() == [-1, 2, -1]
     assert batch.q_len.tolist() == [0, 1, 0]
     assert (batch.slots >= 0).tolist() == [False, False, True, False, False, False]
-    packed = batch.packed()
+    packed = batch.to_packed()
     assert (packed.num_tokens, packed.max_q_len, packed.max_kv_len) == (1, 1, 2)

@@ -103,7 +103,7 @@ class Texts:
             ancestors=ancestors,
             prefill=widest > MAX_QUERIES,
         )
-        return (batch, q) if padded else (batch.packed(), q[slots >= 0])
+        return (batch, q) if padded else (batch.to_packed(), q[slots >= 0])
 
     def attend(
         self,

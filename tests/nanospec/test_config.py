@@ -181,7 +181,7 @@ def test_from_vllm(vllm: dict[str, Any], ours: SpecConfig) -> None:
             lambda: check_names({"max_seqs": 3}, EngineConfig),
             "Config has no option 'max_seqs'; did you mean ",
         ),
-        (lambda: check_names({"xyzzy": 1}, EngineConfig), "available are async_scheduling, block_size"),
+        (lambda: check_names({"xyzzy": 1}, EngineConfig), "available options: async_scheduling, block_size"),
         (lambda: LLM("x", spec=SpecConfig(), speculative_config={}), "cannot be combined"),
         (lambda: LLM("x", max_seqs=3), "did you mean max_num_seqs?"),
     ],

@@ -236,7 +236,7 @@ DEFECTS = {
         ("nothing", 1.0, "rejection"), 256,
     ),
     "bonus token is drawn from the previous position": Defect(
-        sample, "scores_of", "logits[t]", "logits[t - (0 < place == len(row.ids) - 1)]", DRAFT,
+        sample, "scores_of", "logits[t]", "logits[t - (0 < node == len(row.ids) - 1)]", DRAFT,
         ("nothing", 1.0, "exact"),
     ),
     "two positions share their noise": Defect(
@@ -267,8 +267,8 @@ SMALL_DEFECTS = {
         ("nothing", 1.7, "rejection"), 8192,
     ),
     "filters of the draft are ignored": Defect(
-        accept, "_rejection", "log_probs(guess, s, table)",
-        "(guess / table.temperature[s]).log_softmax(-1)", DRAFT, ("filters", 1.7, "rejection"),
+        accept, "_rejection", "log_probs(logits, s, table)",
+        "(logits / table.temperature[s]).log_softmax(-1)", DRAFT, ("filters", 1.7, "rejection"),
         2048,
     ),
     "acceptance shares the noise of the draft": Defect(

@@ -78,7 +78,7 @@ def parts(config: ModelConfig, tokens: int, context: int, itemsize: int) -> list
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Time PyTorch reading 512 MiB and the engine's matrix product of square matrices."""
+    """Time reading 512 MiB, and a product of square matrices (PyTorch's on a GPU, else the engine's)."""
     block = torch.ones(BLOCK // 4, dtype=torch.float32, device=device)
     n = GPU_SIDE if device.type == "cuda" else CPU_SIDE
     a = torch.randn(n, n, device=device).to(dtype)
@@ -108,12 +108,13 @@ def explain(llm: LLM, console: Console) -> None:
     counts = [parts(model.config, tokens, context, itemsize) for tokens in (1, 1 + DRAFTS)]
     rows = [(one.name, *one.cells(machine), *more.cells(machine)) for one, more in zip(*counts)]
     console.table(("", *("MB", "GFLOP", "min ms") * 2), rows)
-    console.line("\nMeasured step times with an empty context:")
     costs = engine.policy.costs or engine.worker.measure()
+    cached = 1 if costs.packed else context
+    console.line(f"\nMeasured step times{'' if cached > 1 else ' with an empty context'}:")
     ms = costs.packed or {1 + k: step_ms for k, step_ms in costs.by_k(1, engine.worker.max_k).items()}
     rows = []
     for tokens, step_ms in ms.items():
-        least = sum(part.ms(machine) for part in parts(model.config, tokens, 1, itemsize))
+        least = sum(part.ms(machine) for part in parts(model.config, tokens, cached, itemsize))
         rows.append((str(tokens), f"{least:.2f}", f"{step_ms:.2f}", f"{step_ms / ms[1]:.2f}x"))
     console.table(("tokens scored", "min ms", "measured ms", "vs one token"), rows)
     if llm.config.spec.max_k:

@@ -77,14 +77,14 @@ def build_parser(full: bool = False) -> Parser:
     add("--chat", action="store_true", help="start an interactive chat")
     add("--input", metavar="FILE", help="run a batch of requests in JSON Lines (-: stdin)")
     add("--demo", action="store_true", help="run three requests with and without speculation")
-    add("--explain", action="store_true", help="measure step time by number of tokens, and explain it")
+    add("--explain", action="store_true", help="time steps by number of tokens; show if drafts pay")
     add = parser.add_argument_group("general").add_argument
-    add("--output", metavar="FILE", help="results of --input (-: stdout); resumes if it exists")
-    add("--replicas", **NUMBER, help="number of engines for --input, run with Ray")
+    add("--output", metavar="FILE", help="where to write or resume the results of --input (-: stdout)")
+    add("--replicas", **NUMBER, help="number of engines, run with Ray (with --input)")
     add("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
     add("--system", metavar="TEXT", help="system message for conversations without one")
     add("--json", action="store_true", help="print statistics as JSON to standard output")
-    add("--trace", metavar="FILE.html", help="write a page that shows each step and its drafts")
+    add("--trace", metavar="FILE.html", help="write an HTML page that shows each step and its drafts")
     add("--show-drafts", action="store_true", help="highlight accepted drafts in a terminal")
     for settings, title in SETTINGS:
         add_settings(parser, settings, title, full, DEFAULTS)

@@ -114,7 +114,7 @@ def _streaming(server_fields: Mapping[str, Any]) -> tuple[bool, frozenset[str]]:
         raise ValueError("stream_options must be an object, and requires stream=true.")
     if wrong := [n for n, value in options.items() if n not in STREAM_OPTIONS or not isinstance(value, bool)]:
         known = ", ".join(STREAM_OPTIONS)
-        raise ValueError(f"stream_options: {shown(wrong[0])} is unknown or not a boolean; known are {known}.")
+        raise ValueError(f"stream_options: {shown(wrong[0])} is unknown or not a boolean; use {known}.")
     return streams, frozenset(name for name, value in options.items() if value)
 
 

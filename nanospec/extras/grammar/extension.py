@@ -105,7 +105,7 @@ class Grammar(Extension):
         drafter, rows = proposal.drafter.masked_fill(constrained, NO_DRAFTER), batch.rows
         return proposal._replace(drafter=drafter), replace(batch, rows=rows.masked_fill(constrained, -1))
 
-    def change(self, logits: Tensor, batch: Batch) -> None:
+    def process_logits(self, logits: Tensor, batch: Batch) -> None:
         token = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
         b = torch.searchsorted(batch.q_start, token, right=True) - 1  # the batch row of each token
         i, first = token - batch.q_start[b], self._first_of(batch.rows)[b]
@@ -115,7 +115,7 @@ class Grammar(Extension):
         if params.response_format is not None:
             self._grammars.check(params)
 
-    def new(self, request: Request) -> None:
+    def on_request(self, request: Request) -> None:
         if (fmt := request.params.response_format) is not None and fmt["type"] != "text":
             request.constraint, request.stats.acceptance = self._grammars.guide(fmt), "exact"
 
@@ -125,7 +125,7 @@ class Grammar(Extension):
         with self._worker.stages["propose"]:
             for request, limit in zip(requests, limits, strict=True):
                 if request.constraint is not None:
-                    guide: Any = request.constraint  # a `Guide`, set by `new`
+                    guide: Any = request.constraint  # a `Guide`, set by `on_request`
                     k = max(min(limit, request.max_len - request.num_tokens - 1), 0)
                     drafts.append((request.row, guide.plan(request.tokens, k, *lengths, end)))
         return drafts or None

@@ -25,7 +25,7 @@ from ...config import SamplingParams
 from ...kernels import GENERATED
 from ...text import reason
 from ...text.tokenizer import Tokenizer
-from .response_format import check_together, checked
+from .response_format import check_conflicts, validate
 
 FORCED = 64  # `match_len` of forced tokens: longer than any match, because they are always accepted
 LIMITS: Any = {"verbose_errors": False}  # llguidance's default limits otherwise
@@ -136,13 +136,13 @@ class Grammars:
     def check(self, params: SamplingParams) -> None:
         """Raise ValueError if the `response_format` is malformed, conflicts with other parameters, or cannot
         be compiled."""
-        if (response_format := checked(params.response_format)) is not None:
-            check_together(params)
+        if (response_format := validate(params.response_format)) is not None:
+            check_conflicts(params)
             self._compiled(json.dumps(response_format))
 
     def guide(self, response_format: Mapping[str, Any]) -> Guide:
         """Return a guide for one output. The `response_format` must have passed `check`."""
-        return Guide(self._compiled(json.dumps(checked(response_format))))
+        return Guide(self._compiled(json.dumps(validate(response_format))))
 
     @cached_property
     def _tokens(self) -> Any:

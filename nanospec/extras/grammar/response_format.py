@@ -27,11 +27,11 @@ FIELDS = ("name", "description", "strict", "schema")  # the fields of "json_sche
 MAX_BYTES, MAX_DEPTH = 64 << 10, 64
 TOO_LARGE = f"response_format must be at most {MAX_DEPTH} levels deep and {MAX_BYTES:,} bytes long as JSON."
 MAX_PATTERNS = 12  # patterns that a schema may combine; each doubles the memory to compile: 8 GB for 30
-LEAST = -9 * 10**18  # the lower limit of numbers in a schema
+LOWEST = -9 * 10**18  # the lower limit of numbers in a schema
 BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|[][{}]')  # also matches strings, to skip the brackets in them
 
 
-def checked(fmt: Any) -> dict[str, Any] | None:
+def validate(fmt: Any) -> dict[str, Any] | None:
     """Return a validated copy of a `response_format`, None for any text. Raises ValueError if malformed."""
     fmt = _plain(fmt)  # first, because the error messages below print it
     if fmt is None:
@@ -58,7 +58,7 @@ def checked(fmt: Any) -> dict[str, Any] | None:
     return None if kind == "text" else fields
 
 
-def check_together(params: SamplingParams) -> None:
+def check_conflicts(params: SamplingParams) -> None:
     """Raise ValueError for parameters that conflict with a grammar."""
     for name, is_set, why in (
         ("ignore_eos", params.ignore_eos, "the output ends where the grammar ends"),
@@ -92,8 +92,8 @@ def _check_parts(parts: list[Any]) -> None:
             parts += part.values()
         elif isinstance(part, list):
             parts += part
-        elif isinstance(part, int | float) and part < LEAST:
-            raise ValueError(f"response_format: schema numbers must be at least {LEAST}, got {shown(part)}.")
+        elif isinstance(part, int | float) and part < LOWEST:
+            raise ValueError(f"response_format: schema numbers must be at least {LOWEST}, got {shown(part)}.")
     if combines and len(patterns) > MAX_PATTERNS:
         raise ValueError(
             "response_format: a schema that uses 'allOf', or other keywords next to '$ref', may have at most "

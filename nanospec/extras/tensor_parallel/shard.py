@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.layer.linear import Linear
-from ...kernels.layer.stream import Norm, Stream, residual_add, total
+from ...kernels.layer.residual import Norm, Residual, residual_add, total
 from ...models.config import ModelConfig
 from ...models.decoder import Model
 from .group import Group
@@ -43,7 +43,7 @@ class Summed(Linear):
         super().__init__(part.weight, part.bias)
         self.part, self.group = part, group
 
-    def add_to(self, stream: Stream, x: Tensor, norm: Norm, own: Norm | None = None) -> Stream:
+    def add_to(self, residual: Residual, x: Tensor, norm: Norm, out_norm: Norm | None = None) -> Residual:
         """Add all ranks' partial products [T, H] in rank order in float32, and round.
 
         A gather receives ranks - 1 partial products per rank. For large T, each rank instead reduces a slice
@@ -57,7 +57,7 @@ class Summed(Linear):
         else:
             slices = F.pad(product, (0, 0, 0, -T % n)).view(n, -1, H)
             summands = self.group.gather(total(self.group.exchange(slices))).view(1, -1, H)[:, :T]
-        return residual_add(summands, stream.x, norm, own)
+        return residual_add(summands, residual.x, norm, out_norm)
 
 
 class Vocabulary(Linear):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...device.graphs import StepGraphs
-from ...device.orders import Admission, PendingStep, RowResult, StepOrder
+from ...device.messages import Admission, PendingStep, RowResult, StepInput
 from ...device.step import Cut
 from ...device.timing import Barrier
 from ...device.worker import Worker
@@ -86,9 +86,9 @@ class Rank(Worker):
         with self._all("prefill", chunks):
             super().prefill(chunks)
 
-    def step(self, order: StepOrder, cut: Cut = lambda proposals: []) -> PendingStep:
-        with self._all("step", order):
-            return super().step(order, lambda proposals: self.group.share(lambda: cut(proposals)))
+    def step(self, inputs: StepInput, cut: Cut = lambda proposals: []) -> PendingStep:
+        with self._all("step", inputs):
+            return super().step(inputs, lambda proposals: self.group.share(lambda: cut(proposals)))
 
     def fetch(self, pending: PendingStep) -> list[RowResult]:
         assert self.job is not None  # only the leader fetches results
@@ -100,7 +100,7 @@ class Rank(Worker):
             with self._all("release", row):
                 super().release(row)
 
-    def measure(self, barrier: Barrier = tuple) -> StepCosts:
+    def measure(self, barrier: Barrier = lambda: None) -> StepCosts:
         with self._all("measure"):
             return super().measure(lambda: self.group.gather(torch.zeros(1, device=self.device)))
 

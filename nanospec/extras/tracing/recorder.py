@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...device.extension import Extension
-from ...device.orders import RowResult
+from ...device.messages import RowResult
 from ...device.resources import compute_info, current
 from ...device.worker import Worker
 from ...engine.engine import Engine, Queued
@@ -78,18 +78,18 @@ class Recorder(Extension):
         outputs = [request.completion() for request in self.requests]
         return Trace.of(outputs, num_omitted=self.num_requests - len(outputs))
 
-    def new(self, request: Request) -> None:
+    def on_request(self, request: Request) -> None:
         of_request = request.id, request.prompt_ids, request.arrival_time, request.num_tokens
         request.extension_data = Record(self._tokenizer, self._about, *of_request)
         self.requests.append(request)
         self.num_requests += 1
 
-    def queued(self, rows: Sequence[int]) -> Any:
+    def on_queued(self, rows: Sequence[int]) -> Any:
         """Start copying lines to the host. Return `Policy.expected_speedup` and a function to await it."""
         with current(self._worker.device):
             return self._policy.expected_speedup, to_host(self._lines[: max(rows) + 1])
 
-    def collected(self, step: Queued, results: Sequence[RowResult], state: Any) -> None:
+    def on_collected(self, step: Queued, results: Sequence[RowResult], state: Any) -> None:
         expected_speedup, lines = state[0], state[1]()
         seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}

@@ -49,16 +49,16 @@ class Family:
         return read(raw, qkv_bias=bias, o_bias=bias, mlp_bias=value(raw, "mlp_bias", bool, False))
 
     def stored_name(self, name: str) -> str:
-        """Map our name of a tensor to the checkpoint's. Tensors with the same stored name are fused: they are
-        the rows of the stored tensor, in our order."""
+        """Map a tensor's name in nanospec to the checkpoint's. Tensors with the same stored name are fused:
+        they are the rows of the stored tensor, in the order of nanospec."""
         return name
 
     def convert(self, name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-        """Convert rows of a stored tensor to our layout. `tensor` is on the device, in the compute dtype."""
+        """Convert rows of a stored tensor to nanospec's layout, on the device and in the compute dtype."""
         return tensor
 
     def places(self, config: ModelConfig) -> dict[str, tuple[str, slice]]:
-        """Return the location of each of our tensors in a checkpoint: the stored name, and the rows in it."""
+        """Return the location of each tensor in a checkpoint: the stored name, and the rows in it."""
         places: dict[str, tuple[str, slice]] = {}
         filled: dict[str, int] = {}
         for name, (rows, *_) in config.parameter_shapes().items():
@@ -99,7 +99,7 @@ def family_of(raw: Raw) -> Family:
     kind = FAMILIES.get(name) if isinstance(name, str) else None
     if kind is None:
         supported = ", ".join(FAMILIES)
-        raise ValueError(f"architectures={shown(name)} is not supported; supported are {supported}.")
+        raise ValueError(f"architectures={shown(name)} is not supported; use one of {supported}.")
     if isinstance(kind, str):
         file, class_name = kind.split(".")
         kind = getattr(import_module(f".{file}", __name__), class_name)

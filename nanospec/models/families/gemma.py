@@ -42,7 +42,7 @@ class Gemma2(Family):
         )
 
     def stored_name(self, name: str) -> str:
-        """Map our name to the checkpoint's. At most one part is replaced, since two names are swapped."""
+        """Map a name to the checkpoint's. At most one part is replaced, since two names are swapped."""
         ours = next((part for part in NORMS if part in name), None)
         return name if ours is None else name.replace(ours, NORMS[ours])
 

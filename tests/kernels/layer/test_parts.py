@@ -11,8 +11,8 @@ from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.shard import Embedding, Summed, Vocabulary
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.linear import make_linear
-from nanospec.kernels.layer.stream import Norm, Stream, embed
-from tests.kernels.products import normed, stream_of
+from nanospec.kernels.layer.residual import Norm, Residual, embed
+from tests.kernels.products import normed, residual_of
 from tests.ranks import together
 from tests.util import assert_close
 
@@ -33,7 +33,7 @@ def test_summed_weight_matches_whole_weight(ranks: int, backend: str) -> None:
         part = make_linear(weight.split(columns, 1)[group.rank].contiguous(), own_bias)
         summed = Summed(part, group)
         mine = h.split(columns, 1)[group.rank].contiguous()
-        return [summed.add_to(stream_of(x, norm), mine, norm).x for _ in range(2)]
+        return [summed.add_to(residual_of(x, norm), mine, norm).x for _ in range(2)]
 
     def compare(backend: str, limit: int) -> list[Tensor]:
         with forced(backend), pytest.MonkeyPatch.context() as patch:  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_large_products_are_added_in_slices(
     norm, x = Norm(torch.ones(40), 1e-5), normal(5, 40)
 
     def run(group: Group) -> int:
-        Summed(make_linear(normal(40, 16)), group).add_to(stream_of(x, norm), normal(5, 16), norm)
+        Summed(make_linear(normal(40, 16)), group).add_to(residual_of(x, norm), normal(5, 16), norm)
         return group.count  # type: ignore[attr-defined]
 
     assert together(3, run) == [messages] * 3
@@ -83,10 +83,10 @@ def test_split_vocabulary_matches_whole(ranks: int) -> None:
 def test_triton_with_split_embeddings() -> None:
     whole, ids, norm = normal(8, 64), torch.tensor([7, 0], dtype=torch.int32), Norm(torch.ones(64), 1e-5)
 
-    def run(group: Group) -> Stream:
+    def run(group: Group) -> Residual:
         return embed(ids, Embedding(whole, group, 0), norm)
 
     with forced("triton"):
-        [stream] = together(1, run)
-    assert torch.equal(stream.x, whole[ids.long()])
-    assert_close(normed(stream), normed(stream_of(whole[ids.long()], norm)), 1e-6)
+        [residual] = together(1, run)
+    assert torch.equal(residual.x, whole[ids.long()])
+    assert_close(normed(residual), normed(residual_of(whole[ids.long()], norm)), 1e-6)

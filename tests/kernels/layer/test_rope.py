@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.launch import forced
+from nanospec.kernels.layer.residual import Norm
 from nanospec.kernels.layer.rope_cache import rope_cache
-from nanospec.kernels.layer.stream import Norm
 from tests.kernels.texts import tokens_at
 from tests.util import assert_close
 

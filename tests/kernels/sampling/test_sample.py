@@ -171,7 +171,7 @@ def test_result_is_independent_of_the_batch(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("form", ["chain", "tree", "min_len"])
 def test_penalties_count_drafts(form: str, implementation: str) -> None:
-    """Penalties ban tokens drafted before a query; stop tokens are barred only below min_len."""
+    """Penalties ban tokens drafted before a query; stop tokens are masked only below min_len."""
     table, ids = make_table(6, penalized=True, presence=10.0), ints(5, 0, 1, 2)
     batch = make_batch([4], [10], input_ids=ids)
     expected = [0, 1, 2, 3]
@@ -220,7 +220,7 @@ def test_lazy_sampling_matches_verification(tree: bool, implementation: str) -> 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_logits_of_barred_tokens_are_ignored(implementation: str, temperature: float) -> None:
-    """Even NaN or infinity: all implementations ignore barred tokens."""
+    """Even NaN or infinity: all implementations ignore masked tokens."""
     logits = torch.randn(3, 65, generator=torch.Generator().manual_seed(2))
     batch = make_batch([3], rows=ints(1))
     table = make_table(65, temperature=temperature, penalized=True, min_len=9, stop_ids=[[64, 7]] * S)
@@ -298,7 +298,7 @@ EXACT: dict[str, tuple[Tensor, dict[str, Any], set[int]]] = {  # scores, limits,
     "few in many groups": (probabilities(0.3, 0.3, 0.4, rest=4000), {"top_p": 0.8}, {0, 1, 2}),
     "all three in many groups": (FAR_APART, {"top_k": 30, "top_p": 0.125, "min_p": 0.6}, {0, 100}),
     "top_k in many groups": (FAR_APART, {"top_k": 25}, {*range(0, 2500, 100)}),
-    "min_p beside top_k in many groups": (FAR_APART, {"top_k": 25, "min_p": 0.6}, FIVE),
+    "min_p with top_k in many groups": (FAR_APART, {"top_k": 25, "min_p": 0.6}, FIVE),
     "min_p in many groups": (FAR_APART, {"min_p": 0.6}, FIVE),
     **{f"ties at {limits}": (TIES, limits, {1, 2, 3}) for limits in TIED},
 }

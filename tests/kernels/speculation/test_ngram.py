@@ -40,19 +40,19 @@ class Request(NamedTuple):
     text: list[int]
     min_n: int = 1
     max_n: int = 3
-    limit: int = 63
+    max_k: int = 63
     room: int = 1000
-    width: int = 1
+    tree_width: int = 1
 
     def max_drafts(self, k: int) -> int:
         """Return the number of drafts it can use."""
-        return max(min(self.limit, k, self.room - 1), 0)
+        return max(min(self.max_k, k, self.room - 1), 0)
 
 
 def history_table(requests: list[Request], capacity: int = 0) -> Table:
     capacity = max([capacity, 1, *(len(r.text) for r in requests)])
     columns: dict[str, Any] = {
-        name: [getattr(r, name) for r in requests] for name in ("min_n", "max_n", "limit", "width")
+        name: [getattr(r, name) for r in requests] for name in ("min_n", "max_n", "max_k", "tree_width")
     }
     # Memory after a text repeats it, so that reading past the end would find better matches.
     return make_table(
@@ -125,7 +125,7 @@ def check(
     capacity: int = 0,
 ) -> None:
     """Compare an implementation with the reference."""
-    requests = [r._replace(width=min(r.width, max_width)) for r in requests]
+    requests = [r._replace(tree_width=min(r.tree_width, max_width)) for r in requests]
     table, max_n = history_table(requests, capacity), max(r.max_n for r in requests)
     result = IMPLEMENTATIONS[which](table, ints(*rows), k, max_n, max_width)
     assert result[6:] == (None, None)
@@ -136,7 +136,7 @@ def check(
     for b, s in enumerate(rows):
         nodes, n, request = list[Node](), 0, requests[s]
         if s >= 0 and (D := request.max_drafts(k)):  # rows without drafts are not searched
-            nodes, n = reference(request.text, request.min_n, request.max_n, D, request.width)
+            nodes, n = reference(request.text, request.min_n, request.max_n, D, request.tree_width)
         assert (int(result.num_drafts[b]), int(result.match_len[b])) == (len(nodes), n), f"row {b}"
         columns = zip(*nodes, *[Node(0, -1, 0)] * (k - len(nodes)))
         for ours, column in zip((result.drafts, result.source, result.parents), columns):
@@ -183,7 +183,7 @@ def test_chain_examples(case: str, implementation: str) -> None:
 
 def tree_of(text: list[int], k: int, width: int, min_n: int = 1, max_n: int = 3) -> tuple[list[Node], int]:
     """Return the nodes proposed for one request, and the match length."""
-    table = history_table([Request(text, min_n, max_n, k, width=width)])
+    table = history_table([Request(text, min_n, max_n, k, tree_width=width)])
     result = ngram.naive(table, ints(0), k, max_n, 8)  # a chain as a tree, for a width of 1
     assert result.parents is not None
     columns = (part[0].tolist() for part in (result.drafts, result.source, result.parents))
@@ -206,7 +206,7 @@ def test_long_match_is_not_branched(implementation: str) -> None:
     for length in (ngram.LONG_MATCH.value, ngram.LONG_MATCH.value + 1):
         suffix = list(range(1, length + 1))
         text = [*suffix, 11, *suffix, 12, *suffix]
-        check([Request(text, max_n=8, width=2)], [0], 6, 2, implementation)
+        check([Request(text, max_n=8, tree_width=2)], [0], 6, 2, implementation)
 
 
 @settings(max_examples=200)
@@ -241,7 +241,7 @@ def test_kernel_with_long_texts(length: int, monkeypatch: pytest.MonkeyPatch) ->
     for place, one in zip((5, length // 2, length - 9), chains):
         one[place : place + 3] = [1, 2, 3]
         one[rng.randrange(length - 20)] = 3  # a shorter match elsewhere
-    check([Request(one, limit=4, room=9) for one in chains], [2, 0, 1], 4, capacity=length + 100)
+    check([Request(one, max_k=4, room=9) for one in chains], [2, 0, 1], 4, capacity=length + 100)
     trees = [text() for _ in range(2)]
     for one in trees:
         for _ in range(12):

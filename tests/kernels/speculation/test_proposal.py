@@ -79,7 +79,7 @@ def test_lay_out_matches_naive(B: int, k: int, block_size: int, tree: bool, impl
     assert int(batch.q_len.max()) <= k + 1
     assert_same(batch, expected, block_size)
     if implementation == "native":
-        assert_same(native(table, rows, proposal, packed=True), expected.packed(), block_size)
+        assert_same(native(table, rows, proposal, packed=True), expected.to_packed(), block_size)
     assert (batch.parents is not None) == (batch.ancestors is not None) == tree
 
 
@@ -109,7 +109,7 @@ def test_lay_out_text_matches_naive(B: int, width: int, bound: int | None) -> No
     with forced("triton"):
         batch = lay_out_text(*given)
     assert (batch.max_q_len, batch.max_kv_len) == (width, bound or length)
-    assert_same(batch, Batch.of_grid(*given))
+    assert_same(batch, Batch.from_grid(*given))
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton", "auto"])
@@ -147,7 +147,7 @@ def test_tree_layout_example() -> None:
     proposal = Proposal(drafts, count, drafts, count, count, parents)
     tokens, pages = torch.arange(80).view(2, 40), [[3, 5, 7], [2, 4, 6]]
     table = make_table(100, tokens=tokens, block_table=pages, num_tokens=[15, 9])
-    batch = naive(table, ints(0, 1), proposal).packed()
+    batch = naive(table, ints(0, 1), proposal).to_packed()
     assert batch.rows.tolist() == [0, 1]
     assert batch.input_ids.tolist() == [14, 11, 12, 13, 14, 48, 21]
     assert batch.positions.tolist() == [14, 15, 16, 15, 16, 8, 9]

@@ -57,7 +57,7 @@ def test_every_reachable_bucket_is_captured(model: Model) -> None:
         for k in range(7):
             bucket = captured.bucket_for(rows, k)
             assert bucket in captured.captures
-            assert bucket.batch >= rows
+            assert bucket.batch_size >= rows
             assert bucket.k <= k
     assert all(captured.bucket_for(rows, 0).k == 0 for rows in range(1, 6))
 
@@ -74,8 +74,8 @@ def test_capture_at_start_or_on_demand(model: Model, lazy: bool) -> None:
 def test_oversized_buckets_are_skipped_and_k_is_reduced() -> None:
     steps = StepGraphs(lambda rows, k, requested: None, torch.device("cpu"), 256, [3, 16])  # type: ignore
     actual = steps.buckets()
-    assert all(b.k == 0 or b.batch * (b.k + 1) <= MAX_STEP_TOKENS for b in actual)
-    assert actual[0].batch * (actual[0].k + 1) == steps.max_tokens == 1024
+    assert all(b.k == 0 or b.batch_size * (b.k + 1) <= MAX_STEP_TOKENS for b in actual)
+    assert actual[0].batch_size * (actual[0].k + 1) == steps.max_tokens == 1024
     chosen = [steps.bucket_for(rows, 16) for rows in (1, 60, 64, 256)]
     assert chosen == [Bucket(1, 16), Bucket(64, 3), Bucket(64, 3), Bucket(256, 3)]
     assert steps.bucket_for(256, 2) == Bucket(256, 0)
@@ -154,7 +154,7 @@ def test_tape_capture_freezes_host_values() -> None:
 def test_replay_ms_leaves_state_unchanged(model: Model, k: int) -> None:
     engine = make_engine(model, 2, enforce_eager=False, max_num_seqs=2)
     table = engine.worker.table
-    before = [t.clone() for t in (table.num_tokens, table.finished, table.limit, table.temperature)]
+    before = [t.clone() for t in (table.num_tokens, table.finished, table.max_k, table.temperature)]
     steps: list[int] = []
     capture = graphs_of(engine).captures[Bucket(2, k)]
     replay = capture.replay
@@ -168,7 +168,7 @@ def test_replay_ms_leaves_state_unchanged(model: Model, k: int) -> None:
     assert replay_ms(graphs_of(engine), Bucket(2, k), partial(rehearsal, table, engine.worker.num_blocks)) > 0
     assert steps
     assert set(steps) == {2 * k}
-    after = (table.num_tokens, table.finished, table.limit, table.temperature)
+    after = (table.num_tokens, table.finished, table.max_k, table.temperature)
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)
     jobs = [Job([1, 2, 3, 1, 2, 3], SamplingParams(temperature=0, max_tokens=9))]

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def resident() -> int:
     """Return the resident memory of this process in bytes."""
     if not Path("/proc/self/statm").exists():
-        pytest.skip("this system does not say what is in memory")
+        pytest.skip("this system does not report resident pages")
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -104,7 +104,7 @@ def test_step_bytes_covers_captures_and_prefill(
         largest = max(largest, run.peak)
     prefill = 0
     for tokens in (500, 1785, config.max_num_batched_tokens):
-        prompt = Batch.of_grid(step.table, one, one, one, tokens)
+        prompt = Batch.from_grid(step.table, one, one, one, tokens)
         with DryRun() as run:
             model.forward(replace(prompt, prefill=True), step.kv_cache)
         prefill = max(prefill, run.peak)

@@ -79,8 +79,8 @@ def test_lagged_loop_never_waits(method: str, monkeypatch: pytest.MonkeyPatch) -
 def test_lagged_loop_never_waits_with_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guided steps are collected before the next is planned; masks and drafts are sent without waiting."""
     target, tokenizer = tiny_model(num_layers=1, vocab_size=300), tiny_tokenizer(tmp_path)
-    asked = {"type": "regex", "regex": "(ab|red)+-[0-9]{1,3}x"}
-    params = SamplingParams(temperature=1, seed=1, max_tokens=12, response_format=asked)
+    response_format = {"type": "regex", "regex": "(ab|red)+-[0-9]{1,3}x"}
+    params = SamplingParams(temperature=1, seed=1, max_tokens=12, response_format=response_format)
     jobs = [Job([1, 2, 3], params), Job([5, 6, 5, 6], SamplingParams(temperature=0, max_tokens=9))]
     wanted = run_alone(target, jobs, tokenizer=tokenizer)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)

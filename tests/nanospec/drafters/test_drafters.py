@@ -240,7 +240,7 @@ def medusa_of(model: Model, width: int) -> tuple[MedusaDrafter, Table]:
     engine = make_engine(model, 8, spec=spec, heads=heads, max_num_seqs=3)
     drafter, table = engine.worker.drafters[0], engine.worker.table
     assert isinstance(drafter, MedusaDrafter)
-    table.num_tokens[:], table.max_len[:], table.limit[:], table.width[:] = 9, 60, 8, width
+    table.num_tokens[:], table.max_len[:], table.max_k[:], table.tree_width[:] = 9, 60, 8, width
     return drafter, table
 
 
@@ -260,7 +260,7 @@ def test_heads_use_hidden_state_of_last_accepted_token(model: Model) -> None:
 
 def test_tree_width_per_request(model: Model) -> None:
     drafter, table = medusa_of(model, 3)
-    table.width[:] = torch.tensor([1, 2, 9])
+    table.tree_width[:] = torch.tensor([1, 2, 9])
     drafter.ready.fill_(True)
     result = drafter.propose(table, torch.arange(3, dtype=torch.int32), 8)
     assert result.parents is not None

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanospec.drafters.estimates import Estimator, RowAccounts, RowProposal, StepCosts, tokens_per_step
-from nanospec.drafters.policy import SHARE, AutoPolicy, Policy
+from nanospec.drafters.policy import OVERHEAD, AutoPolicy, Policy
 from nanospec.kernels import NO_DRAFTER
 from nanospec.kernels.speculation.report import RowReport
 
@@ -336,7 +336,7 @@ def test_rows_without_drafts_lose_little_to_others(waiting: bool) -> None:
         assert share > 0.03
     else:
         assert taken[0] == 0, "before anything was saved"
-        assert SHARE / 4 < share < 0.012, "what a row may lose to others, and probes"
+        assert OVERHEAD / 4 < share < 0.012, "what a row may lose to others, and probes"
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_row_without_acceptance_loses_little(ms: list[float], chances: tuple[flo
     total = sum(policy.costs.cost(B, B + sum(own)) for own in taken)
     assert total < 1.1 * steps * policy.costs.cost(B, B)
     if not any(chances):
-        assert total < (1 + 2 * SHARE) * steps * policy.costs.cost(B, B)
+        assert total < (1 + 2 * OVERHEAD) * steps * policy.costs.cost(B, B)
 
 
 def test_equal_rows_do_not_limit_each_other() -> None:
@@ -410,7 +410,7 @@ def test_failing_probes_cost_little(by_k: dict[int, float]) -> None:
             spent, plain = spent + by_k[k], plain + by_k[0]
         for row in range(4 if k else 0):
             policy.observe(row, report(0, 0))
-    assert plain < spent < (1 + 1.2 * SHARE) * plain or by_k is STEEP
+    assert plain < spent < (1 + 1.2 * OVERHEAD) * plain or by_k is STEEP
 
 
 @pytest.mark.parametrize(("by_k", "within"), [(FLAT, 60), (HALF, 600)], ids=["flat", "half"])
@@ -432,7 +432,7 @@ def test_rows_without_drafts_are_probed_in_turn() -> None:
         observe_row(policy, row, accepted=0, steps=100)
     totals = [sum(column) for column in zip(*(cut(policy, [8] * 4) for _ in range(800)))]
     assert max(totals) - min(totals) <= 1
-    assert 0 < sum(totals) <= 800 * SHARE * policy.costs.cost(4, 4), "each costs 1 ms"
+    assert 0 < sum(totals) <= 800 * OVERHEAD * policy.costs.cost(4, 4), "each costs 1 ms"
     taken = run(policy, (1.0,), 900)
     assert min(n for [n] in taken[-20:]) == 8
     assert all(cut(packed(SLOPED), [0]) == [0] for _ in range(400)), "without a match there is no probe"

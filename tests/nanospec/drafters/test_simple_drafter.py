@@ -329,9 +329,9 @@ def echo_with(**attributes: Any) -> Drafter:
 
 
 def test_resolve_drafters_checks_its_argument(model: Model) -> None:
-    guessers: Any
+    drafters: Any
     plain, none, tree = SpecConfig(), SpecConfig(method="none"), SpecConfig(tree_width=2)
-    for spec, guessers, what in (
+    for spec, drafters, what in (
         (plain, Learner, r"drafter=Learner is a class; pass an instance: Learner\(\)"),
         (plain, "ngam", "drafter='ngam' must be a Drafter or one of draft, medusa, ngram"),
         (plain, [], r"drafter=\[\] cannot be combined with method='ngram'"),
@@ -344,11 +344,11 @@ def test_resolve_drafters_checks_its_argument(model: Model) -> None:
         (plain, echo_with(memory=5), "Echo.memory=5 must be a Memory"),
     ):
         with pytest.raises(ValueError, match=what):
-            resolve_drafters(spec, guessers)
+            resolve_drafters(spec, drafters)
     assert make_engine(model, 4, spec={"tree_width": 2}, drafter=["ngram", Learner()]).worker.max_k == 4
-    for guessers in (["ngram", Learner()], Learner()):
+    for drafters in (["ngram", Learner()], Learner()):
         with pytest.raises(ValueError, match="enforce_eager=False captures steps"):
-            make_engine(model, 4, drafter=guessers, enforce_eager=False)
+            make_engine(model, 4, drafter=drafters, enforce_eager=False)
     with pytest.raises(NotImplementedError, match=r"SimpleDrafter must define draft\(self, tokens, k\)"):
         run(make_engine(model, 4, drafter=SimpleDrafter()), [JOB])
     with pytest.raises(NotImplementedError, match="Drafter must define propose"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanospec.config import EngineConfig, SamplingParams
-from nanospec.device.orders import logprobs_by_id
+from nanospec.device.messages import logprobs_by_id
 from nanospec.engine.request import Limits, Request, check_request, seed_of
 from nanospec.kernels import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport

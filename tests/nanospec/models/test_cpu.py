@@ -264,7 +264,7 @@ def test_write_kv_matches_forward(model: Model) -> None:
     for run in (model.forward, model.write_kv):
         runner = ModelRunner(model, 2, 640)
         runner.table.tokens[:, :300] = torch.stack([tokens(model, 300), tokens(model, 300, 1)])
-        run(Batch.of_chunks(runner.table, [Chunk(0, 0, 300), Chunk(1, 0, 7)]), runner.cache)
+        run(Batch.from_chunks(runner.table, [Chunk(0, 0, 300), Chunk(1, 0, 7)]), runner.cache)
         caches.append(runner.cache)
     assert torch.equal(*caches)
 
@@ -295,7 +295,7 @@ def test_hidden_states_avoid_4_kb_stride() -> None:
     for name, stride in (("rows-4-kb-apart", 2080), ("gqa", 96)):
         model = build_model(name)
         runner = ModelRunner(model, 1, 64)
-        batch = Batch.of_chunks(runner.table, [Chunk(0, 0, 3)])
+        batch = Batch.from_chunks(runner.table, [Chunk(0, 0, 3)])
         assert model.forward(batch, runner.cache).stride() == (stride, 1)
 
 
@@ -307,7 +307,7 @@ def test_pytorch_matmul_is_unaffected(window_model: Model, monkeypatch: pytest.M
     for _ in range(3):
         runner = ModelRunner(window_model, 1, 64)
         runner.table.tokens[0, :5] = tokens(window_model, 5)
-        hidden = window_model.forward(Batch.of_chunks(runner.table, [Chunk(0, 0, 5)]), runner.cache)
+        hidden = window_model.forward(Batch.from_chunks(runner.table, [Chunk(0, 0, 5)]), runner.cache)
         assert torch.equal(x @ weight.T, expected)
         results.append((hidden, packed.linear(x, strips)))
         assert torch.equal(x @ weight.T, expected)

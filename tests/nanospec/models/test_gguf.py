@@ -140,7 +140,7 @@ def test_unknown_architecture_is_rejected(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ConversionError, match="'mamba' is not supported; supported are llama and qwen2"):
+    with pytest.raises(ConversionError, match="'mamba' is not supported; use llama or qwen2"):
         convert(tmp_path / "m.gguf", tmp_path / "m")
 
 

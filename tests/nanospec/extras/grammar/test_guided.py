@@ -260,7 +260,7 @@ def test_unguided_requests_skip_masks_and_rows_are_reset(
     def never(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Grammar, "change", never)
+    monkeypatch.setattr(Grammar, "process_logits", never)
     assert outcome(run(engine, plain)[0]) == wanted
     monkeypatch.undo()
     neighbor = Job([1], SamplingParams(max_tokens=40, response_format=JSON))

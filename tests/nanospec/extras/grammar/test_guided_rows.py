@@ -77,14 +77,14 @@ def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
 
 def test_disallowed_tokens_are_masked(guided: Grammar) -> None:
     """Row 3 has two tokens and padding, row 0 three, row 1 one; padding has no row."""
-    batch = Batch.of_grid(TABLE, ints(3, 0, -1, 1), ints(0, 0, 0, 0), ints(2, 3, 3, 1), 3)
+    batch = Batch.from_grid(TABLE, ints(3, 0, -1, 1), ints(0, 0, 0, 0), ints(2, 3, 3, 1), 3)
     logits = torch.randn(12, V)
     expected = logits.clone()
     for t, may in ((0, [7]), (1, [8]), (9, [0, 35])):
         kept = expected[t, may]
         expected[t] = -math.inf
         expected[t, may] = kept
-    guided.change(logits, batch)
+    guided.process_logits(logits, batch)
     assert torch.equal(logits, expected)
 
 
@@ -92,7 +92,7 @@ def test_reassigned_row_has_no_mask(guided: Grammar) -> None:
     guided.admit(3)
     logits = torch.randn(1, V)
     expected = logits.clone()
-    guided.change(logits, Batch.of_grid(TABLE, ints(3), ints(0), ints(1), 1))
+    guided.process_logits(logits, Batch.from_grid(TABLE, ints(3), ints(0), ints(1), 1))
     assert torch.equal(logits, expected)
 
 

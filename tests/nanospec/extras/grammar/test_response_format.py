@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanospec.config import SamplingParams
-from nanospec.extras.grammar.response_format import check_together, checked
+from nanospec.extras.grammar.response_format import check_conflicts, validate
 
 ANY_JSON = {"type": "json_object"}
 DEEP: Any = []
@@ -53,7 +53,7 @@ BAD: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("fmt", "sentence"), BAD, ids=lambda value: str(value)[:60])
 def test_invalid_response_format_is_rejected(fmt: Any, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
-        checked(fmt)
+        validate(fmt)
     assert sentence in str(caught.value)
 
 
@@ -61,12 +61,12 @@ def test_invalid_response_format_is_rejected(fmt: Any, sentence: str) -> None:
 def test_params_incompatible_with_grammar_are_rejected(other: dict[str, Any]) -> None:
     [(name, value)] = other.items()
     with pytest.raises(ValueError, match=f"^{name}={value!r} conflicts with response_format"):
-        check_together(SamplingParams(response_format=ANY_JSON, **other))
+        check_conflicts(SamplingParams(response_format=ANY_JSON, **other))
 
 
 def test_format_is_copied_and_text_means_none() -> None:
     fmt: Any = schema(["a"], name="x", strict=None, description=None)
-    copied = checked(fmt)
+    copied = validate(fmt)
     assert copied == fmt
     fmt["json_schema"]["schema"]["enum"].append("b")
     assert copied != fmt
@@ -74,7 +74,7 @@ def test_format_is_copied_and_text_means_none() -> None:
     for _ in range(50):
         wide = [wide, wide]
     with pytest.raises(ValueError, match="at most 64 levels deep and 65,536 bytes"):
-        checked({"type": "unknown", "wide": wide})
-    assert checked({"type": "text"}) is checked(None) is None
-    assert checked({**ANY_JSON, "json_schema": None}) == ANY_JSON
-    assert checked(schema(DEEP[0])) == schema(DEEP[0])
+        validate({"type": "unknown", "wide": wide})
+    assert validate({"type": "text"}) is validate(None) is None
+    assert validate({**ANY_JSON, "json_schema": None}) == ANY_JSON
+    assert validate(schema(DEEP[0])) == schema(DEEP[0])

@@ -13,12 +13,12 @@ from typing import Any
 
 from tests.nanospec.extras.tensor_parallel.test_launch import ROOT, assert_gone, is_alive, random_model
 
-BESIDE = """
+SIBLING = """
 seen = True
 """
 SCRIPT = """
 import json, os, random, signal, sys, time
-import beside
+import sibling
 from nanospec import LLM, Drafter, SamplingParams, SimpleDrafter, SpecConfig
 
 class Echo(Drafter):
@@ -76,7 +76,7 @@ def printed(tmp_path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     script = tmp_path / "program" / "script.py"
     script.parent.mkdir()
     script.write_text(SCRIPT)
-    (script.parent / "beside.py").write_text(BESIDE)
+    (script.parent / "sibling.py").write_text(SIBLING)
     (tmp_path / "tmp").mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")}
     pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)

@@ -16,7 +16,7 @@ matter whether the compiler fuses them with the addition.)
 `residual_add` is for additions that a product cannot fuse: x + h with h from several ranks, and
 x + RMSNorm(h), which needs whole rows (Gemma). h [T, H] is the sum of `parts` [N, T, H], the partial products
 of N ranks, in this order in float32, rounded once; it depends neither on the rank nor on T. Without x, the
-same kernel serves `embed`, which creates the first stream, and `rms_norm`, the final norm of the model.
+same kernel serves `embed`, which creates the first residual, and `rms_norm`, the final norm of the model.
 
 Kernel: one program per token holds the whole row, in float32 except for h. Launch and code depend on N and H
 only, so the result of a token does not depend on other tokens.
@@ -36,8 +36,8 @@ from ..launch import next_power_of_2, options, release_next, use_triton, wait_fo
 
 GROUP = tl.constexpr(64)  # columns per sum of squares
 
-# The output of a kernel: x and, for the next norm with `weight`, `scaled` and `squares` as in `Stream`;
-# `residual` is the stream that it adds to.
+# The output of a kernel: x and, for the next norm with `weight`, `scaled` and `squares` as in `Residual`;
+# `residual` is the x that it adds to.
 Written = namedtuple("Written", "x residual weight scaled squares", defaults=[None, None, None, None])
 
 
@@ -46,7 +46,7 @@ class Norm(NamedTuple):
     eps: float
 
 
-class Stream(NamedTuple):
+class Residual(NamedTuple):
     """The residual stream ahead of a norm.
 
     Attributes:
@@ -62,8 +62,8 @@ class Stream(NamedTuple):
     squares: Tensor | None = None
 
     @classmethod
-    def empty(cls, T: int, norm: Norm, like: Tensor) -> "Stream":
-        """Return an uninitialized stream for a kernel to write to."""
+    def empty(cls, T: int, norm: Norm, like: Tensor) -> "Residual":
+        """Return uninitialized tensors for a kernel to write to."""
         H = norm.weight.shape[0]
         squares = torch.empty(triton.cdiv(H, GROUP.value), T, dtype=torch.float32, device=like.device)
         return cls(like.new_empty(T, H), norm, like.new_empty(T, H), squares)
@@ -73,29 +73,31 @@ class Stream(NamedTuple):
         return Written(self.x, residual, self.norm.weight, self.scaled, self.squares)
 
 
-def embed(ids: Tensor, table: Tensor | Callable[[Tensor], Tensor], norm: Norm, scale: float = 1.0) -> Stream:
-    """Return the stream of the embeddings of `ids` [T], each in 0 .. V - 1, times `scale`. `norm`: the first
-    norm. `table`: [V, H], or a function that returns the rows [T, H] of ids."""
+def embed(
+    ids: Tensor, table: Tensor | Callable[[Tensor], Tensor], norm: Norm, scale: float = 1.0
+) -> Residual:
+    """Return the residual stream after the embedding of `ids` [T], each in 0 .. V - 1, times `scale`. `norm`:
+    the first norm. `table`: [V, H], or a function that returns the rows [T, H] of ids."""
     rows = F.embedding(ids, table) if isinstance(table, Tensor) else table(ids)
     return residual_add((rows if scale == 1 else rows * scale)[None], None, norm)
 
 
-def residual_add(parts: Tensor, x: Tensor | None, norm: Norm, own: Norm | None = None) -> Stream:
-    """Return x + h (x = 0 if None), or x + RMSNorm(h) if `own` is given. `norm` is the next layer's norm."""
+def residual_add(parts: Tensor, x: Tensor | None, next_norm: Norm, out_norm: Norm | None = None) -> Residual:
+    """Return x + h (x = 0 if None), or x + RMSNorm(h) with `out_norm` if given, for the next layer's norm."""
     if not use_triton(parts):
-        return Stream(naive(parts, x, own), norm)
+        return Residual(naive(parts, x, out_norm), next_norm)
     N, T, H = parts.shape
-    new = Stream.empty(T, norm, parts)
+    new = Residual.empty(T, next_norm, parts)
     warps = min(max(next_power_of_2(H) // 512, 1), 16)  # up to 16 elements per thread for H = 8192
     _residual_add[(T,)](
-        parts, own, new.written(x), PARTS=N, ADD=x is not None, H=H, num_warps=warps, **options(parts)
+        parts, out_norm, new.written(x), PARTS=N, ADD=x is not None, H=H, num_warps=warps, **options(parts)
     )
     return new
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """Return RMSNorm of x [T, H]."""
-    return residual_add(x[None], None, norm, own=norm).x if use_triton(x) else naive_norm(x, norm)
+    return residual_add(x[None], None, norm, out_norm=norm).x if use_triton(x) else naive_norm(x, norm)
 
 
 def total(parts: Tensor) -> Tensor:
@@ -106,9 +108,9 @@ def total(parts: Tensor) -> Tensor:
     return result.to(parts.dtype)
 
 
-def naive(parts: Tensor, x: Tensor | None, own: Norm | None = None) -> Tensor:
+def naive(parts: Tensor, x: Tensor | None, out_norm: Norm | None = None) -> Tensor:
     h = parts[0] if len(parts) == 1 else total(parts)
-    h = h if own is None else naive_norm(h, own)
+    h = h if out_norm is None else naive_norm(h, out_norm)
     return h if x is None else x + h
 
 
@@ -166,7 +168,7 @@ def sum_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.cons
 
 @triton.jit
 def _residual_add(
-    parts, own, new, PARTS: tl.constexpr, ADD: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr
+    parts, out_norm, new, PARTS: tl.constexpr, ADD: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr
 ):
     release_next(PDL)
     i = tl.arange(0, triton.next_power_of_2((H + GROUP - 1) // GROUP) * GROUP)  # whole groups
@@ -181,9 +183,9 @@ def _residual_add(
         h += tl.load(parts + part * T.to(tl.int64) * H + at, i < H, other=0.0).to(tl.float32)
     h = h.to(new.x.dtype.element_ty).to(tl.float32)
     value = h
-    if own is not None:
-        weight = tl.load(own.weight + i, i < H, other=0.0).to(tl.float32)
-        value = h * tl.rsqrt(tl.sum(h * h) / H + own.eps) * weight
+    if out_norm is not None:
+        weight = tl.load(out_norm.weight + i, i < H, other=0.0).to(tl.float32)
+        value = h * tl.rsqrt(tl.sum(h * h) / H + out_norm.eps) * weight
     if ADD:
         value += residual.to(tl.float32)
     value = value.to(new.x.dtype.element_ty)

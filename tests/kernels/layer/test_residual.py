@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanospec.kernels.launch import Backend, forced
-from nanospec.kernels.layer.stream import Norm, naive, naive_norm, residual_add, rms_norm, total
+from nanospec.kernels.layer.residual import Norm, naive, naive_norm, residual_add, rms_norm, total
 from tests.kernels.products import normed
 from tests.util import assert_close
 

@@ -57,14 +57,14 @@ class RowBlocks(NamedTuple):
     num_kept: int
 
 
-class StepOrder(NamedTuple):
+class StepInput(NamedTuple):
     """An order to run a step over B request rows.
 
     Attributes:
         rows: [B] row indices.
         logprobs: [B] number of most likely tokens to report, -1 for no log-probabilities.
         drafting: rows for which drafters propose drafts.
-        k, last_k: maximum number of drafts per row, and of the last drafter, which may run a model.
+        k, model_k: maximum number of drafts per row, and of the last drafter, which may run a model.
         new_blocks: rows that got more blocks.
         extra: the value returned by `plan` of each extension.
     """
@@ -73,7 +73,7 @@ class StepOrder(NamedTuple):
     logprobs: list[int]
     drafting: list[int]
     k: int
-    last_k: int
+    model_k: int
     new_blocks: list[RowBlocks]
     extra: Sequence[Any] = ()
 
@@ -86,15 +86,15 @@ class RowResult(NamedTuple):
 
 
 class PendingStep(NamedTuple):
-    """A queued step, whose results may not be available yet. `lines` waits for its report, see `decode`."""
+    """A queued step, whose results may not be available yet. `report` waits for it, see `decode`."""
 
-    lines: Callable[[], list[list[int]]]
+    report: Callable[[], list[list[int]]]
     logprobs: Logprobs | None
-    num_top: list[int]  # `StepOrder.logprobs`
+    num_top: list[int]  # `StepInput.logprobs`
 
     def results(self) -> list[RowResult]:
         """Wait for the step and return a result for each of its rows."""
-        reports = decode(self.lines())
+        reports = decode(self.report())
         columns = () if self.logprobs is None else (column.tolist() for column in self.logprobs)
         entries: Iterator[Any] = zip(*columns, strict=True)
         return [
@@ -138,10 +138,10 @@ def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
         (table.num_tokens, len(request.tokens)),
         (table.max_len, request.max_len),
         (table.finished, RUNNING),
-        (table.limit, 0 if request.constrained else request.max_k),
+        (table.max_k, 0 if request.constrained else request.max_k),
         (table.min_n, spec.prompt_lookup_min),
         (table.max_n, spec.prompt_lookup_max),
-        (table.width, min(params.tree_width or spec.tree_width, spec.tree_width)),
+        (table.tree_width, min(params.tree_width or spec.tree_width, spec.tree_width)),
         (table.rule, EXACT if request.constrained else RULES.index(params.acceptance or spec.acceptance)),
         (table.temperature, params.temperature if params.temperature >= GREEDY_BELOW else 0),
         (table.top_k, max(params.top_k, 0)),

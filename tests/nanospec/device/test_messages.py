@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanospec.config import GREEDY_BELOW, SamplingParams, SpecConfig
-from nanospec.device.orders import Admission, write_row
+from nanospec.device.messages import Admission, write_row
 from nanospec.kernels import EXACT, MAX_STOP_IDS, RULES
 from nanospec.kernels.table import Table
 
@@ -31,11 +31,11 @@ def row_of(params: SamplingParams, constrained: bool = False) -> Table:
     [
         ("num_tokens", {}, 5),
         ("max_len", {}, 20),
-        ("limit", {}, 4),
-        ("limit", {"constrained": True}, 0),
-        ("width", {}, 3),
-        ("width", {"tree_width": 2}, 2),
-        ("width", {"tree_width": 5}, 3),
+        ("max_k", {}, 4),
+        ("max_k", {"constrained": True}, 0),
+        ("tree_width", {}, 3),
+        ("tree_width", {"tree_width": 2}, 2),
+        ("tree_width", {"tree_width": 5}, 3),
         ("rule", {}, RULES.index("rejection")),
         ("rule", {"acceptance": "typical"}, RULES.index("typical")),
         ("rule", {"constrained": True}, EXACT),
