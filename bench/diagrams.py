@@ -136,7 +136,7 @@ LIFE: list[tuple[int, str, str]] = [  # lane (0 caller, 1 host, 2 device), event
     (1, "cached prefix found, blocks allocated", "engine.scheduler.Scheduler.schedule"),
     (2, "prompt and parameters written to a row", "device.worker.Worker.admit"),
     (2, "K/V of the prompt, chunk by chunk", "device.worker.Worker.prefill"),
-    (1, "K chosen, the step ordered for all rows", "engine.engine.Engine.step"),
+    (1, "K chosen, a step queued for all rows", "engine.engine.Engine.step"),
     (2, "one graph replayed for (batch size, K):", "device.graphs.StepGraphs.run"),
     (2, "report copied to a pinned result buffer", "kernels.transfer.to_host"),
     (1, "previous step collected while this one runs", "device.worker.Worker.fetch"),

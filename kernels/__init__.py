@@ -9,7 +9,7 @@ and triton only and does not import the engine.
   and values of accepted tree nodes, and report the results of a step and log-probabilities to the host.
 * `sampling/`: draw the target's tokens; the acceptance rules other than equality.
 * `transfer`: copies between host and device that do not synchronize.
-* `native/`: C++ for CPUs: the whole step of bfloat16 models, from n-gram lookup to commit.
+* `native/`: C++ for CPUs: n-gram lookup, layout, forward pass (bfloat16), sampling, token masks, commit.
 * `launch`: selects the implementation of an operation; helpers that kernel launchers share.
 
 Host and device share the constants below. They need no torch, so that settings can be checked without it.

@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
     num_tokens: int
 
 
-# The tensors of a batch as a kernel argument. TREE is whether `ancestors` and `parents` are set, because
+# The tensors of a batch as a kernel argument. TREE: whether `ancestors` and `parents` are set, because
 # kernels cannot test whether a tuple element is None. (Kernels may pass such a tuple to a function but must
 # not assign it to a variable, which would turn TREE into a tensor.)
 Tensors = namedtuple(

@@ -126,7 +126,7 @@ class EngineConfig:
         device: device to run on: "auto", "cpu", "cuda" or "cuda:N".
         threads: number of CPU threads of this process. "auto" uses OMP_NUM_THREADS if it is set, otherwise
             all cores within the container's CPU quota.
-        max_num_seqs: maximum number of requests that run at once.
+        max_num_seqs: maximum number of outputs that run at once; a request has `n`.
         max_model_len: maximum context length (prompt + output) in tokens. Defaults to the model's limit,
             reduced to what fits in the KV cache.
         max_num_batched_tokens: maximum number of tokens per step. Running requests take K + 1 each; prompts

@@ -52,7 +52,7 @@ def next_token(
 
 
 def changed(logits: np.ndarray, prompt: Sequence[int], output: Output, params: SamplingParams) -> np.ndarray:
-    """Apply bias, barred tokens and penalties to the logits [V] after prompt and output."""
+    """Apply bias, masked tokens and penalties to the logits [V] after prompt and output."""
     x, repetition = logits.astype(np.float64), params.repetition_penalty
     for token, bias in params.logit_bias.items():
         x[token] += bias

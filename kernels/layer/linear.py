@@ -4,7 +4,7 @@
 
     layer(x)                    x [T, K] @ weight.T + bias -> [T, N] in x's dtype
     layer.after_norm(residual)  the same for RMSNorm of the residual stream, by its norm (`residual.py`)
-    layer.gated(residual)       silu(g) * u, or gelu(g) * u, of the halves [g; u] of these -> [T, N / 2]
+    layer.gated(residual)       silu(g) * u, or gelu(g) * u, of the halves of `after_norm` -> [T, N / 2]
     layer.add_to(residual, x)   the residual stream plus `layer(x)`, for the next norm
 
 `make_linear` selects the implementation, one of the classes below, when a model is loaded. On a CPU the

@@ -6,7 +6,7 @@
 A function takes one structure of 8-byte words, each the address of a tensor or a number (`structs.h`,
 `step.h`). All tensors must be contiguous, except those passed as `Rows` of structs.h.
 
-Compilation needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes some seconds. It targets this
+Compilation needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes a few seconds. It targets this
 processor unless CXX sets another one: CXX="g++ -march=x86-64-v3" is for any processor with AVX2. The sources
 do not depend on torch. The library is cached under a hash of sources, options and processor, independent of
 the compiler, which may be removed afterwards.
@@ -57,7 +57,7 @@ def library(insist: bool = False) -> ctypes.CDLL | None:
         remedy = f"install g++ 11 or newer, or set CXX ({reason})."
         if insist:
             raise OSError(f"{failure}, which NANOSPEC_KERNELS=native requires; {remedy}") from None
-        slower = "falling back to PyTorch, which is three times as slow"
+        slower = "falling back to PyTorch, which is about three times as slow"
         warnings.warn(f"{failure}, {slower}; {remedy}", stacklevel=2)
         return None
 

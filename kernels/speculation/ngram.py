@@ -4,8 +4,8 @@ The method is prompt lookup decoding (Saxena, 2023), https://github.com/apoorvum
 
 The match is the longest suffix of min_n to max_n tokens that also occurs earlier; among equally long ones,
 the latest, because recent text predicts best. The occurrence may overlap the suffix. When copying reaches the
-end of the text, it restarts at the match, as in LZ77 (Ziv & Lempel, 1977), so that even a text with a short
-period fills all drafts.
+end of the text, it restarts at the token after the match (as LZ77 copies, Ziv & Lempel, 1977), so that even a
+text with a short period fills all drafts.
 
 A row with a match gets `draft_limits` drafts, a row without one gets none. Unused entries of the result hold
 token 0 and source -1. Without drafts, the match length is 0.

@@ -51,7 +51,7 @@ def empty_proposal(rows: Tensor, k: int, tree: bool) -> Proposal:
 
 def merge(in_first: Tensor, first: Proposal, second: Proposal) -> Proposal:
     """Select rows of `first` where `in_first` [B] is true, and of `second` elsewhere. The result has the
-    logits of `second` if set, else of `first`; `sampled` is false for rows of the other proposal."""
+    logits of `second` if set, else of `first`; `sampled` is false for drafts not drawn from them."""
 
     def choose(one: Tensor, other: Tensor) -> Tensor:
         return torch.where(in_first if one.dim() == 1 else in_first[:, None], one, other)

@@ -69,7 +69,7 @@ class StepGraphs:
     """The captures of all buckets of a step.
 
     Attributes:
-        batch_sizes, ks: of the buckets, ascending. Not every pair is a bucket; see `ks_for`.
+        batch_sizes, ks: sizes and Ks of the buckets, ascending. Not every pair is a bucket; see `ks_for`.
         captures: captures by bucket.
         replays: number of replays by (batch size, K).
         max_tokens: maximum number of tokens scored by a bucket.

@@ -1,7 +1,7 @@
-"""The data exchanged by the engine and the worker (`worker.py`): admissions, step orders, results and times.
+"""The data exchanged by the engine and the worker (`worker.py`): admissions, step inputs, results and times.
 Also writes requests to their rows on the device (`kernels/table.py`).
 
-Admissions and orders are plain data, so that they can be sent to several processes.
+Admissions and step inputs are plain data, so that they can be sent to several processes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RowBlocks(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """An order to run a step over B request rows.
+    """The input of a step over B request rows.
 
     Attributes:
         rows: [B] row indices.

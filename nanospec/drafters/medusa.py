@@ -229,7 +229,7 @@ class MedusaDrafter(Drafter):
 
     def _tree(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the trees of all widths 1 .. W: the candidate (head * W + rank) of each node [W, k] int64,
-        the place of its parent [W, k] int32, and the number of nodes [W] int32."""
+        the node of its parent [W, k] int32, and the number of nodes [W] int32."""
         if k not in self._trees:
             candidate, parents, sizes = [], [], []
             for width in range(1, self.width + 1):

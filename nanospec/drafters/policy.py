@@ -62,7 +62,7 @@ class AutoPolicy(Policy):
     """Maximizes the expected tokens per ms, see the module docstring."""
 
     def __init__(self, costs: StepCosts, model_drafter: int = NO_DRAFTER) -> None:
-        """`model` is the index of the drafter that runs a model in packed steps."""
+        """`model_drafter` is the index of the drafter that runs a model in packed steps."""
         self.costs: StepCosts = costs
         self.estimator, self._accounts, self._model_drafter = Estimator(), RowAccounts(), model_drafter
         self._context, self._waiting, self._probing = 0, True, False  # of the latest step

@@ -29,7 +29,7 @@ from .scheduler import Plan, Scheduler
 
 class Queued(NamedTuple):
     """A step that has been queued but not collected: its requests, their rows at that time, K, its pending
-    results, and the value returned by `Extension.queued` of each extension."""
+    results, and the value returned by `on_queued` of each extension."""
 
     requests: list[Request]
     rows: list[int]

@@ -72,8 +72,8 @@ class Scheduler:
         prompts = [request for request in self.running if not request.is_prefilled]
         for i, request in enumerate(prompts, 1):
             if budget > 0:
-                more = i < len(prompts) or self._next(plan) is not None
-                budget -= self._chunk(request, budget, more, plan)
+                others_follow = i < len(prompts) or self._next(plan) is not None
+                budget -= self._chunk(request, budget, others_follow, plan)
         while budget > 0 and (candidate := self._next(plan)) is not None:
             request, cached = candidate
             self._admit(request, cached)
@@ -146,13 +146,13 @@ class Scheduler:
         request.start_time = request.start_time or time.perf_counter()
         self.running.append(request)
 
-    def _chunk(self, request: Request, budget: int, others_wait: bool, plan: Plan) -> int:
-        """Schedule the next chunk of a prompt and return its length. If other prompts wait, a prompt that
+    def _chunk(self, request: Request, budget: int, others_follow: bool, plan: Plan) -> int:
+        """Schedule the next chunk of a prompt and return its length. If other prompts follow, a prompt that
         exceeds the budget takes only half of it."""
         start = request.num_computed
         count = request.num_tokens - 1 - start
         if count > budget:
-            count = max(budget // 2, min(self.block_size, budget)) if others_wait else budget
+            count = max(budget // 2, min(self.block_size, budget)) if others_follow else budget
         plan.prefill.append((request, start, count))
         request.num_computed += count
         self.register(request)

@@ -50,13 +50,15 @@ class Products:
             return linear(x)
         if kind in ("linear_add", "residual_add"):
             norm = Norm(bias, 1e-5)
-            own = Norm(1 + bias.to(torch.promote_types(dtype, torch.float32)), 1e-5)
-            new = linear.add_to(residual_of(residual, norm), x, norm, own if kind == "residual_add" else None)
+            out_norm = Norm(1 + bias.to(torch.promote_types(dtype, torch.float32)), 1e-5)
+            new = linear.add_to(
+                residual_of(residual, norm), x, norm, out_norm if kind == "residual_add" else None
+            )
             return torch.cat((new.x, normed(new)), 1)
-        residual = residual_of(x, Norm(scale, 1e-5))
+        source = residual_of(x, Norm(scale, 1e-5))
         if kind == "norm_linear":
-            return linear.after_norm(residual)
-        return linear.gated(residual, "gelu" if kind == "geglu" else "silu")
+            return linear.after_norm(source)
+        return linear.gated(source, "gelu" if kind == "geglu" else "silu")
 
 
 def residual_of(x: Tensor, norm: Norm) -> Residual:
@@ -65,7 +67,7 @@ def residual_of(x: Tensor, norm: Norm) -> Residual:
 
 
 def normed(residual: Residual) -> Tensor:
-    """Return the norm of a stream [T, H], as its readers compute it."""
+    """Return the norm of a residual [T, H], as its readers compute it."""
     if residual.scaled is None or residual.squares is None:
         return rms_norm(residual.x, residual.norm)
     mean = residual.squares.sum(0) / residual.x.shape[1]

@@ -109,12 +109,12 @@ def explain(llm: LLM, console: Console) -> None:
     rows = [(one.name, *one.cells(machine), *more.cells(machine)) for one, more in zip(*counts)]
     console.table(("", *("MB", "GFLOP", "min ms") * 2), rows)
     costs = engine.policy.costs or engine.worker.measure()
-    cached = 1 if costs.packed else context
-    console.line(f"\nMeasured step times{'' if cached > 1 else ' with an empty context'}:")
+    cached = 0 if costs.packed else min(CONTEXT, engine.max_model_len // 2)  # as in `timing.rehearsal`
+    console.line(f"\nMeasured step times after {cached} cached tokens:")
     ms = costs.packed or {1 + k: step_ms for k, step_ms in costs.by_k(1, engine.worker.max_k).items()}
     rows = []
     for tokens, step_ms in ms.items():
-        least = sum(part.ms(machine) for part in parts(model.config, tokens, cached, itemsize))
+        least = sum(part.ms(machine) for part in parts(model.config, tokens, max(cached, 1), itemsize))
         rows.append((str(tokens), f"{least:.2f}", f"{step_ms:.2f}", f"{step_ms / ms[1]:.2f}x"))
     console.table(("tokens scored", "min ms", "measured ms", "vs one token"), rows)
     if llm.config.spec.max_k:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...config import EngineConfig, SpecConfig
@@ -31,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     keys = filter(None, os.environ.get("NANOSPEC_API_KEY", "").split(","))
     try:
         config = ServeConfig(**{**options, "api_key": (*options.get("api_key", ()), *keys)})
-        return _serve(args, config, resolve_model(args.model))
+        folder = resolve_model(args.model)
+        name = config.served_model_name or Path(args.model).name or folder.name  # a hub folder is a hash
+        return _serve(args, replace(config, served_model_name=name), folder)
     except ModuleNotFoundError as error:
         if error.name not in REQUIRED:
             raise
@@ -86,5 +89,5 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Path) -> int:
     announce(args.model, folder)
     llm = LLM(folder, **options)
     announce_ranks(llm)
-    app = App(llm, config, config.served_model_name or folder.name)
+    app = App(llm, config, str(config.served_model_name))
     return asyncio.run(run(app, listener))

@@ -164,11 +164,11 @@ def run(
     config: ServeConfig, folder: Path, model: str, options: dict[str, Any], scale: tuple[int, int], level: str
 ) -> int:
     """Deploy the application, wait for a signal or a newer deployment, and return the exit status."""
-    name, engine = config.served_model_name or folder.name, EngineConfig(**options)
+    name, engine = str(config.served_model_name), EngineConfig(**options)
     facts = {"replicas": ":".join(map(str, sorted(set(scale))))}
     log.info("starting", extra={"facts": facts})
     with redirect_stdout(sys.stderr), connect_ray(scale[1], engine, log_to_driver=True) as bundle:
-        config, is_new = start_serve(replace(config, served_model_name=name))
+        config, is_new = start_serve(config)
         load_replica, stamp = partial(load, folder.absolute(), model, bundle, options), uuid.uuid4().hex
         app = application(load_replica, config, bundle, engine.max_num_seqs, scale, level, stamp)
         handle = deploy(app, is_new)

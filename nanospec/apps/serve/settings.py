@@ -23,7 +23,7 @@ class ServeConfig:
         api_key: key of at least 8 characters that clients must send as "Authorization: Bearer KEY". May be
             repeated; NANOSPEC_API_KEY adds comma-separated keys. Clients with different keys share no cached
             prefixes.
-        served_model_name: model name in the API. Defaults to the name of the model folder.
+        served_model_name: model name in the API. Defaults to the last part of --model.
         max_queue: maximum number of waiting outputs; further requests are answered with status 429.
         max_body: maximum size of a request body in bytes.
         max_connections: maximum number of connections; further ones can only use /health and /metrics.

@@ -161,10 +161,10 @@ def recorder_of(extensions: Sequence[Extension]) -> Recorder:
 
 def walk(tokens: list[int], drafts: list[int], parents: list[int]) -> list[int]:
     """Return the 1-based indices of the accepted drafts, by walking down the tree along `tokens`."""
-    places, node = list[int](), 0
+    path, node = list[int](), 0
     for token in tokens:
-        children = (place for place, draft in enumerate(zip(drafts, parents), 1) if draft == (token, node))
+        children = (i for i, draft in enumerate(zip(drafts, parents), 1) if draft == (token, node))
         if (node := next(children, -1)) < 0:
             break
-        places.append(node)
-    return places
+        path.append(node)
+    return path

@@ -48,8 +48,8 @@ def test_norm_is_bitwise_independent_of_other_rows() -> None:
 @pytest.mark.parametrize(("N", "T", "H"), [(1, 1, 64), (2, 3, 63), (3, 5, 100), (8, 2, 576)], ids=str)
 def test_residual_add_matches_naive(N: int, T: int, H: int, dtype: torch.dtype) -> None:
     parts, x = torch.randn(N, T, H).to(dtype), torch.randn(T, H).to(dtype)
-    norm, own = Norm(torch.randn(H).to(dtype), 1e-5), Norm(1 + torch.randn(H), 1e-5)
-    for its in (None, own):
+    norm, out_norm = Norm(torch.randn(H).to(dtype), 1e-5), Norm(1 + torch.randn(H), 1e-5)
+    for its in (None, out_norm):
         with forced("triton"):
             result = residual_add(parts, x, norm, its)
         expected = naive(parts, x, its)

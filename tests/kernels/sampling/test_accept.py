@@ -293,7 +293,7 @@ def test_typical_accepts(case: str, draft_token: int, accepted: bool, implementa
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 def test_typical_accepts_likeliest_child(implementation: str) -> None:
     """Unless the target drew one of them; ties go to the first child; leaves keep their target."""
-    ids = ints(0, 1, 4, 2, 3, 1)  # children of the root: 1, 4, 2; of place 2: 3, 1
+    ids = ints(0, 1, 4, 2, 3, 1)  # children of the root: 1, 4, 2; of node 2: 3, 1
     batch = make_batch([6], [5], parents=[0, 0, 0, 0, 2, 2], rows=ints(2), input_ids=ids)
     logits = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.3]).log().repeat(6, 1)
     run = IMPLEMENTATIONS[implementation]

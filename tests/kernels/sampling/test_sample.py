@@ -219,7 +219,7 @@ def test_lazy_sampling_matches_verification(tree: bool, implementation: str) -> 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logits_of_barred_tokens_are_ignored(implementation: str, temperature: float) -> None:
+def test_logits_of_masked_tokens_are_ignored(implementation: str, temperature: float) -> None:
     """Even NaN or infinity: all implementations ignore masked tokens."""
     logits = torch.randn(3, 65, generator=torch.Generator().manual_seed(2))
     batch = make_batch([3], rows=ints(1))

@@ -27,7 +27,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Proposal]] = {
 
 
 class Node(NamedTuple):
-    """A draft: its token, the index it was copied from, and the place of its parent."""
+    """A draft: its token, the index it was copied from, and the node of its parent."""
 
     token: int
     source: int
@@ -98,7 +98,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 def reference(text: list[int], min_n: int, max_n: int, D: int, width: int) -> tuple[list[Node], int]:
-    """Return the nodes of one request by place, and the match length of its first chain."""
+    """Return the nodes of one request, and the match length of its first chain."""
     n = len(text)
     order = sorted(((matched(text, p, max_n), p) for p in range(1, n)), reverse=True)
     first: dict[int, tuple[int, int]] = {}  # by next token

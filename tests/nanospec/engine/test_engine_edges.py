@@ -103,7 +103,7 @@ def test_stop_token_inside_an_accepted_run(cyclic: Model, k: int, stop: int) -> 
 
 @pytest.mark.parametrize("k", [0, 7], ids=lambda k: f"K{k}")
 def test_stop_token_before_min_tokens_is_not_drawn(cyclic: Model, k: int) -> None:
-    """A barred stop token is replaced by another; token min_tokens + 1 is the first that may stop."""
+    """A masked stop token is replaced by another; token min_tokens + 1 is the first that may stop."""
     params = greedy(stop_token_ids=[6], min_tokens=2, max_tokens=12)
     assert complete(cyclic, params, k).output_ids == [4, 5, 6]
     barred = complete(cyclic, greedy(stop_token_ids=[6], min_tokens=3, max_tokens=12), k)

@@ -35,8 +35,8 @@ function tokenText(id) {
   return /^\ufffd+$/.test(text) ? "◌" : printable(text) || "∅";
 }
 
-/** Add derived fields to a lane and its steps. `origins` has, for each output token, its step and its place
- * among the step's drafts, or 0 for a token that the model generated. */
+/** Add derived fields to a lane and its steps. `origins` has, for each output token, its step and its node
+ * in the step's drafts, or 0 for a token that the model generated. */
 function prepare(lane) {
   lane.offset = lane.prompt.length;
   lane.texts = lane.prompt.concat(lane.output);
@@ -54,7 +54,7 @@ function prepare(lane) {
   lane.hasDrafts = lane.steps.some((step) => step.drafts.length);
 }
 
-/** Return the depth of each place in the draft tree; place 0 is the last token before the step. */
+/** Return the depth of each node in the draft tree; node 0 is the last token before the step. */
 function depths(step) {
   const all = [0];
   step.parents.forEach((parent) => all.push(all[parent] + 1));

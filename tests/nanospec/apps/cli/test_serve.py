@@ -94,7 +94,7 @@ def test_missing_dependency_is_named(
     assert "serve requires starlette: pip install 'nanospec[serve]'" in capsys.readouterr().err
 
 
-def test_api_keys_from_environment(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_api_keys_and_model_name(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     result: list[ServeConfig] = []
 
     def serve(args: object, config: ServeConfig, folder: Path) -> int:
@@ -105,6 +105,10 @@ def test_api_keys_from_environment(monkeypatch: pytest.MonkeyPatch, folder: Path
     monkeypatch.setenv("NANOSPEC_API_KEY", "from-there-1,from-there-2")
     assert main(["serve", "--model", str(folder), "--api-key", "from-here-3"]) == 0
     assert result[0].api_key == ("from-here-3", "from-there-1", "from-there-2")
+    assert result[0].served_model_name == folder.name
+    monkeypatch.setattr(command, "resolve_model", lambda name: Path("snapshots/0123abcd"))  # of the hub
+    assert main(["serve", "org/name"]) == main(["serve", "org/name", "--served-model-name", "mine"]) == 0
+    assert [config.served_model_name for config in result[1:]] == ["name", "mine"]
 
 
 def test_listen_on_ipv4_and_ipv6() -> None:
