@@ -55,7 +55,7 @@ class Batch:
     input_ids: Tensor  # [T] int32, any valid token ID for padding
     positions: Tensor  # [T] int32, rotary position of each token (0 for padding)
     slots: Tensor  # [T] int32, cache slot `block * block_size + offset`, -1 for padding
-    block_table: Tensor  # [B, max_blocks] int32, the cache blocks of each row
+    block_table: Tensor  # [B, max_blocks] int32, blocks of each row; unspecified beyond base_len + q_len
     q_start: Tensor  # [B] int32, see the module docstring
     q_len: Tensor  # [B] int32, may be 0
     base_len: Tensor  # [B] int32

@@ -67,7 +67,7 @@ def forced(backend: Backend | None = None, architecture: str | None = None) -> I
 
 
 def arch(tensor: Tensor) -> str:
-    """Return the architecture of the GPU that holds `tensor`; for an unknown GPU, the nearest older one."""
+    """Return the entry of ARCHITECTURES to tune for: gfx942 for any AMD GPU, sm_90 for a tensor on a CPU."""
     return _target or (_device_arch(tensor.device.index or 0) if tensor.is_cuda else "sm_90")
 
 

@@ -4,5 +4,5 @@ residual, the gate-and-up product with norm and SwiGLU, and the down product wit
 the kernel of all products, `residual` the residual stream between them. Norms after attention and MLP, as in
 Gemma, take two more launches (`residual_add`).
 
-The result of a row is bitwise independent of the batch and of the number of drafts.
+The result of a row is bitwise independent of the batch and the number of drafts (`naive`: see `attention`).
 """

@@ -3,7 +3,7 @@
     layer = make_linear(weight [N, K], bias [N] or None)
 
     layer(x)                    x [T, K] @ weight.T + bias -> [T, N] in x's dtype
-    layer.after_norm(residual)  the same for RMSNorm of the residual stream, by its norm (`residual.py`)
+    layer.after_norm(residual)  layer(RMSNorm(residual stream)); `residual.norm` is that norm (`residual.py`)
     layer.gated(residual)       silu(g) * u, or gelu(g) * u, of the halves of `after_norm` -> [T, N / 2]
     layer.add_to(residual, x)   the residual stream plus `layer(x)`, for the next norm
 
@@ -52,7 +52,7 @@ class Linear:
         self.weight, self.bias = weight, bias
 
     @property
-    def rows(self) -> Tensor | None:
+    def unpacked_weight(self) -> Tensor | None:
         """Return the weight [N, K], or None if it is packed."""
         return self.weight if isinstance(self.weight, Tensor) and not self.weight.is_mkldnn else None
 

@@ -88,13 +88,13 @@ def find_work(batch, num_tokens, fine, sizes, C: tl.constexpr):
     to at most `fine` tiles, else spans."""
     QUERIES: tl.constexpr = C.COLUMNS // C.GROUP
     b, num_kv_heads = tl.program_id(1), sizes.num_kv_heads
-    # Late queries start first because they attend to most keys. Adjacent programs share keys in the cache.
+    # The last tile of queries starts first, because it attends to the most keys and so takes the longest.
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads * QUERIES
     num_queries = tl.minimum(QUERIES, tl.load(batch.q_len + b) - first_query)
     low = tl.load(batch.base_len + b) + first_query
     high = low + num_queries
     if batch.TREE:
-        low -= first_query  # positions of nodes follow from their depth: at least the row's first
+        low -= first_query  # a node's position is base_len + depth, so base_len is the only lower bound
     first_tile, end_tile = tl.maximum(low - C.WINDOW + 1, 0) // C.TILE, tl.cdiv(high, C.TILE)
     size = SPAN // C.TILE
     if C.SPLIT:

@@ -79,8 +79,8 @@ def locate_path(batch, blocks, turn, own, num_nodes, work, C: tl.constexpr):
 
 @triton.jit
 def _nth_bit(mask, n):
-    """Return the index of set bit number n [...] of a mask: 63 if fewer bits are set, 0 if n < 0. Scalars
-    hold the population counts of each group of 2, 4, 8, 16 and 32 bits."""
+    """Return the index of set bit number n [...] of an int64 mask: 63 if fewer bits are set, 0 if n < 0. A
+    binary search over `groups`, the population counts of each 32, 16, 8, 4, 2 and 1 bits."""
     in_2 = mask - ((mask >> 1) & 0x5555555555555555)
     in_4 = (in_2 & 0x3333333333333333) + ((in_2 >> 2) & 0x3333333333333333)
     in_8 = (in_4 + (in_4 >> 4)) & 0x0F0F0F0F0F0F0F0F

@@ -9,8 +9,8 @@ only on the shape of the weight. "Rows" here are rows of the weight:
   parts are added in ascending order. For few tokens, the parts run *apart* (split K): each part is a program,
   and the last one to finish adds them, without floating-point atomics or a second launch. For many tokens,
   *one* program processes all parts and adds each to the total, without storing partial sums.
-* The weight is the left operand: its rows are the rows of the matrix instruction, tokens are the columns. So
-  1 token and 2,000 tokens use the same instruction except for its width, so small batches waste little of it.
+* The weight is the left operand: its rows are M of the MMA instruction, tokens are N. So 1 token and 2,000
+  tokens use the same instruction except for N, and small batches waste little of it.
 
 RMSNorm needs no launch and no work in the loop: norm(x) @ W.T = (x * norm_weight) @ W.T / rms(x). The kernel
 that writes x also writes x * norm_weight and the sums of squares of x (`residual.py`); the epilogue divides

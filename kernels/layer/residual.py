@@ -133,7 +133,7 @@ def tree_sum(x):
 
 @triton.jit
 def store_squares(x, squares, first, t, T, H):
-    """Store the sums of squares of a tile x [columns from `first` on, tokens t] of x.T, zero outside."""
+    """Store sums of squares of a tile x [columns, tokens t], 0 outside H. `first`: its first column of H."""
     GROUPS: tl.constexpr = x.shape[0] // GROUP
     WIDTH: tl.constexpr = x.shape[1]
     rows = tl.reshape(tl.trans(x * x), [WIDTH * GROUPS, GROUP])

@@ -10,12 +10,12 @@ Hugging Face checkpoints). The rotated keys and the values are written to the ca
 with slot -1 are not written. A per-head RMSNorm of q and k (Qwen3) is applied before the rotation. Supports
 even head dimensions up to 256.
 
-Cached values (v, not k) are always finite, because 0 * NaN would affect queries that mask the token, such as
-those before a rejected draft. NaN is replaced by 0 and infinity by the largest number. If x is not finite,
-queries that attend to the token still get NaN from its key, because the norm makes all of q, k and v NaN. If
-only v is not finite (fp16 overflow, NaN in its weights), they get the finite replacement. Only the Triton
-kernels and the C++ guarantee this: `naive` stores values unchanged, and its attention multiplies masked
-values by 0, so a draft token with a NaN embedding affects the queries before it.
+The Triton kernel and the C++ store only finite values (v; k is stored as it is): NaN becomes 0, infinity the
+largest finite number. Otherwise 0 * NaN would reach queries that mask the token, such as those before a
+rejected draft. If the hidden state is not finite, the norm before the projection makes q, k and v NaN, and
+queries that attend to the token still get NaN from its key. If only v is not finite (fp16 overflow, NaN in
+its weights), they get the finite replacement. `naive` stores v unchanged, so a draft token with a NaN
+embedding affects the queries before it.
 
 Kernel: one program per token and group of heads, in float32 between load and store (`naive` rounds in
 between). The result of a head depends on no other head or token.

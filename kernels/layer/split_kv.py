@@ -3,7 +3,7 @@
 A state holds the partial result of some columns (a column is a query of one head) over some cache positions:
 
     m    [columns]               the maximum score as an exponent of 2, rounded up to an integer
-    z    [TILE // 16, columns]   sums of 2^(score - m), one for each 16 positions of a tile
+    z    [TILE // 16, columns]   sums of 2^(score - m) per 16 positions of a tile (sum: FlashAttention's l)
     acc  [D, columns]            sums of 2^(score - m) * value
 
 All are float32. As m is an integer, rescaling multiplies by a power of two, which is exact. So z and acc are
@@ -157,7 +157,7 @@ def element_offsets(rows, valid, C: tl.constexpr):
 
 @triton.jit
 def end_unit(partials, unit, total, state, work, C: tl.constexpr):
-    """Add the state of a unit to the total, or store it if other programs have further units."""
+    """Return total + state. With SPLIT, return the state; store it first if there are several units."""
     if C.SPLIT:
         if work.count > 1:
             rows, valid = rows_of(work, 0, C.COLUMNS, C)

@@ -4,7 +4,7 @@
     call(name, *values)  call one of its functions
 
 A function takes one structure of 8-byte words, each the address of a tensor or a number (`structs.h`,
-`step.h`). All tensors must be contiguous, except those passed as `Rows` of structs.h.
+`step.h`). All tensors must be contiguous, except those that are passed together with a row stride.
 
 Compilation needs g++ 11 or newer (`$CXX`, else g++ or c++) and takes a few seconds. It targets this
 processor unless CXX sets another one: CXX="g++ -march=x86-64-v3" is for any processor with AVX2. The sources

@@ -85,15 +85,15 @@ template <class Matrix>
 static void multiply_amx(long, const bf16*, long, const Matrix&, long, Sums) {}
 #endif
 
-// Sets a thread's floating-point mode for products. Its destructor releases AMX, which slows down context switches.
-struct Unit {
+// Sets a thread's floating-point mode. The destructor frees AMX state, which would slow context switches.
+struct FpuMode {
 #ifdef __SSE__
     // Flushes denormals to zero, as bfloat16 instructions always do; with float instructions, denormals take ten times
     // as long.
     const unsigned before = _mm_getcsr();
-    Unit() { _mm_setcsr(before | 0x8040 /* flush to zero, denormals are zero */); }
+    FpuMode() { _mm_setcsr(before | 0x8040 /* flush to zero, denormals are zero */); }
 #endif
-    ~Unit() {
+    ~FpuMode() {
 #ifdef __SSE__
         _mm_setcsr(before);
 #endif

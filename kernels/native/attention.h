@@ -16,7 +16,7 @@
 #include "product.h"
 
 constexpr long SPAN = 256;     // positions per span
-constexpr long TOGETHER = 96;  // maximum rows of a piece (queries * heads of a group), unless one group has more
+constexpr long MAX_ROWS = 96;  // maximum rows of a piece: queries * query heads per KV head; >= MAX_GROUP
 constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // same as in models/cpu.py
 constexpr long MAX_NODES = 64, COPIES = MAX_NODES / LANES + 1;  // nodes of a tree; tiles for copies of them
 constexpr long APART = 64 << 20;                                // maximum bytes of the partial results of spans
@@ -113,7 +113,7 @@ struct Attention {
     // The working memory of one thread.
     struct Scratch {
         // Padded: rows with a stride of a multiple of 512 bytes would compete for the same lines of the L1 cache.
-        static constexpr long ROWS = std::max(TOGETHER, MAX_GROUP), SCORES = SPAN + LANES, WEIGHTS = SPAN + WIDTH;
+        static constexpr long ROWS = std::max(MAX_ROWS, MAX_GROUP), SCORES = SPAN + LANES, WEIGHTS = SPAN + WIDTH;
         alignas(64) float scores[ROWS][SCORES];
         alignas(64) bf16 weights[ROWS][WEIGHTS], q[ROWS * MAX_DIM];
         Tile tiles[SPAN / LANES], next[SPAN / LANES];  // of this span and the next one
@@ -143,8 +143,8 @@ struct Attention {
         return !(path & (path + 1));  // true if all other queries are ancestors of the last
     }
 
-    // Replaces the tiles of a span that contain tokens of this step by copies in which only the ancestors of query i follow
-    // the cached tokens, at consecutive positions.
+    // Replaces the tiles of a span that hold tokens of this step by copies, in which the cached tokens are
+    // followed only by the ancestors of query i, at consecutive positions.
     void fold(const Piece& p, long i, long begin, long end, Scratch& at) const {
         const Head head(cache, layer, p.head);
         const long base = batch.base_len[p.row], first = std::max(base / LANES * LANES, begin);
@@ -164,7 +164,7 @@ struct Attention {
         }
     }
 
-    // Returns where the first span of a piece that the window reaches begins; `p.end` if it reaches none.
+    // Returns the start of the first span that any query's window reaches, or `p.end` if there is none.
     long start(const Piece& p) const {
         long low = p.end;
         for (long i = 0; i < p.count; i++) {  // in a tree, the minimum need not be that of the first query
@@ -267,7 +267,7 @@ struct Plan {
     long rows = 0;  // maximum number of rows of a piece
 
     Plan(const Model& model, const Batch& batch, int threads) {
-        const long group = model.heads / model.kv_heads, most = std::max(TOGETHER / group, 1L);
+        const long group = model.heads / model.kv_heads, most = std::max(MAX_ROWS / group, 1L);
         std::vector<Piece> whole;
         long spans = 0;
         for (long row = 0; row < batch.num_rows; row++)

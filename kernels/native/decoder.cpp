@@ -1,4 +1,4 @@
-// `Model.forward` of models/decoder.py for bfloat16 on a CPU, in one call: all threads go through all layers together.
+// `Model.forward` of models/decoder.py for bfloat16 on a CPU, in one call: every thread runs all layers.
 // The specification is in decoder.py, rope_cache.py and attention.py.
 //
 // The result of a token is bitwise independent of other rows, of tokens that it does not attend to, and of the number of
@@ -112,7 +112,7 @@ extern "C" void nanospec_forward(const Forward* args) {
     const std::unique_ptr<Partial[]> parts(plan.apart ? new Partial[plan.pieces.size() * plan.rows] : nullptr);
     run(args->threads, PHASES * m.num_layers + 2, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
-        const Unit unit;
+        const FpuMode mode;
         team.each(T, [&](long t, long) {
             const bf16* row = m.embedding + batch.input_ids[t] * H;
             for (long i = 0; i < H; i += LANES) {
@@ -172,7 +172,7 @@ extern "C" void nanospec_kv_move(const Move* args) {
 
 extern "C" void nanospec_linear(const Linear* args) {
     run(args->threads, 1, [&](Team& team) {
-        const Unit unit;
+        const FpuMode mode;
         linear(team, args->weight, args->x, args->tokens, args->out);
     });
 }

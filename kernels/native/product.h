@@ -7,7 +7,7 @@
 #include "structs.h"
 #include "threads.h"
 
-// `multiply` for M rows, indexed by M.
+// MULTIPLY[M] is `multiply` for M rows.
 template <class Matrix>
 using Multiply = void (*)(const bf16*, long, const Matrix&, long, Sums);
 #ifdef __AVX512F__

@@ -171,7 +171,7 @@ struct Query {
         selected.resize(count);
     }
 
-    // Returns the smallest score that top-k, top-p and min-p keep.
+    // Returns the threshold of top-k, top-p and min-p: scores of at least this are kept.
     float threshold(float best) {
         const long k = table.top_k[s];
         const float top_p = table.top_p[s], min_p = table.min_p[s];

@@ -17,10 +17,10 @@ entropy in nats. This accepts everything that EXACT accepts, and more.
 
 Rows with temperature 0 always use EXACT. As in `sample`, the noise depends only on the request's seed and
 the absolute position. Drafts and targets of a position may share their noise, so acceptance and residual
-use separate streams (`noise.py`, with constant bits of the seed flipped): acceptance uses u = exp(-E) of
-token 0, the residual uses all tokens.
+use separate streams: the noise of `seed ^ ACCEPTANCE`, where u = exp(-E) of token 0 is uniform, and that of
+`seed ^ RESIDUAL` for all tokens.
 
-Kernel: `scan` reads the logits of the affected rows once more, and the draft's. One program per query then
+Kernel: `scan` rereads the target logits of these rows, and the draft model's. One program per query then
 reduces each distribution to four numbers, which turn the score of any token into its probability, and
 updates the target.
 """

@@ -71,8 +71,8 @@ class Inputs(NamedTuple):
 
 
 class Query(NamedTuple):
-    """A scored token: its request row (-1: none), the position of its target, the line of its logits, the
-    first flat index of its batch row, its node in the batch row, and the length of the batch row."""
+    """A scored token: its request row (-1: none), the position of its target, the row of its logits, the
+    first flat index of its batch row, its node there, and that row's length (node, n: 0 with `pitch`)."""
 
     s: Any
     position: Any

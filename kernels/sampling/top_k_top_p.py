@@ -31,8 +31,8 @@ TILE = tl.constexpr(1024)  # tokens per iteration
 
 
 def naive(scores: Tensor, s: int, table: Table) -> Tensor:
-    """Return the smallest of scores [V] float32 that request row s keeps, 0-d float32. Requires a temperature
-    other than 0 and a finite maximum."""
+    """Return the threshold, 0-d float32: request row s keeps the tokens whose score (`scores` [V] float32) is
+    at least this; -inf keeps all. Requires a temperature above 0 and a finite maximum score."""
     temperature, top_k, top_p, min_p = (
         column[s].item() for column in (table.temperature, table.top_k, table.top_p, table.min_p)
     )
@@ -83,7 +83,7 @@ def order_key(x):
 
 @triton.jit
 def threshold(scan, query, best):
-    """Return open groups with all kept tokens of a query, and its smallest kept key. `best`: its maximum."""
+    """Return open groups that hold all kept tokens, and the threshold's key. `best`: the query's maximum."""
     table, s = scan.inputs.table, query.s
     temperature = tl.load(table.temperature + s)
     top_k, top_p, min_p = tl.load(table.top_k + s), tl.load(table.top_p + s), tl.load(table.min_p + s)
@@ -128,7 +128,7 @@ def draw(scan, query, best):
 
 @triton.jit
 def _open_groups(scan, query, weighing, floor):
-    """Open groups until their tokens above the maximum of all other groups reach the target weight."""
+    """Open groups until the tokens above all closed groups reach the target, or min-p drops the closed."""
     g = tl.arange(0, triton.next_power_of_2(scan.GROUPS))
     groups = scan.groups + query.line.to(tl.int64) * scan.GROUPS
     key = order_key(tl.load(groups + g, g < scan.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
@@ -138,10 +138,10 @@ def _open_groups(scan, query, weighing, floor):
     count = tl.minimum(scan.inputs.table.vocab_size, TILE // scan.GROUP)
     enough = count >= scan.GROUPS
     while not enough:
-        shut = tl.max(tl.where(g >= count, largest, 0))
-        pivots = tl.zeros([PIVOTS], tl.uint32) + (shut + 1)
+        closed_max = tl.max(tl.where(g >= count, largest, 0))
+        pivots = tl.zeros([PIVOTS], tl.uint32) + (closed_max + 1)
         above = tl.max(_weigh(scan, query, Open(order, count), weighing, pivots, 0))
-        if (above >= weighing.target) | ((shut < floor) & (not weighing.by_count)):
+        if (above >= weighing.target) | ((closed_max < floor) & (not weighing.by_count)):
             enough = True
         else:
             count = tl.minimum(2 * count, scan.GROUPS)

@@ -6,7 +6,7 @@ Node i of a tree wrote its key and value to cache index base_len + i. If the pat
 `verify.py`) is 0, 3, 7, node 3 must move to base_len + 1 and node 7 to base_len + 2. A chain needs no
 moves: its path is 0, 1, 2.
 
-Nodes come after their parents, so paths ascend and path[e] >= e: moving in order never overwrites an entry
+Nodes come after their parents, so paths ascend and path[i] >= i: moving in order never overwrites an entry
 that is still to be moved. Kernel: one program per (layer, key or value, head) and row moves one node after
 the other. Each thread handles the same channels of all nodes, so no barriers are needed.
 """

@@ -161,8 +161,8 @@ def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
     lm_head has no readable rows, but its product with unit vectors gives its columns exactly."""
     if isinstance(model.embedding, Tensor) and model.config.tie_word_embeddings:
         return model.embedding[tokens]
-    if model.lm_head.rows is not None:
-        return model.lm_head.rows[tokens]
+    if model.lm_head.unpacked_weight is not None:
+        return model.lm_head.unpacked_weight[tokens]
     units = torch.eye(model.config.hidden_size, dtype=model.dtype)
     return torch.cat([model.lm_head(piece)[:, tokens] for piece in units.split(PIECE)]).T.contiguous()
 

@@ -112,7 +112,7 @@ class Model:
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
         is_tied = config.tie_word_embeddings
         self.lm_head = make_linear(self.embedding if is_tied else tensor("lm_head.weight"))
-        if is_tied and self.lm_head.rows is None:
+        if is_tied and self.lm_head.unpacked_weight is None:
             self.weight_bytes += self.lm_head.num_bytes
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:

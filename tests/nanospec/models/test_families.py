@@ -84,7 +84,7 @@ def test_embedding_scale_is_rounded_to_bfloat16() -> None:
     untied = tiny_model(logit_softcap=1.0)
     with forced("triton"):  # not packed
         plain = tiny_model()
-    assert torch.equal(lm_head_rows(untied, torch.arange(64)), cast(Tensor, plain.lm_head.rows))
+    assert torch.equal(lm_head_rows(untied, torch.arange(64)), cast(Tensor, plain.lm_head.unpacked_weight))
 
 
 @pytest.mark.parametrize("longest", [64, 32])
