@@ -18,7 +18,7 @@ from .text import as_bytes, as_int, check_fields, check_number, limited, shown
 MAX_REQUEST_STOP_IDS = MAX_STOP_IDS - 8  # the others are reserved for the model's end-of-sequence tokens
 MAX_BIAS = 1_000_000
 _MAX_INT = 2**31 - 1
-GREEDY_BELOW = 1e-5  # temperature; below it, float32 rounding would decide between tokens, not chance
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy: float32 rounding would outweigh the sampling noise
 _SEEDS = (-(2**63), 2**63 - 1)
 
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}  # vLLM's names for `EngineConfig` options

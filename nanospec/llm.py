@@ -3,7 +3,7 @@
     llm = LLM("smollm2-135m-instruct", spec=SpecConfig(num_speculative_tokens="auto"))
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=128))[0].text
 
-Several threads may call an `LLM` at once; their requests run as one batch (`engine/locking.py`).
+Several threads may call an `LLM` at once; their requests are batched together (`engine/locking.py`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Generate a completion for each prompt, in the same order. All prompts run as one batch, along with
+        """Generate a completion for each prompt, in the same order. Prompts are batched (continuously) with
         the requests of other threads.
 
         Args:
@@ -121,8 +121,8 @@ class LLM:
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[str]:
         """Generate a completion for one prompt and yield its text as it is produced. Closing the iterator
-        aborts the request. Several streams may be open at once, in one thread or in several; their requests
-        run as one batch. `on_finish` is called with the final output. Raises ValueError like `generate`."""
+        aborts the request. Streams may run concurrently, in one thread or in several, and are batched. Calls
+        `on_finish` with the final output. The first `next()` raises ValueError for an invalid request."""
         for pieces in self.stream_pieces(prompt, sampling_params, on_finish):
             if text := "".join(piece.text for piece in pieces):
                 yield text
@@ -133,7 +133,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[list[Piece]]:
-        """Like `stream`, but yield the `Piece`s of each step: the text and the source of each token."""
+        """Like `stream`, but yield lists, some of them empty, with a `Piece` (text, source) per token."""
         if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
             raise ValueError(f"n={sampling_params.n} is not supported by stream(); use n=1 or generate().")
         with self._running([prompt], sampling_params) as groups:

@@ -20,7 +20,7 @@ class Logprob(NamedTuple):
 
 class Piece(NamedTuple):
     """The text of an output token and the source of the token: for an accepted draft, the index in prompt +
-    output of the token it was copied from, or -2 if a model proposed it; -1 if it was not a draft."""
+    output of the token it was copied from, or -2 if it was not copied; -1 if the token was not a draft."""
 
     text: str
     source: int

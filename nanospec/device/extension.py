@@ -1,7 +1,7 @@
 """The interface of extensions: the engine and the worker call each `Extension` at fixed points of a step.
 
-All devices of a split model have the same extensions. The decisions of the host for a step are sent with its
-order, as one plain value per extension (`plan`, `send`), so that all devices behave identically.
+All devices of a split model have the same extensions. What the host decides for a step is sent in its
+`StepInput`, as one plain value per extension (`plan`, `send`), so that all devices behave identically.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Extension:
 
     def plan(self, requests: Sequence[Any], limits: Sequence[int]) -> Any:
         """Return a plain value for `send`, or None if the extension takes no part in the step. `requests`
-        decode in the step, with at most `limits` drafts each."""
+        decode in the step, request i with at most limits[i] drafts."""
 
     def on_queued(self, rows: Sequence[int]) -> Any:
         """Return a state to be passed to `on_collected`, after a step of these rows has been queued."""

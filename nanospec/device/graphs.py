@@ -52,7 +52,7 @@ class EagerCapture:
 
 
 class CudaCapture:
-    """Captures the step as a CUDA graph, in memory from `pool`, which must outlive the capture."""
+    """Captures the step as a CUDA graph, in memory from `pool`. Keep the pool alive as long as the graph."""
 
     def __init__(self, step: Callable[[], StepResult], pool: Any) -> None:
         # Warm up on the current stream: engines share `launch.tickets`, so their steps must not overlap.

@@ -33,8 +33,8 @@ DEFAULT_THREADS = torch.get_num_threads()
 GPU_SHARE = 0.9  # share of the GPU's memory to use, weights included
 CPU_SHARE = 0.4  # share of the free memory to use for the KV cache
 CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to need a larger KV cache
-PARTS = (1, 2, 4, 8)  # divisors of the largest sizes; for fewer tokens, attention splits the KV cache further
-MARGIN = 2.0  # times the measured memory, since other sizes, acceptance rules and captures may need more
+PARTS = (1, 2, 4, 8)  # divisors of the largest sizes: with fewer tokens, attention uses more KV splits
+MARGIN = 2.0  # multiple of the measured memory to reserve, as other sizes, rules and captures may need more
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -55,7 +55,7 @@ def resolve_device(name: str) -> torch.device:
     if index >= count:
         gpus = f"{count} GPU{'s' * (count > 1)}"
         raise ValueError(
-            f"device='cuda:{index}' is invalid: this machine has {gpus}; use at most 'cuda:{count - 1}'."
+            f"device='cuda:{index}' is invalid: this machine has {gpus}; the last is 'cuda:{count - 1}'."
         )
     return torch.device("cuda", index)
 
@@ -126,7 +126,7 @@ def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] =
     """Return (number of KV cache blocks, max_model_len) for this model on this machine. The size of a block
     includes the K/V of the same tokens in the caches of the drafters.
 
-    Raises ValueError if max_model_len exceeds the limit of a model, or if the memory is too small for it.
+    An unset max_model_len is reduced to fit. Raises ValueError if it exceeds a limit or memory is too small.
     """
     limit, limited_by = model.config.max_position_embeddings, "model"
     for drafter in drafters:

@@ -10,7 +10,7 @@ acceptance rule, `accept` replaces sampled tokens so that this comparison implem
 
 A step has one of two layouts. *Padded*: every row has K + 1 tokens and all shapes are known in advance, so
 the step never waits for the device and can be captured (`graphs.py`). *Packed* (the default on a CPU): the
-step waits for the drafts, the policy cuts those of each row, and a row without drafts costs only one token.
+step reads the drafts on the host, the policy drops unlikely ones, and rows without drafts cost one token.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from ..models.decoder import Model
 from .graphs import Bucket, StepGraphs
 from .step import Step
 
-# Numbers of tokens to time a forward pass with. They include both sides of the first jumps in time: at 12 (up
-# to which a compiled product reads each weight once) or, with AMX, at multiples of 16 or 32. Times in between
-# are interpolated, larger ones extrapolated from the last two sizes, which have a jump between them.
+# Numbers of tokens to time a forward pass with, on both sides of its first jumps in time: at 12 (the most
+# for which the C++ matmul reads each weight once) or, with AMX, at multiples of 16 or 32. Times in between
+# are interpolated; larger sizes are extrapolated from the last two, which have a jump between them.
 SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 # The cost of a draft is a small difference between the times of short passes, and noise of 5 % could change
 # its sign. Passes of LONG_TOKENS or more get FEW_REPEATS; after PATIENCE_SECONDS, all get LATE_REPEATS.

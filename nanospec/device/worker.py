@@ -1,4 +1,4 @@
-"""The device side: request rows, model, KV caches, drafters and captured steps, operated by five methods.
+"""The device side: request rows, model, KV caches, drafters and captured steps. The main calls:
 
     admit     write a request and its blocks to a row
     prefill   compute the K/V of prompt chunks

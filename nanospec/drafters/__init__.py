@@ -96,8 +96,8 @@ class Drafter:
     # Called in a step.
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        """Return up to `k` >= 1 drafts, in k columns, for each of the request rows [B] int32: none for -1
-        (padding), at most `draft_limits`. Must not write to `table` or `rows`. Invalid drafts are dropped."""
+        """Return a proposal with k >= 1 columns for the request rows [B] int32; -1 is padding. A row gets
+        at most `draft_limits` drafts. Must not write to `table` or `rows`. Invalid drafts are dropped."""
         raise NotImplementedError(f"{self.name} must define propose(self, table, rows, k).")
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
@@ -107,7 +107,7 @@ class Drafter:
 
 class SimpleDrafter(Drafter):
     """Base class of drafters in plain Python. A subclass must define `draft`; it need not call
-    `super().__init__()`. Every draft is verified: a wrong one costs speed but never changes the output.
+    `super().__init__()`. The target verifies drafts, so wrong ones only cost time.
 
         class RepeatLast(SimpleDrafter):
             def draft(self, tokens, k):
@@ -130,7 +130,7 @@ class SimpleDrafter(Drafter):
         """Return up to `k` >= 1 token ids that may follow `tokens`, a copy of the prompt and output so far.
 
         Any iterable of integers will do, [] for no drafts; at most k items are read. Exceptions and invalid
-        ids end `generate` with an error. With automatic K, steps in which drafting does not pay skip it.
+        ids end `generate` with an error. With automatic K, steps that drafting would slow down skip it.
         """
         raise NotImplementedError(f"{type(self).__name__} must define draft(self, tokens, k).")
 

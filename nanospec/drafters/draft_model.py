@@ -40,7 +40,7 @@ from . import Drafter, Memory, Target, draft_limits, make_proposal, no_drafts
 if TYPE_CHECKING:
     from ..config import SpecConfig
 
-ALL = torch.iinfo(torch.int32).max  # `computed` of a row without a request, which drafts when steps are timed
+ALL = torch.iinfo(torch.int32).max  # `computed` of an empty row: no K/V missing, so timing runs can draft
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class ModelDrafter(Drafter):
 
     Attributes:
         kv: the KV cache of the draft model, laid out as in `models/decoder.py`.
-        computed: [S + 1] int32, number of tokens with K/V in `kv`; the last entry is for padding.
+        computed: [S + 1] int32 for S rows: number of tokens with K/V in `kv`; last entry: padding.
         first_pass: maximum number of tokens per row in the first forward pass of a step; rows that lack the
             K/V of more get no drafts. After a step with its drafts, a row lacks one, or two if all were
             accepted; more if n-gram lookup runs first in captured steps.

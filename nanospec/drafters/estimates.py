@@ -11,11 +11,11 @@ from statistics import median
 from typing import NamedTuple
 
 LATEST, ENOUGH = 32, 3  # maximum and minimum number of calls from which drafting times are computed
-FADE = 0.999  # factor of the drafting times per step, so that a drafter that seemed too slow is tried again
-CAUTION = 0.75  # factor of the time saved when a row ends, a small and noisy difference of measurements
-DECAY, ROW_DECAY = 0.995, 0.95  # factor of past observations per new one: over all rows, of one row
-PRIOR, ROW_PRIOR = 8.0, 6.0  # weight, in observations, of the initial values below and of a row factor of 1
-MISS, FULL = 0, -1  # in place of a match length: whether all drafts of the row's last step were accepted
+FADE = 0.999  # decay per step of measured drafting times, so that a drafter that seemed too slow is retried
+CAUTION = 0.75  # discounts the time saved when a row ends, a small and noisy difference of measurements
+DECAY, ROW_DECAY = 0.995, 0.95  # decay of old observations per new one: of all rows, of one row
+PRIOR, ROW_PRIOR = 8.0, 6.0  # prior weight, in observations: of the rates below, of a row factor of 1
+MISS, FULL = 0, -1  # match length of rows without a match: FULL if the last step accepted all drafts
 # Initial values by match length, up to 8: roughly those of SmolLM2's greedy answers to questions and code
 # edits.
 FIRST = {FULL: 0.7, MISS: 0.3, 1: 0.2, 2: 0.5, 3: 0.6, 4: 0.7, 5: 0.75, 6: 0.8, 7: 0.85, 8: 0.9}
@@ -115,9 +115,9 @@ class DraftTimes:
 class RowAccounts:
     """Balance of each row in ms: the time that drafts have saved it, minus the time that they have cost it.
 
-    Drafts of one row lengthen the steps of all rows. An accepted draft ends its request one step (`plain` ms)
-    earlier; a later step then runs without that row and is shorter, which saves each of B rows `_shared` ms.
-    The draft's own row saves `plain - B * _shared` ms on top.
+    Drafts of one row lengthen the steps of all rows. `plain`: ms of a step without drafts. An accepted draft
+    ends its request a step earlier, so a later step lacks that row, which saves each of B rows `_shared` ms.
+    The draft's own row saves another `plain - B * _shared` ms.
     """
 
     def __init__(self) -> None:

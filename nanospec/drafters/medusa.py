@@ -1,8 +1,8 @@
 """Medusa heads, which propose several tokens at once from the target's last hidden state (Cai et al., 2024).
 
-From the hidden state that the target drew a token from, head i proposes the token i + 1 positions later,
-without knowing the token drawn. So the drafter keeps the hidden state from which each row's last token was
-drawn. A row has none before its first step and after a preemption; it then gets no drafts.
+Given the hidden state from which the target sampled token t, head i (from 0) predicts token t + 1 + i
+without seeing token t. So the drafter keeps the hidden state from which each row's last token was
+sampled. A row has none before its first step and after a preemption; it then gets no drafts.
 
 With a tree width W above 1, the W most likely tokens of each head are combined into a tree of fixed shape.
 
@@ -157,7 +157,7 @@ def lm_head_for(model: Model, token_map: Tensor | None) -> Linear:
 
 
 def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
-    """Return the rows of the target's lm_head for the tokens [n] int64, as a plain tensor [n, H]. A packed
+    """Return the target's lm_head rows for the tokens [n] int64, as a plain tensor [n, H]. A prepacked (CPU)
     lm_head has no readable rows, but its product with unit vectors gives its columns exactly."""
     if isinstance(model.embedding, Tensor) and model.config.tie_word_embeddings:
         return model.embedding[tokens]
@@ -171,7 +171,7 @@ class MedusaDrafter(Drafter):
     """Drafts with Medusa heads; see the module docstring.
 
     Attributes:
-        hidden: [S + 1, H], the hidden state from which each row's last token was drawn; the last entry is for
+        hidden: [S + 1, H] for S rows: state from which a row's last token was sampled; the last entry is for
             padding.
         ready: [S + 1] bool, whether the entry of `hidden` is valid.
     """
@@ -229,7 +229,7 @@ class MedusaDrafter(Drafter):
 
     def _tree(self, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the trees of all widths 1 .. W: the candidate (head * W + rank) of each node [W, k] int64,
-        the node of its parent [W, k] int32, and the number of nodes [W] int32."""
+        the 1-based node of its parent, 0 for the root [W, k] int32, and the number of nodes [W] int32."""
         if k not in self._trees:
             candidate, parents, sizes = [], [], []
             for width in range(1, self.width + 1):

@@ -145,7 +145,7 @@ def load_parts(
     device: torch.device,
     split: Callable[[ModelConfig], Split] | None = None,
 ) -> tuple[Model, tuple[Drafter, ...]]:
-    """Load the model in a folder, or only this device's part if it is `split`, and its drafters: those
+    """Load the model in a folder (with `split`, only the shard that it returns) and its drafters: those
     `given`, or those of `config.spec`."""
     model = load_model(folder, config.dtype, device, config.max_model_len, split)
     return model, load_drafters(config.spec, Target(model, folder, tokenizer), given)

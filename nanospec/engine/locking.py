@@ -1,7 +1,7 @@
 """Share an engine between threads.
 
-All requests run as one batch: a thread that waits for results takes a turn at the engine and runs a step for
-all threads. Unfinished requests are accessed only during a turn. Ctrl-C is deferred to the end of the turn.
+Requests of all threads are batched: a thread that waits for results locks the engine and runs one step for
+all. Holding this lock is a *turn*; unfinished requests are accessed only in one. Ctrl-C waits for its end.
 If a step fails, the device is in an unknown state, so all requests are aborted. Requests whose stream was
 closed are aborted in the next turn.
 """
@@ -56,7 +56,7 @@ class SharedEngine:
 
     @contextmanager
     def turn(self) -> Iterator[Engine]:
-        """Lock the engine. One thread waits for the engine, the others for `_next`: with a single lock, a
+        """Lock the engine. Waiting threads queue at `_next`, the first of them at `_lock`: with one lock, a
         thread that releases the engine and locks it again at once would starve the others."""
         with deferred_interrupt():
             with self._next:
@@ -74,7 +74,7 @@ class SharedEngine:
         with self.turn() as engine:
             worker, stats = engine.worker, engine.metrics.to_dict()
             stats["stage_seconds"] = {name: round(stage.seconds, 6) for name, stage in worker.stages.items()}
-            stats |= {"runs": compute_info(worker.model), "memory": worker.memory}
+            stats |= {"compute": compute_info(worker.model), "memory": worker.memory}
             if worker.graphs is not None:
                 stats["captured_steps"] = {"count": len(worker.graphs.captures)}
             return stats | (engine.policy.costs.report() if engine.policy.costs else {})
@@ -104,7 +104,7 @@ class SharedEngine:
             self._failure = None
 
     def wait(self, requests: Iterable[Request]) -> list[Request]:
-        """Return the finished ones among `requests`. If there are none, run a step first."""
+        """Return the finished `requests`. If none has finished, run one step first; [] if still none."""
         with self.turn():
             finished = [r for r in requests if r.is_finished]  # in a step that another thread ran
             if not finished:

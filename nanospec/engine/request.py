@@ -117,8 +117,8 @@ class Request:
 
     def append(self, report: RowReport, logprobs: list[dict[int, Logprob]] | None = None) -> int:
         """Append a step's tokens, up to the first stop string or the end of the constraint, and return their
-        number; finish the request if it ends. The finish reason is that of the stop string, else of the
-        constraint, else of the device."""
+        number; finish the request if it ends. A stop string takes precedence as finish reason, then the
+        constraint, then `report.finished` of the device."""
         tokens, reason, error = report.tokens, FINISH[report.finished], None
         if (constraint := self.constraint) is not None:
             at_stop_token = report.finished == STOPPED  # which is not passed to the constraint
@@ -153,7 +153,7 @@ class Request:
         return {t: at._replace(decoded_token=tokenizer.text_of(t)) for t, at in entry.items()}
 
     def finish(self, reason: str) -> None:
-        """Finish by "stop", "length" or "abort". Flushing held-back text may turn "length" into "stop"."""
+        """Finish with a reason. "length" becomes "stop" if the text flushed last completes a stop string."""
         if self.is_finished:
             return
         if self.output.flush() and reason == "length":
@@ -251,7 +251,7 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Lim
                 error = f"{name} contains token id {shown(token)}"
                 raise ValueError(f"{error}; ids are integers from 0 to {size - 1}.")
     if len(stop_ids) > MAX_STOP_IDS:
-        error = f"stop_token_ids and the model's end-of-sequence tokens are {len(stop_ids)} ids"
+        error = f"stop_token_ids and the model's end-of-sequence tokens total {len(stop_ids)} ids"
         raise ValueError(f"{error}, but the limit is {MAX_STOP_IDS}.")
     if params.acceptance not in (None, "exact") and config.spec.acceptance == "exact":
         raise ValueError(

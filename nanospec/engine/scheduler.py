@@ -47,8 +47,8 @@ class Scheduler:
     def __init__(
         self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, lookahead: int, lag: int
     ) -> None:
-        """`max_tokens`: token budget of a step. `lookahead`: K, drafts to allocate slots for. `lag`: later
-        steps queued before the results of a step are known, each of which may add K + 1 tokens."""
+        """`max_tokens`: token budget of a step. `lookahead`: drafts per step (K). `lag`: number of further
+        steps queued before a step's results are read, each of which may add K + 1 tokens."""
         self.block_size, self.max_tokens, self.lookahead = block_size, max_tokens, lookahead
         self.slots_ahead = lookahead + lag * (lookahead + 1)  # drafts, and K + 1 tokens per step in flight
         self._num_blocks, self._num_rows = num_blocks, num_rows

@@ -79,7 +79,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def default_heads(model_folder: Path) -> Path:
-    """Return the Medusa heads of a model: `heads/NAME.safetensors` in a weights folder or in the package."""
+    """Return the path of a model's Medusa heads, `heads/NAME.safetensors`. Raises FileNotFoundError."""
     for folder in (*weights_folders(), PACKAGE):
         path = folder / "heads" / f"{model_folder.name}.safetensors"
         if path.is_file():

@@ -43,7 +43,7 @@ class Rope:
     part: float = 1.0  # fraction of each head that is rotated
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    amplitude: float = 1.0  # factor of cos and sin, so of q and k
+    amplitude: float = 1.0  # cos and sin, hence q and k, are multiplied by it
 
     def rotated(self, head_dim: int) -> int:
         """Return the number of values of a head that are rotated."""
@@ -62,7 +62,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    windows: tuple[int | None, ...]  # of each layer: a token attends to itself and the w - 1 tokens before it
+    windows: tuple[int | None, ...]  # sliding window w per layer: itself and w - 1 tokens before; None: all
     rms_norm_eps: float = 1e-6
     rope: Rope = field(default_factory=Rope)
     local_rope: Rope | None = None  # for layers with a sliding window, if it differs from `rope`
@@ -75,7 +75,7 @@ class ModelConfig:
     query_scalar: float | None = None  # q . k is divided by its square root; None: `head_dim`
     attention_softcap: float | None = None  # c: attention scores x become c * tanh(x / c) before softmax
     logit_softcap: float | None = None  # the same for the logits
-    embedding_scale: float = 1.0  # factor of the embeddings, rounded to the compute dtype
+    embedding_scale: float = 1.0  # embeddings are multiplied by it, rounded to the compute dtype
     tie_word_embeddings: bool = False  # lm_head shares the weight of the embedding
     dtype: str = "float32"  # one of `DTYPES`; that of the checkpoint, according to its config
 
@@ -129,7 +129,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """The factor of q . k."""
+        """The scale of q . k in attention."""
         return (self.query_scalar or self.head_dim) ** -0.5
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:

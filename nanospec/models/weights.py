@@ -74,7 +74,7 @@ def load_model(
     max_len: int | None = None,
     split: Callable[[ModelConfig], Split] | None = None,
 ) -> Model:
-    """Load the checkpoint in the folder `path`, or only this device's part if the model is `split`. `max_len`
+    """Load the checkpoint in the folder `path`; with `split`, only the shard that it returns. `max_len`
     limits the context length; `dtype` may be a name, see `resolve_dtype`.
 
     Raises:

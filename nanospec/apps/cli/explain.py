@@ -1,4 +1,4 @@
-"""`--explain`: why speculation pays on this machine.
+"""`--explain`: when speculation pays off on this machine.
 
 A step that scores T tokens reads every weight once for any T, and computes 2 FLOPs per weight and token.
 So each of its parts takes at least

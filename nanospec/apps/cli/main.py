@@ -2,7 +2,7 @@
 
 If the first argument is one of `COMMANDS`, that command parses the others; else the options of `parser.py`
 apply. Imports are deferred, because torch takes seconds to import. Everything that can be checked without a
-model is checked before one is loaded. Bad input prints one sentence, an unexpected error a traceback.
+model is checked before one is loaded. Bad input prints one sentence; other errors print a traceback.
 """
 
 from __future__ import annotations

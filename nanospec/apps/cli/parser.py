@@ -77,7 +77,7 @@ def build_parser(full: bool = False) -> Parser:
     add("--chat", action="store_true", help="start an interactive chat")
     add("--input", metavar="FILE", help="run a batch of requests in JSON Lines (-: stdin)")
     add("--demo", action="store_true", help="run three requests with and without speculation")
-    add("--explain", action="store_true", help="time steps of 1 to 128 tokens; show when drafts pay")
+    add("--explain", action="store_true", help="measure step times; show when drafts pay off")
     add = parser.add_argument_group("general").add_argument
     add("--output", metavar="FILE", help="where to write or resume the results of --input (-: stdout)")
     add("--replicas", **NUMBER, help="number of engines, run with Ray (with --input)")

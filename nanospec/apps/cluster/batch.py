@@ -93,7 +93,7 @@ def run_lines(
 
 
 class LineEngine:
-    """A replica: an engine that runs its lines as one batch."""
+    """A replica: an engine that batches its lines."""
 
     def __init__(self, load: Callable[[], LLM], model: str, source: str) -> None:
         self.llm, self.model, self.source = load(), model, source

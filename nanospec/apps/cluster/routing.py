@@ -17,7 +17,7 @@ from typing import Any
 PREFIX_STEP = 128  # characters; about two blocks of the KV cache
 MAX_PREFIXES = 512  # of one prompt
 MAX_REMEMBERED = 200_000  # prefixes
-KNOWN = 1 / 3  # minimum share to route by; recomputing a smaller one adds less than half of the rest
+KNOWN = 1 / 3  # ignore shorter cached shares of a prompt: recomputing them adds under 50% to the prefill
 
 
 def prefix_hashes(body: bytes, client: bytes = b"") -> list[bytes]:
@@ -41,7 +41,7 @@ class Balancer:
     """Chooses a replica for each request.
 
     Attributes:
-        slack: maximum number of requests more than the idlest replica for a replica to be chosen by cache.
+        slack: how many more requests than the least busy replica one may run and still be chosen by cache.
         running: number of requests by replica, updated by the caller.
     """
 

@@ -25,7 +25,7 @@ PUBLIC = ("/", "/health")  # need no key; neither do the files of the page
 MONITORING = ("/health", "/metrics")  # not subject to the limit of connections
 LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)  # host names of this machine
 BAD_KEY = "Missing or invalid API key; send it as 'Authorization: Bearer KEY'."
-BAD_HOST = "This server only accepts requests to localhost; --api-key or --host allows other names."
+BAD_HOST = "This server only accepts requests to localhost; set --api-key or --host to allow other names."
 MAX_MESSAGE = 1500  # characters; messages may repeat client input
 ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",

@@ -4,7 +4,7 @@
     async for delta in job: ...                                deltas of each step until all outputs finish
     job.abort()                                                frees its blocks before the next step
 
-All jobs run as one batch. The thread applies submissions and aborts, runs one step, and passes the deltas of
+All jobs are batched. The thread applies submissions and aborts, runs one step, and passes the deltas of
 all jobs to the event loop at once. If a step raises, the running jobs fail, and later ones are served.
 """
 

@@ -41,7 +41,7 @@ class Job:
     def __init__(
         self, processes: list[subprocess.Popen[bytes]], store: Store, seconds: float, path: str = ""
     ) -> None:
-        """Start watching `processes`, the ranks from 1 on; empty under torchrun, which stops them itself. A
+        """Start watching `processes`, ranks 1 and up; empty under torchrun, which stops them itself. A
         command fails after `seconds`. The folder that contains `path` is removed when the job ends."""
         self.processes, self.store, self.seconds, self.path = processes, store, seconds, path
         self.group: Group | None = None
@@ -63,7 +63,7 @@ class Job:
 
     @contextmanager
     def command(self, name: str, seconds: float | None = None) -> Iterator[None]:
-        """Run a command of all ranks in the context. An error ends the job and is raised as RankFailed.
+        """Wrap a command that all ranks run. An exception in it ends the job and is raised as RankFailed.
         Ctrl-C also ends it, as the ranks are out of step; the engine defers Ctrl-C to the end of a step."""
         self.check()
         self._command = name

@@ -112,7 +112,7 @@ def _pickled(arguments: Arguments) -> bytes:
 
 
 def _start_followers(leader: Place, processes: list[Popen[bytes]]) -> None:
-    """Start the ranks from 1 on as child processes. They ignore SIGINT, which the leader handles, and have
+    """Start ranks 1 and up as child processes. They ignore SIGINT, which the leader handles, and have
     the leader's module search path."""
     path = [folder or os.getcwd() for folder in sys.path] + [str(Path(__file__).resolve().parents[3])]
     env = {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1"}

@@ -31,7 +31,7 @@ from ...kernels.transfer import to_host
 from ...outputs import NOT_TRACED
 from .trace import Record, StepRecord, Trace
 
-MAX_REQUESTS = 64  # the number of latest requests in `Recorder.trace`
+MAX_REQUESTS = 64  # most recent requests kept for `Recorder.trace`
 
 
 class Recorder(Extension):

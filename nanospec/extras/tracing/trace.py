@@ -30,13 +30,13 @@ class StepRecord:
 
     Attributes:
         at: seconds from the request's arrival to the end of the step.
-        ms: milliseconds of the whole step by stage; prefill and host count from the previous step on.
+        ms: milliseconds of the whole step by stage; prefill and host cover the time since the last step.
         batch: the number of requests in the step.
         tokens: the tokens that the step added to the output.
         method, match_len: the name of the drafter; the length of its n-gram match, 0 for other drafters.
         drafts, sources, parents: all drafts; see `Proposal`. In a chain, the parents are 0, 1, 2, ...
         verified: the number of verified drafts, which are the first ones.
-        accepted: the nodes (from 1 on) of the accepted drafts.
+        accepted: 1-based indices into `drafts` of the accepted ones, root first.
         reason: what determined `verified`: "off", "end" (only one token was left to generate), "no match",
             "fixed", "pays", "does not pay" or "probe".
         expected_speedup: the estimated tokens per ms of the whole step, relative to a step without drafts;

@@ -24,7 +24,7 @@ from torch import Tensor
 from ...text import check_number, read_json, shown
 from ..config import ModelConfig, Rope
 
-MOST = {  # maximum values, else int32; they bound tuples of layers, tiles of heads and tables of positions
+MOST = {  # maximum values (others: int32); they bound layer tuples, kernel tiles and RoPE tables
     "num_hidden_layers": 4096,
     "head_dim": 256,
     "max_position_embeddings": 1 << 24,
@@ -49,8 +49,8 @@ class Family:
         return read(raw, qkv_bias=bias, o_bias=bias, mlp_bias=value(raw, "mlp_bias", bool, False))
 
     def stored_name(self, name: str) -> str:
-        """Map a tensor's name in nanospec to the checkpoint's. Tensors with the same stored name are fused:
-        they are the rows of the stored tensor, in the order of nanospec."""
+        """Map a tensor's name in nanospec to the checkpoint's. Names that map to the same one are fused:
+        the stored tensor has the rows of each, in the order of `parameter_shapes`."""
         return name
 
     def convert(self, name: str, tensor: Tensor, config: ModelConfig) -> Tensor:

@@ -88,7 +88,7 @@ function story(lane, step) {
 const NO_DRAFTS = {
   off: "Speculation was disabled.",
   end: "Only one token was left to generate, so nothing was drafted.",
-  "no match": "No drafter proposed a token: the last tokens do not occur earlier in the text.",
+  "no match": "No drafter proposed a token (n-gram lookup needs an earlier occurrence of the last tokens).",
   "does not pay": "Drafts were not expected to save time.",
 };
 
