@@ -63,9 +63,9 @@ def engine_config(model: Model, batch: int, window: int, k: int | str, lazy: boo
 
 
 @contextmanager
-def rehearsal(worker: Worker, count: int, context: int) -> Iterator[None]:
+def dummy_rows(worker: Worker, count: int, context: int) -> Iterator[None]:
     """Fill rows with `context` tokens and the default n-gram lengths, in the context."""
-    with timing.rehearsal(worker.table, worker.num_blocks, count, context):
+    with timing.dummy_rows(worker.table, worker.num_blocks, count, context):
         table, spec = worker.table, worker.config.spec
         table.num_tokens[:count] = context
         table.min_n[:count], table.max_n[:count] = spec.prompt_lookup_min, spec.prompt_lookup_max
@@ -103,8 +103,8 @@ def one_batch(
                     graphs.captures[bucket] = eager(graphs, bucket)
                 else:
                     graphs.capture(bucket)
-                rehearse = partial(rehearsal, worker, context=context)
-                ms = timing.replay_ms(graphs, bucket, rehearse, repeats=args.repeats)
+                fill_rows = partial(dummy_rows, worker, context=context)
+                ms = timing.replay_ms(graphs, bucket, fill_rows, repeats=args.repeats)
                 ratio = ms / base.setdefault(mode, ms)
                 figures = {"ms": round(ms, 4), "limit_ms": round(limit, 4), "ratio": round(ratio, 4)}
                 text = f"{what}{ms:9.3f} ms, {limit / ms:6.1%} of the limit, {ratio:.3f} of K={args.ks[0]}"

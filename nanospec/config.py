@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from .kernels import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
-from .text import as_bytes, as_int, check_fields, check_number, limited, shown
+from .text import as_int, bounded_field, check_fields, check_number, parse_size, shown
 
 MAX_REQUEST_STOP_IDS = MAX_STOP_IDS - 8  # the others are reserved for the model's end-of-sequence tokens
 MAX_BIAS = 1_000_000
@@ -67,12 +67,12 @@ class SpecConfig:
     method: str = "ngram"
     draft_model: str | None = None
     heads: str | None = None
-    tree_width: int = limited(1, 1, MAX_TREE_WIDTH)
+    tree_width: int = bounded_field(1, 1, MAX_TREE_WIDTH)
     acceptance: str = "exact"
-    num_speculative_tokens: int | Literal["auto"] = limited("auto", 0, MAX_DRAFTS)
-    prompt_lookup_min: int = limited(1, 1, 32)
-    prompt_lookup_max: int = limited(8, 1, 32)
-    max_speculative_tokens: int = limited(16, 1, MAX_DRAFTS)
+    num_speculative_tokens: int | Literal["auto"] = bounded_field("auto", 0, MAX_DRAFTS)
+    prompt_lookup_min: int = bounded_field(1, 1, 32)
+    prompt_lookup_max: int = bounded_field(8, 1, 32)
+    max_speculative_tokens: int = bounded_field(16, 1, MAX_DRAFTS)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -149,23 +149,23 @@ class EngineConfig:
     spec: SpecConfig = field(default_factory=SpecConfig)
     dtype: str = "auto"
     device: str = "auto"
-    threads: int | Literal["auto"] = limited("auto", 1, 1024)
-    max_num_seqs: int = limited(64, 1, 1 << 16)
-    max_model_len: int | None = limited(None, 2)  # one prompt token and one output token
-    max_num_batched_tokens: int = limited(2048, 1, 1 << 24)
-    block_size: int = limited(16, 16)
-    kv_cache_memory: int | None = limited(None, 1, read=as_bytes, metavar="SIZE")
+    threads: int | Literal["auto"] = bounded_field("auto", 1, 1024)
+    max_num_seqs: int = bounded_field(64, 1, 1 << 16)
+    max_model_len: int | None = bounded_field(None, 2)  # one prompt token and one output token
+    max_num_batched_tokens: int = bounded_field(2048, 1, 1 << 24)
+    block_size: int = bounded_field(16, 16)
+    kv_cache_memory: int | None = bounded_field(None, 1, read=parse_size, metavar="SIZE")
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     enforce_eager: bool | None = None
     lazy_capture: bool = False
-    tensor_parallel_size: int = limited(1, 1, 64)
-    distributed_timeout: int = limited(300, 1, 10**7)
-    seed: int = limited(0, *_SEEDS)
+    tensor_parallel_size: int = bounded_field(1, 1, 64)
+    distributed_timeout: int = bounded_field(300, 1, 10**7)
+    seed: int = bounded_field(0, *_SEEDS)
     trace: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kv_cache_memory", as_bytes(self.kv_cache_memory))
+        object.__setattr__(self, "kv_cache_memory", parse_size(self.kv_cache_memory))
         if not isinstance(self.spec, SpecConfig):
             raise ValueError(f"spec={shown(self.spec)} must be a SpecConfig, e.g. SpecConfig(method='none').")
         check_fields(self)
@@ -212,29 +212,29 @@ class SamplingParams:
             the engine's values, which the first two cannot exceed. K = 0 disables speculation.
     """
 
-    n: int = limited(1, 1, 1024)
-    temperature: float = limited(1.0, 0, 100)
-    top_p: float = limited(1.0, 0, 1)
-    top_k: int = limited(0, -1, _MAX_INT)
-    min_p: float = limited(0.0, 0, 1)
-    seed: int | None = limited(None, *_SEEDS)
-    max_tokens: int | None = limited(16, 1, _MAX_INT)
-    min_tokens: int = limited(0, 0, _MAX_INT)
+    n: int = bounded_field(1, 1, 1024)
+    temperature: float = bounded_field(1.0, 0, 100)
+    top_p: float = bounded_field(1.0, 0, 1)
+    top_k: int = bounded_field(0, -1, _MAX_INT)
+    min_p: float = bounded_field(0.0, 0, 1)
+    seed: int | None = bounded_field(None, *_SEEDS)
+    max_tokens: int | None = bounded_field(16, 1, _MAX_INT)
+    min_tokens: int = bounded_field(0, 0, _MAX_INT)
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    logprobs: int | None = limited(None, 0, 20)
-    presence_penalty: float = limited(0.0, -2, 2)
-    frequency_penalty: float = limited(0.0, -2, 2)
-    repetition_penalty: float = limited(1.0, 0.01, 100)
+    logprobs: int | None = bounded_field(None, 0, 20)
+    presence_penalty: float = bounded_field(0.0, -2, 2)
+    frequency_penalty: float = bounded_field(0.0, -2, 2)
+    repetition_penalty: float = bounded_field(1.0, 0.01, 100)
     logit_bias: dict[int, float] = field(default_factory=dict)
     response_format: Mapping[str, Any] | None = None
-    num_speculative_tokens: int | None = limited(None, 0, MAX_DRAFTS)
-    tree_width: int | None = limited(None, 1, MAX_TREE_WIDTH)
+    num_speculative_tokens: int | None = bounded_field(None, 0, MAX_DRAFTS)
+    tree_width: int | None = bounded_field(None, 1, MAX_TREE_WIDTH)
     acceptance: str | None = None
 
     def __post_init__(self) -> None:
-        self._normalise()
+        self._normalize()
         check_fields(self)
         check_acceptance(self.acceptance)
         if self.top_p == 0:
@@ -247,7 +247,7 @@ class SamplingParams:
             check_number("logit_bias: token", token, 0, _MAX_INT)
             self.logit_bias[token] = check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS, float)
 
-    def _normalise(self) -> None:
+    def _normalize(self) -> None:
         """Convert `stop`, `stop_token_ids` and `logit_bias` to tuples and a dict, None to an empty one."""
         stop: Any = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         ids: Any = () if self.stop_token_ids is None else self.stop_token_ids

@@ -19,7 +19,7 @@ from .config import EngineConfig, SamplingParams, SpecConfig
 from .drafters.methods import Drafters, resolve_drafters
 from .engine.engine import Engine
 from .engine.locking import SharedEngine
-from .engine.request import Request, output_of, params_of_each
+from .engine.request import Request, make_output, params_per_prompt
 from .extras.loading import load_worker
 from .models import resolve_model
 from .outputs import Piece, RequestOutput
@@ -88,7 +88,7 @@ class LLM:
                     for request in self.shared.wait(pending):  # runs a step if none has finished
                         i = pending.pop(request)
                         if pending.keys().isdisjoint(groups[i][1]):
-                            outputs[i] = output_of(*groups[i])
+                            outputs[i] = make_output(*groups[i])
                             bar.update()
                             if on_finish is not None:
                                 on_finish(i, outputs[i])
@@ -148,7 +148,7 @@ class LLM:
                     ended = request.is_finished
                 yield pieces
         if on_finish is not None:
-            on_finish(output_of(text, [request]))
+            on_finish(make_output(text, [request]))
 
     def close(self) -> None:
         """Shut down the processes of a tensor-parallel model; without effect on other models."""
@@ -172,12 +172,12 @@ class LLM:
         """Check all prompts, then queue their requests; yield the text and the n requests of each prompt.
         Abort unfinished requests at the end of the `with` block."""
         checked = []
-        for prompt, sampling in zip(prompts, params_of_each(params, len(prompts)), strict=True):
+        for prompt, sampling in zip(prompts, params_per_prompt(params, len(prompts)), strict=True):
             text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
             self.engine.check(ids, sampling)
             checked.append((text, ids, sampling))
-        requests: list[Request] = []  # filled inside `owning`, since Ctrl-C may arrive at any time
-        with self.shared.owning(requests):
+        requests: list[Request] = []  # filled inside `abort_on_exit`, since Ctrl-C may arrive at any time
+        with self.shared.abort_on_exit(requests):
             with self.shared.turn() as engine:
                 groups = [
                     (text, [engine.new(ids, sampling, i) for i in range(sampling.n)])

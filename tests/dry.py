@@ -95,5 +95,5 @@ def dry_step(model: Model, spec: SpecConfig, num_rows: int) -> Step:
     config, drafters = model.config, [NgramDrafter(spec)] if spec.method == "ngram" else []
     length = config.max_position_embeddings
     table = Table.empty(num_rows, length, 16, config.vocab_size, "meta")
-    kv_cache = model.empty_cache(num_rows * length // 16, 16)
+    kv_cache = model.allocate_kv_cache(num_rows * length // 16, 16)
     return Step(model, kv_cache, table, drafters, (), spec.acceptance == "exact")

@@ -44,7 +44,7 @@ class Threads(Group):
         self.given, self.barrier, self.count = given, barrier, 0
         self.commands: list[SimpleQueue[Any]] = []  # to the other ranks, or from the leader
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         self.count += 1
         self.given[self.rank] = x
         self.barrier.wait(PATIENCE)
@@ -54,8 +54,8 @@ class Threads(Group):
         self.barrier.wait(PATIENCE)  # before any rank gathers again
         return result
 
-    def exchange(self, x: Tensor) -> Tensor:
-        return self.gather(x)[:, self.rank]
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return self.all_gather(x)[:, self.rank]
 
     def send(self, command: Any) -> None:
         for queue in self.commands:

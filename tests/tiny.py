@@ -209,7 +209,7 @@ class ModelRunner:
         self.table = Table.empty(num_rows, max_len, block_size, config.vocab_size, model.device)
         blocks = self.table.block_table
         generator = torch.Generator().manual_seed(1)
-        shape = model.empty_cache(blocks.numel(), block_size).shape
+        shape = model.allocate_kv_cache(blocks.numel(), block_size).shape
         self.cache = (10 * torch.randn(shape, generator=generator)).to(model.device, model.dtype)
         blocks.copy_(torch.randperm(blocks.numel(), generator=generator).view(blocks.shape))
         self.length = [0] * num_rows

@@ -82,7 +82,7 @@ def test_out_of_memory_in_step_names_settings_to_lower(error: BaseException) -> 
     assert run(llm) == expected
 
 
-@pytest.mark.parametrize("where", ["load_parts", "Worker"])
+@pytest.mark.parametrize("where", ["load_model_and_drafters", "Worker"])
 def test_out_of_memory_while_loading_suggests_a_fix(
     folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +90,7 @@ def test_out_of_memory_while_loading_suggests_a_fix(
         raise SHORTAGES[0]
 
     monkeypatch.setattr(nanospec.extras.loading, where, short)
-    fix = "the weights on cpu .*a smaller model" if where == "load_parts" else "in addition.*lower max_num"
+    fix = "the weights on cpu .*a smaller model" if where != "Worker" else "in addition.*lower max_num"
     with pytest.raises(OutOfMemory, match=f"^Ran out of memory for .*{fix}"):
         make(folder, 3)
 

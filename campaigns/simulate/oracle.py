@@ -21,7 +21,7 @@ from torch import Tensor
 
 from campaigns.simulate.model import SUMS, Mock
 from nanospec.config import SamplingParams
-from nanospec.engine.request import seed_of
+from nanospec.engine.request import derive_seed
 from nanospec.extras.grammar.grammar import LIMITS, Grammars, Guide
 from nanospec.kernels import NAN_TOKEN
 from nanospec.kernels.sampling import sample
@@ -182,7 +182,7 @@ class Oracle:
             (table.top_k, params.top_k),
             (table.top_p, params.top_p),
             (table.min_p, params.min_p),
-            (table.seed, seed_of(params.seed, self.index, 0)),
+            (table.seed, derive_seed(params.seed, self.index, 0)),
             (table.min_len, len(self.prompt) + params.min_tokens),
             (table.repetition, params.repetition_penalty),
             (table.presence, params.presence_penalty),

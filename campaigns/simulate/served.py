@@ -17,7 +17,7 @@ from campaigns.simulate.oracle import limited
 from campaigns.simulate.scenario import Scenario
 from nanospec import LLM
 from nanospec.apps.serve.logs import log
-from nanospec.engine.request import Request, seed_of
+from nanospec.engine.request import Request, derive_seed
 from tests.nanospec.apps.serve.conftest import serving
 
 STEP_SECONDS = 0.002  # seconds per step of arrival time
@@ -144,5 +144,5 @@ def simulate_served(scenario: Scenario) -> Counter[str]:
     scenario.faults = [fault for fault in scenario.faults if fault["kind"] in ("error", "memory", "nan")]
     for i, job in enumerate(scenario.jobs):
         job.pop("index", None)
-        job["params"]["seed"] = seed_of(job["params"]["seed"], i, 0)  # identifies the request
+        job["params"]["seed"] = derive_seed(job["params"]["seed"], i, 0)  # identifies the request
     return Served(scenario).run()

@@ -42,7 +42,7 @@ from ..models import program, resolve_model, weights_folders
 from ..models.decoder import Model
 from ..models.families import read_config
 from ..models.weights import load_model
-from ..text import check_fields, limited
+from ..text import bounded_field, check_fields
 from ..text.chat import check_conversation
 from ..text.tokenizer import Tokenizer
 from .batch.lines import LineError, line_name, read_lines
@@ -73,13 +73,13 @@ class Settings:
         seed: seed for the order of the batches.
     """
 
-    num_heads: int = limited(4, 1, 16)
-    num_layers: int = limited(2, 1, 8)
-    vocab: int = limited(8192, 0)
-    epochs: int = limited(4, 1)
-    batch: int = limited(1024, RUN)
-    lr: float = limited(3e-3, 0, 1)
-    seed: int = limited(0, 0, 2**31 - 1)
+    num_heads: int = bounded_field(4, 1, 16)
+    num_layers: int = bounded_field(2, 1, 8)
+    vocab: int = bounded_field(8192, 0)
+    epochs: int = bounded_field(4, 1)
+    batch: int = bounded_field(1024, RUN)
+    lr: float = bounded_field(3e-3, 0, 1)
+    seed: int = bounded_field(0, 0, 2**31 - 1)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -134,7 +134,7 @@ def _forward(model: Model, texts: Sequence[list[int]]) -> Tensor:
     for row, ids in enumerate(texts):
         table.tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
     batch = Batch.from_chunks(table, [Chunk(row, 0, len(ids)) for row, ids in enumerate(texts)])
-    return model.forward(batch, model.empty_cache(num_blocks, BLOCK_SIZE)).cpu()
+    return model.forward(batch, model.allocate_kv_cache(num_blocks, BLOCK_SIZE)).cpu()
 
 
 class HeadsInTraining:

@@ -85,4 +85,4 @@ class Extension:
         """Return a state to be passed to `on_collected`, after a step of these rows has been queued."""
 
     def on_collected(self, step: Any, results: Sequence[Any], state: Any) -> None:
-        """Handle the results of a step (`engine.engine.Queued`), after its requests have been updated."""
+        """Handle the results of a step (`engine.engine.QueuedStep`), after its requests have been updated."""

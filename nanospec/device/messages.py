@@ -159,7 +159,7 @@ def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
         _write_history(table, request)
 
 
-def method_of(report: RowReport, methods: Sequence[str]) -> str:
+def checked_method(report: RowReport, methods: Sequence[str]) -> str:
     """Return the name of the drafter of a row's drafts, "" without drafts. Raises ValueError if the drafter
     or the match length is out of range, which `propose` cannot check on a GPU without waiting."""
     drafter, match_len = report.drafter, report.match_len

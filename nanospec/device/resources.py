@@ -60,18 +60,18 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
+def use_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a GPU the current device of this thread in a `with` block, for Triton launches and for streams,
     events and graphs of `torch.cuda`. Needed for every call, since calls may come from several threads."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def on_own_device(method: Method) -> Method:
+def with_device(method: Method) -> Method:
     """Decorate a method to run with `self.device` as the current device."""
 
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with current(self.device):
+        with use_device(self.device):
             return method(self, *args, **kwargs)
 
     return run  # type: ignore[return-value]
@@ -171,7 +171,7 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
     """
     c, size, max_rows, device = model.config, config.block_size, config.max_num_seqs, model.device
     table = Table.empty(max_rows, max_len, size, c.vocab_size, device)
-    kv_cache = model.empty_cache(1, size)
+    kv_cache = model.allocate_kv_cache(1, size)
 
     def peak(rows: int, width: int, prefill: bool = False) -> int:
         ids = torch.arange(rows, dtype=torch.int32, device=device)

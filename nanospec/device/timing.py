@@ -38,8 +38,8 @@ LONG_TOKENS, REPEATS, FEW_REPEATS, LATE_REPEATS, PATIENCE_SECONDS = 64, 9, 3, 2,
 ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)
 ATTENTION_BYTES = 64 << 20
 SLEEP = 1 << 21  # GPU cycles, about 1 ms, in which the host launches a step
-CONTEXT, PERIOD = 1024, 7  # length and period of the text of rehearsed rows, in tokens
-Rehearse = Callable[[int], AbstractContextManager[None]]
+CONTEXT, PERIOD = 1024, 7  # length and period of the text of dummy rows, in tokens
+FillRows = Callable[[int], AbstractContextManager[None]]
 """Fills a number of request rows with text to draft from, and empties them at the end of the `with` block."""
 Barrier = Callable[[], object]
 """Queues a barrier with the other devices of a split model, so that waiting for them is not measured."""
@@ -55,11 +55,11 @@ def step_costs(
         return StepCosts(None, packed, step.draft_times, attention_ms(step.model, table, packed))
     if graphs.lazy:  # only captured steps can be timed
         graphs.capture_all()
-    rehearse, times = partial(rehearsal, table, num_blocks), dict[int, dict[int, float]]()
+    fill_rows, times = partial(dummy_rows, table, num_blocks), dict[int, dict[int, float]]()
     for bucket in tqdm(graphs.buckets(), desc="Timing steps", disable=None, leave=False):
-        times.setdefault(bucket.batch_size, {})[bucket.k] = replay_ms(graphs, bucket, rehearse, barrier)
+        times.setdefault(bucket.batch_size, {})[bucket.k] = replay_ms(graphs, bucket, fill_rows, barrier)
     for row, drafter in product(range(table.num_rows), step.drafters):
-        drafter.release(row)  # discard its state from the rehearsals
+        drafter.release(row)  # discard its state from the dummy rows
     return StepCosts(captured=times)
 
 
@@ -74,7 +74,7 @@ def forward_ms(model: Model, kv_cache: Tensor, table: Table, max_tokens: int) ->
         width = min(n, table.max_context)
         rows = torch.zeros(-(-n // width), dtype=torch.int32, device=model.device)
         batches[n] = Batch.from_grid(table, rows, rows, rows + width, width, bound=width)
-    return _least_ms(model, kv_cache, table, batches)
+    return _min_ms(model, kv_cache, table, batches)
 
 
 @torch.inference_mode()
@@ -91,21 +91,21 @@ def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> 
     context = min(blocks * size, table.max_context) - max(ATTENTION_TOKENS)
     if context < 1:
         return 0.0, 0.0
-    kv_cache = model.empty_cache(B * blocks, size).zero_()
+    kv_cache = model.allocate_kv_cache(B * blocks, size).zero_()
     block_table = torch.arange(B * blocks, dtype=torch.int32, device=device).view(B, blocks)
     table = table._replace(block_table=block_table, max_blocks=blocks)
     rows = torch.arange(B, dtype=torch.int32, device=device)
     first = torch.full_like(rows, context)
     counts = {q: torch.full_like(rows, q) for q in ATTENTION_TOKENS}
     batches = {q: Batch.from_grid(table, rows, first, n, q, context + q) for q, n in counts.items()}
-    times, costs = _least_ms(model, kv_cache, table, batches), StepCosts(packed=by_tokens)
+    times, costs = _min_ms(model, kv_cache, table, batches), StepCosts(packed=by_tokens)
     few, many = ATTENTION_TOKENS
     low, high = ((times[q] - costs.cost(B, B * q)) / (B * context) for q in ATTENTION_TOKENS)
     query = max(high - low, 0.0) / (many - few)
     return max(low - few * query, 0.0), query
 
 
-def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int, Batch]) -> dict[int, float]:
+def _min_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int, Batch]) -> dict[int, float]:
     """Return the minimum milliseconds of a forward pass with sampling for each batch, without writing to the
     cache. The batches are timed in turns, so that a busy moment of the machine affects them alike."""
     times = dict.fromkeys(batches, math.inf)
@@ -124,14 +124,14 @@ def _least_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int
 
 
 def replay_ms(
-    graphs: StepGraphs, bucket: Bucket, rehearse: Rehearse, barrier: Barrier = lambda: None, repeats: int = 5
+    graphs: StepGraphs, bucket: Bucket, fill_rows: FillRows, barrier: Barrier = lambda: None, repeats: int = 5
 ) -> float:
     """Return the median milliseconds of `repeats` replays of a bucket. Since a step changes the rows that it
     reads, the rows are filled again before each replay, so that all replays do the same work."""
     times = []
     graphs.send([*range(bucket.batch_size)])
     for _ in range(repeats + 1):
-        with rehearse(bucket.batch_size):
+        with fill_rows(bucket.batch_size):
             times.append(elapsed_ms(graphs.captures[bucket].replay, graphs.device, barrier))
     return statistics.median(times[1:])
 
@@ -156,7 +156,7 @@ def elapsed_ms(run: Callable[[], None], device: torch.device, barrier: Barrier) 
 
 
 @contextmanager
-def rehearsal(table: Table, num_blocks: int, count: int, context: int = CONTEXT) -> Iterator[None]:
+def dummy_rows(table: Table, num_blocks: int, count: int, context: int = CONTEXT) -> Iterator[None]:
     """Fill the first `count` rows with greedy requests of up to `context` tokens of periodic text, for which
     n-gram lookup proposes all drafts, and with blocks spread over the cache. Empty them at the end."""
     length, device, rows = table.max_context, table.device, slice(0, count)

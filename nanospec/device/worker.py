@@ -8,7 +8,7 @@
 
 They are called by the host (`engine.py`), which does not compute with tensors. Arguments are plain data
 (`messages.py`), so that the same calls can be sent to several workers. The exceptions are the pending step
-passed to `fetch`, and `cut`, a host function that a packed step calls for the number of drafts to verify.
+passed to `fetch`, and `num_to_verify`, a host function that a packed step calls once it has drafts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..models.decoder import Model
 from .extension import Extension
 from .graphs import KS, StepGraphs
 from .messages import Admission, PendingStep, RowResult, StepInput, write_row
-from .resources import max_drafts, on_own_device, plan_cache, used_memory
-from .step import Cut, Step
+from .resources import max_drafts, plan_cache, used_memory, with_device
+from .step import NumToVerify, Step
 from .timing import Barrier, step_costs
 
 
@@ -67,7 +67,7 @@ class Worker:
         self.methods = *names, *(each.method for each in extensions if each.method is not None)
         self._build()
 
-    @on_own_device
+    @with_device
     def _build(self) -> None:
         """Allocate rows and caches, and capture the steps."""
         config, model = self.config, self.model
@@ -76,7 +76,7 @@ class Worker:
         self.table = Table.empty(
             config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
         )
-        self.kv_cache = model.empty_cache(self.num_blocks, config.block_size)
+        self.kv_cache = model.allocate_kv_cache(self.num_blocks, config.block_size)
         captured = captures_steps(config, model, self.drafters)
         codes = [code for code, drafter in enumerate(self.drafters) if drafter.runs_model and not captured]
         self.model_drafter = max(codes, default=NO_DRAFTER)
@@ -102,7 +102,7 @@ class Worker:
     def close(self) -> None:
         """Do nothing. The worker of a split model shuts down its processes (`extras/tensor_parallel`)."""
 
-    @on_own_device
+    @with_device
     def admit(self, request: Admission) -> None:
         """Write a request to its row."""
         write_row(self.table, request, self.config.spec)
@@ -118,7 +118,7 @@ class Worker:
         for drafter in self.drafters:
             drafter.admit(row, num_tokens, blocks, num_kept)
 
-    @on_own_device
+    @with_device
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         """Compute the K/V of prompt chunks."""
@@ -126,10 +126,10 @@ class Worker:
             batch = Batch.from_chunks(self.table, chunks)
             self.model.write_kv(batch, self.kv_cache)
 
-    @on_own_device
+    @with_device
     @torch.inference_mode()
-    def step(self, inputs: StepInput, cut: Cut) -> PendingStep:
-        """Queue a step. If it is not captured, `cut` returns the number of drafts to verify for each row."""
+    def step(self, inputs: StepInput, num_to_verify: NumToVerify) -> PendingStep:
+        """Queue a step. Unless captured, `num_to_verify` returns how many drafts to verify for each row."""
         for row_blocks in inputs.new_blocks:
             self._set_blocks(*row_blocks)
         rows, num_top, graphs = inputs.rows, inputs.logprobs, self.graphs
@@ -139,7 +139,7 @@ class Worker:
             extension.send(value, bucket.k if bucket else inputs.k)
         if graphs is None or bucket is None:
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
-            result = self._step(on_device, inputs.k, tuple(requested), cut, inputs.model_k)
+            result = self._step(on_device, inputs.k, tuple(requested), num_to_verify, inputs.model_k)
         else:
             with self.stages["propose"]:
                 for drafter in self.drafters:
@@ -148,20 +148,20 @@ class Worker:
         logprobs = kept_logprobs(*result, num_top) if max(num_top) >= 0 else None
         return PendingStep(to_host(result.report), logprobs, num_top)
 
-    @on_own_device
+    @with_device
     def fetch(self, pending: PendingStep) -> list[RowResult]:
         """Wait for a step and return a result for each of its rows."""
         with self.stages["wait"]:
             return pending.results()
 
-    @on_own_device
+    @with_device
     def release(self, row: int) -> None:
         """Empty the row of a finished or preempted request, whose blocks may already be reused."""
         self.table.finished[row].fill_(STOPPED)
         for drafter in self.drafters:
             drafter.release(row)
 
-    @on_own_device
+    @with_device
     def measure(self, barrier: Barrier = lambda: None) -> StepCosts:
         """Time steps of all sizes, before the first request. `barrier` synchronizes all ranks, if several."""
         return step_costs(self._step, self.max_k, self.graphs, self.num_blocks, barrier)

@@ -9,8 +9,8 @@ tokens in both caches, so both are allocated, shared, preempted and freed togeth
 that only the target has written; they are computed before the model drafts.
 
 Invariants: the K/V of the first `computed[row]` tokens of a row are in this cache (K/V of rejected drafts lie
-beyond them and are overwritten); the host's `_Text.computed` is never larger; the blocks in `_drafted` hold
-the draft model's K/V of all their tokens.
+beyond them and are overwritten); the host's `_RowState.computed` is never larger; the blocks in `_drafted`
+hold the draft model's K/V of all their tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ALL = torch.iinfo(torch.int32).max  # `computed` of an empty row: no K/V missing
 
 
 @dataclass(eq=False)
-class _Text:
+class _RowState:
     """The host's view of a row; with captured steps, it is one step behind the device."""
 
     num_tokens: int
@@ -81,17 +81,17 @@ class ModelDrafter(Drafter):
         folder = resolve_model(spec.draft_model)
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
-        own = target.model
-        model = load_model(folder, own.dtype, own.device)
-        return cls(spec, model, own.config.vocab_size)
+        target_model = target.model
+        model = load_model(folder, target_model.dtype, target_model.device)
+        return cls(spec, model, target_model.config.vocab_size)
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         self.table, self.max_tokens, self.may_wait = table, max_tokens, may_wait
         if may_wait:  # `catch_up` has exact counts and leaves at most two tokens
             self.first_pass = 2
-        self.kv = self.model.empty_cache(num_blocks, table.block_size)
+        self.kv = self.model.allocate_kv_cache(num_blocks, table.block_size)
         self.computed = torch.full((table.num_rows + 1,), ALL, dtype=torch.int32, device=self.model.device)
-        self._texts: dict[int, _Text] = {}
+        self._states: dict[int, _RowState] = {}
         self._drafted: set[int] = set()
         self._copy = self._start_copy()
 
@@ -99,16 +99,16 @@ class ModelDrafter(Drafter):
         new = blocks[num_kept:]
         self._drafted.difference_update(new)
         self.model.zero_blocks(self.kv, new)
-        if row in self._texts:
-            self._texts[row].blocks = list(blocks)
+        if row in self._states:
+            self._states[row].blocks = list(blocks)
             return
         drafted = sum(1 for _ in takewhile(self._drafted.__contains__, blocks[:num_kept]))
         computed = drafted * self.table.block_size
-        self._texts[row] = _Text(num_tokens, computed, list(blocks))
+        self._states[row] = _RowState(num_tokens, computed, list(blocks))
         self.computed[row].fill_(computed)
 
     def release(self, row: int) -> None:
-        if self._texts.pop(row, None) is not None:
+        if self._states.pop(row, None) is not None:
             self.computed[row].fill_(ALL)  # its blocks remain in `_drafted` until they are reallocated
 
     def catch_up(self, rows: Sequence[int]) -> None:
@@ -120,10 +120,10 @@ class ModelDrafter(Drafter):
         self._finish_copy()
         chunks, budget = [], self.max_tokens
         for row in rows:
-            text = self._texts[row]
-            length = min(text.num_tokens - 1 - text.computed, budget)
+            state = self._states[row]
+            length = min(state.num_tokens - 1 - state.computed, budget)
             if length >= self.first_pass:
-                chunks.append(Chunk(row, text.computed, length))
+                chunks.append(Chunk(row, state.computed, length))
                 budget -= length
         if chunks:
             batch = Batch.from_chunks(self.table, chunks)
@@ -131,7 +131,7 @@ class ModelDrafter(Drafter):
             end = batch.base_len + batch.q_len
             self.computed[batch.rows] = torch.maximum(self.computed[batch.rows], end)
             for row, start, length in chunks:
-                self._note(self._texts[row], start + length)
+                self._note(self._states[row], start + length)
         if not self.may_wait:
             self._copy = self._start_copy()
 
@@ -167,9 +167,9 @@ class ModelDrafter(Drafter):
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
         # The last draft was never fed to the model.
-        right = torch.minimum(verdict.num_emitted, proposal.num_drafts.clamp(min=1)) - 1
+        num_kept = torch.minimum(verdict.num_emitted, proposal.num_drafts.clamp(min=1)) - 1
         drafted = (batch.rows >= 0) & (proposal.drafter != NO_DRAFTER)
-        self.computed[torch.where(drafted, batch.rows, -1)] = batch.base_len + 1 + right
+        self.computed[torch.where(drafted, batch.rows, -1)] = batch.base_len + 1 + num_kept
 
     def _forward(self, batch: Batch) -> Tensor:
         """Return the hidden states [T, H] of the batch."""
@@ -183,20 +183,20 @@ class ModelDrafter(Drafter):
             return batch
         return replace(batch, input_ids=batch.input_ids.clamp(max=vocab_size - 1))
 
-    def _start_copy(self) -> tuple[dict[int, _Text], Callable[[], list[list[int]]]]:
+    def _start_copy(self) -> tuple[dict[int, _RowState], Callable[[], list[list[int]]]]:
         """Start copying `computed` and the number of tokens of all rows to the host."""
-        return dict(self._texts), to_host(torch.stack([self.computed[:-1], self.table.num_tokens]))
+        return dict(self._states), to_host(torch.stack([self.computed[:-1], self.table.num_tokens]))
 
     def _finish_copy(self) -> None:
-        """Wait for the copy to the host and update `_texts`."""
-        texts, wait = self._copy
+        """Wait for the copy to the host and update `_states`."""
+        states, wait = self._copy
         computed, num_tokens = wait()
-        for row, text in texts.items():
-            if self._texts.get(row) is text:  # not released since
-                text.num_tokens = num_tokens[row]
-                self._note(text, computed[row])
+        for row, state in states.items():
+            if self._states.get(row) is state:  # not released since
+                state.num_tokens = num_tokens[row]
+                self._note(state, computed[row])
 
-    def _note(self, text: _Text, computed: int) -> None:
+    def _note(self, state: _RowState, computed: int) -> None:
         size = self.table.block_size
-        self._drafted.update(text.blocks[text.computed // size : computed // size])
-        text.computed = computed
+        self._drafted.update(state.blocks[state.computed // size : computed // size])
+        state.computed = computed

@@ -62,7 +62,7 @@ class StepCosts:
             return {k: ms for k, ms in self._bucket(B).items() if k <= most}
         return {k: self.cost(B, B * (k + 1), context) + self.propose(B, k) for k in range(most + 1)}
 
-    def least_slope(self, B: int, context: int) -> float:
+    def min_slope(self, B: int, context: int) -> float:
         """Return the minimum ms that one more token adds to a packed step of B rows of any size."""
         return min(self._slopes[self._segment(B + 1) :]) + context * self.attention[1] / B
 
@@ -108,8 +108,8 @@ class DraftTimes:
     def __call__(self, rows: int, k: int) -> float:
         """Return the ms of a call; if too few were measured, a lower bound from other sizes."""
         size = rows.bit_length()
-        least = [ms * min(k / n, 1.0) for (s, n), ms in self._ms.items() if s <= size]
-        return self._ms.get((size, k), max(least, default=0.0))
+        bounds = [ms * min(k / n, 1.0) for (s, n), ms in self._ms.items() if s <= size]
+        return self._ms.get((size, k), max(bounds, default=0.0))
 
 
 class RowAccounts:
@@ -165,15 +165,15 @@ class Rate:
     """The ratio of observed to expected (or possible) events, both with exponentially decaying weights."""
 
     def __init__(self, value: float, weight: float) -> None:
-        self.right, self.expected = value * weight, weight
+        self.observed, self.expected = value * weight, weight
 
-    def add(self, right: float, expected: float, decay: float) -> None:
-        self.right = decay * self.right + right
+    def add(self, observed: float, expected: float, decay: float) -> None:
+        self.observed = decay * self.observed + observed
         self.expected = decay * self.expected + expected
 
     @property
     def value(self) -> float:
-        return self.right / self.expected
+        return self.observed / self.expected
 
 
 Key = tuple[int, int]  # drafter, match length (or MISS, FULL)
@@ -198,13 +198,13 @@ class Estimator:
         self._factor: dict[int, dict[int, Rate]] = {}  # by row; one for all match lengths of at least 1
         self._state: dict[int, int] = {}  # MISS or FULL, by row
 
-    def gains(self, proposal: RowProposal, least: float = 0) -> list[float]:
+    def gains(self, proposal: RowProposal, min_gain: float = 0) -> list[float]:
         """Return, for each draft of a row, the probability that it and all previous ones are accepted, ending
-        before the first that is below `least`."""
+        before the first that is below `min_gain`."""
         row, drafter, num_drafts, match_len = proposal
         gain, gains = self._chance(row, drafter, match_len or self._state.get(row, MISS)), list[float]()
         further = self._of(self._next, NEXT, drafter, match_len).value
-        while len(gains) < num_drafts and gain >= least:
+        while len(gains) < num_drafts and gain >= min_gain:
             gains.append(gain)
             gain *= further
         return gains
@@ -224,11 +224,11 @@ class Estimator:
         first = self._of(self._first, FIRST, drafter, state)
         self._of_row(row, state).add(accepted > 0, first.value, ROW_DECAY)
         first.add(accepted > 0, 1.0, DECAY)
-        right, tried = accepted - 1, min(accepted, drafted - 1)
+        observed, tried = accepted - 1, min(accepted, drafted - 1)
         if state == FULL:  # the first draft follows accepted ones, too
-            right, tried = right + 1, tried + 1
+            observed, tried = observed + 1, tried + 1
         if tried > 0:
-            self._of(self._next, NEXT, drafter, match_len).add(right, tried, DECAY**tried)
+            self._of(self._next, NEXT, drafter, match_len).add(observed, tried, DECAY**tried)
         self._state[row] = FULL if 0 < drafted == accepted else MISS
 
     def reset(self, row: int) -> None:

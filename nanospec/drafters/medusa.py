@@ -97,9 +97,9 @@ class Heads:
                 return torch.stack([get(f"{head}.{n}.linear.{part}") for head in range(num_heads)])
 
             blocks = tuple((stack(n, "weight"), stack(n, "bias")[:, None]) for n in range(num_layers))
-            own = {name: make_linear(get(name)) for name in last if name in stored}
-        names = last if own else last[:1]  # a single one shared by all heads
-        projections = (own[name] if name in own else lm_head_for(model, token_map) for name in names)
+            stored_heads = {name: make_linear(get(name)) for name in last if name in stored}
+        names = last if stored_heads else last[:1]  # a single one shared by all heads
+        projections = (stored_heads[n] if n in stored_heads else lm_head_for(model, token_map) for n in names)
         return cls(blocks, tuple(projections), token_map)
 
     @property

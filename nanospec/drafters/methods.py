@@ -137,7 +137,7 @@ def captures_steps(config: EngineConfig, model: Model, drafters: Sequence[Drafte
     return on_gpu and not on_host if config.enforce_eager is None else not config.enforce_eager
 
 
-def load_parts(
+def load_model_and_drafters(
     config: EngineConfig,
     folder: Path,
     given: Drafters | None,
@@ -197,10 +197,10 @@ def learn(
 ) -> None:
     """Call `learn` of each drafter, with NO_DRAFTER for the rows that other drafters drafted for."""
     for code, drafter in enumerate(drafters):
-        own = proposal
+        visible = proposal
         if len(drafters) > 1:
-            own = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NO_DRAFTER))
-        drafter.learn(table, own, batch, verdict, hidden)
+            visible = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NO_DRAFTER))
+        drafter.learn(table, visible, batch, verdict, hidden)
 
 
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
@@ -219,21 +219,21 @@ def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTim
 def _proposal(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
     """Return a drafter's proposal for rows [B], checked and contiguous in int32; errors name the drafter."""
     try:
-        made = drafter.propose(table, rows, k)
+        proposal = drafter.propose(table, rows, k)
     except Exception as error:  # of the same type, so that out-of-memory errors are recognized
         if drafter.name not in str(error):
             error.args = (f"{drafter.name}.propose failed: {error}", *error.args[1:])
         raise
-    if not isinstance(made, Proposal):
-        raise TypeError(f"{drafter.name}.propose returned {shown(made)}; it must return a Proposal.")
-    for name, part in made._asdict().items():
+    if not isinstance(proposal, Proposal):
+        raise TypeError(f"{drafter.name}.propose returned {shown(proposal)}; it must return a Proposal.")
+    for name, part in proposal._asdict().items():
         dims, dtype = 1 if name in PER_ROW else 3 if name == "logits" else 2, DTYPES.get(name, torch.int32)
         shape = torch.Size((len(rows), k, table.vocab_size)[:dims])
         kind: list[Any] = [getattr(part, attr, None) for attr in ("shape", "device", "layout", "dtype")]
         fits = kind[:3] == [shape, rows.device, rows.layout] and torch.can_cast(kind[3], dtype)
-        if not fits and not (part is None and name in made._field_defaults):
+        if not fits and not (part is None and name in proposal._field_defaults):
             actual = " ".join(str(each) for each in (type(part).__name__, *kind) if each is not None)
             expected = f"Tensor {shape} {rows.device} {rows.layout} {dtype}"
             raise ValueError(f"{drafter.name}.propose returned {name} as {actual}; expected {expected}.")
-    parts = zip(made._fields[:6], made)
-    return made._replace(**{name: part.int().contiguous() for name, part in parts if part is not None})
+    parts = zip(proposal._fields[:6], proposal)
+    return proposal._replace(**{name: part.int().contiguous() for name, part in parts if part is not None})

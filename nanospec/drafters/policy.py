@@ -2,8 +2,8 @@
 tokens per ms.
 
 A *captured* step has one K for all rows, which `choose` returns before drafts are proposed. The cost of a
-*packed* step depends on the number of drafts of each row, so `cut` selects the most likely drafts of all rows
-after they are proposed; `choose` then only limits how many drafts a model generates.
+*packed* step depends on the number of drafts of each row, so `num_to_verify` selects the most likely drafts
+of all rows after they are proposed; `choose` then only limits how many drafts a model generates.
 
 Step costs are measured; acceptance is estimated from earlier steps (`estimates.py`). Drafts that are never
 verified yield no data, so for OVERHEAD of the time, steps are probes with more drafts than seems best.
@@ -38,16 +38,16 @@ class Policy:
     costs: StepCosts | None = None
     expected_speedup: float | None = None
 
-    def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
+    def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> tuple[int, int]:
         """Return K of the next step and the maximum number of drafts of the last drafter.
 
-        `limits` is the maximum number of drafts of each row; `of_drafters` is the same, but 0 for rows whose
+        `limits` is the maximum number of drafts of each row; `drafter_limits` the same, but 0 for rows whose
         drafts do not come from drafters. `context` is the total number of tokens of the rows, `waiting`
         whether requests wait for a row.
         """
-        return max(limits.values()), max(of_drafters.values())
+        return max(limits.values()), max(drafter_limits.values())
 
-    def cut(self, proposals: Sequence[RowProposal]) -> list[int]:
+    def num_to_verify(self, proposals: Sequence[RowProposal]) -> list[int]:
         """Return the number of drafts to verify for each row of a packed step."""
         return [each.num_drafts for each in proposals]
 
@@ -68,14 +68,14 @@ class AutoPolicy(Policy):
         self._context, self._waiting, self._probing = 0, True, False  # of the latest step
         self._credit, self._turn = 0.0, 0  # ms available for probes; selects the row of the next probe
 
-    def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
+    def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> tuple[int, int]:
         B, max_k = len(limits), max(limits.values())
         self._context, self._waiting, self._probing, self.expected_speedup = context, waiting, False, 1.0
         plain = self.costs.cost(B, B, context)
         self._credit = min(self._credit + OVERHEAD * plain, plain)
         if self.costs.packed and self._model_drafter == NO_DRAFTER:
             return max_k, max_k
-        weighed = of_drafters if self.costs.packed else limits
+        weighed = drafter_limits if self.costs.packed else limits
         ms = self.costs.by_k(B, max(weighed.values()), context)
         tokens = self.estimator.tokens(weighed, self._model_drafter, tuple(ms))
         rates = {k: n / ms[k] for k, n in zip(ms, tokens)}
@@ -86,14 +86,14 @@ class AutoPolicy(Policy):
         chosen = larger if self._probing else best
         return (max_k, chosen) if self.costs.packed else (chosen, chosen)
 
-    def cut(self, proposals: Sequence[RowProposal]) -> list[int]:
+    def num_to_verify(self, proposals: Sequence[RowProposal]) -> list[int]:
         B, cost = len(proposals), partial(self.costs.cost, len(proposals), context=self._context)
         plain, gains = cost(B), dict[int, list[float]]()
         # A draft less likely than this cannot raise the tokens per ms of any step, so it is not considered.
-        least = B / plain * self.costs.least_slope(B, self._context)
+        min_gain = B / plain * self.costs.min_slope(B, self._context)
         for each in proposals:
             verify_all = self._probing and each.drafter == self._model_drafter  # the drafts of a probe
-            gains[each.row] = [1.0] * each.num_drafts if verify_all else self.estimator.gains(each, least)
+            gains[each.row] = [1.0] * each.num_drafts if verify_all else self.estimator.gains(each, min_gain)
         alone = self.costs.cost(1, 1, self._context // B)
         allowed = self._accounts.allowed({row: sum(chances) for row, chances in gains.items()}, plain, alone)
         likeliest = sorted(((gain, row) for row, chances in gains.items() for gain in chances), reverse=True)
@@ -105,14 +105,14 @@ class AutoPolicy(Policy):
         number = rates.index(max(rates))
         if not self._probing:
             self.expected_speedup = rates[number] / rates[0]
-        taken = Counter(row for _, row in likeliest[:number])
-        more = [each.row for each in proposals if each.num_drafts > taken[each.row]]
+        num_kept = Counter(row for _, row in likeliest[:number])
+        more = [each.row for each in proposals if each.num_drafts > num_kept[each.row]]
         if more and self._spend_credit(cost(B + number + 1) - cost(B + number)):
             self._turn += 1
-            taken[more[self._turn % len(more)]] += 1
+            num_kept[more[self._turn % len(more)]] += 1
         if not self._waiting:
-            self._accounts.spend(cost(B + taken.total()) - (1 + OVERHEAD) * plain)
-        return [taken[each.row] for each in proposals]
+            self._accounts.spend(cost(B + num_kept.total()) - (1 + OVERHEAD) * plain)
+        return [num_kept[each.row] for each in proposals]
 
     def _spend_credit(self, ms: float) -> bool:
         """Take the cost of a probe from the credit; return False if the credit is too small."""

@@ -16,18 +16,18 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
-from ..device.messages import PendingStep, RowBlocks, RowResult, StepInput, method_of
+from ..device.messages import PendingStep, RowBlocks, RowResult, StepInput, checked_method
 from ..device.resources import is_oom, oom_remedy
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels.batch import Chunk
 from ..outputs import Metrics, SpecStats
 from ..text.tokenizer import OutputText, Tokenizer
-from .request import Limits, Request, check_request, seed_of
+from .request import Limits, Request, check_request, derive_seed
 from .scheduler import Plan, Scheduler
 
 
-class Queued(NamedTuple):
+class QueuedStep(NamedTuple):
     """A step that has been queued but not collected: its requests, their rows at that time, K, its pending
     results, and the value returned by `on_queued` of each extension."""
 
@@ -59,7 +59,7 @@ class Engine:
             extension.start(self)
         for stage in worker.stages.values():
             stage.seconds = 0.0  # exclude start-up
-        self._queue: deque[Queued] = deque()
+        self._queue: deque[QueuedStep] = deque()
         self._ids = itertools.count()
 
     @property
@@ -91,7 +91,7 @@ class Engine:
             id=f"request-{number}",
             prompt_ids=list(prompt_ids),
             params=params,
-            seed=seed_of(params.seed, index, config.seed + 1 + number),
+            seed=derive_seed(params.seed, index, config.seed + 1 + number),
             max_len=min(len(prompt_ids) + (params.max_tokens or self.max_model_len), self.max_model_len),
             max_k=self.worker.max_k if k is None else min(k, self.worker.max_k),
             stop_ids=self.limits.stop_ids(params),
@@ -179,7 +179,7 @@ class Engine:
         self.metrics.num_prefill_tokens += sum(count for _, _, count in plan.prefill)
         return []
 
-    def _queue_step(self, plan: Plan) -> Queued:
+    def _queue_step(self, plan: Plan) -> QueuedStep:
         """Queue a step for the requests that decode."""
         requests = plan.decode
         limits = {r.row: r.max_k for r in requests}
@@ -196,11 +196,11 @@ class Engine:
             extra=[each.plan(requests, [min(n, k) for n in limits.values()]) for each in self.extensions],
         )
         self.metrics.num_forward_steps += 1
-        pending = self.worker.step(inputs, self.policy.cut)
+        pending = self.worker.step(inputs, self.policy.num_to_verify)
         states = [each.on_queued(inputs.rows) for each in self.extensions]
-        return Queued(requests, inputs.rows, k, pending, states)
+        return QueuedStep(requests, inputs.rows, k, pending, states)
 
-    def _collect(self, queued: Queued, results: list[RowResult]) -> list[Request]:
+    def _collect(self, queued: QueuedStep, results: list[RowResult]) -> list[Request]:
         """Append the results to their requests and release finished ones. Return the requests updated."""
         updated = []
         for request, row, result in zip(queued.requests, queued.rows, results, strict=True):
@@ -208,7 +208,7 @@ class Engine:
                 continue  # finished by the host after this step was queued
             updated.append(request)
             report = result.report
-            method = method_of(report, self.worker.methods)
+            method = checked_method(report, self.worker.methods)
             if queued.k and request.max_k:
                 self.policy.observe(row, report)
             kept = request.append(report, result.logprobs)

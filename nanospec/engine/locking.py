@@ -118,7 +118,7 @@ class SharedEngine:
         self._abandoned.extend(request for request in requests if not request.is_finished)
 
     @contextmanager
-    def owning(self, requests: Sequence[Request]) -> Iterator[None]:
+    def abort_on_exit(self, requests: Sequence[Request]) -> Iterator[None]:
         """Abort unfinished requests at the end of the `with` block."""
         try:
             try:

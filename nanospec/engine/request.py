@@ -195,13 +195,13 @@ class Request:
         )
 
 
-def output_of(prompt: str | None, requests: Sequence[Request]) -> RequestOutput:
+def make_output(prompt: str | None, requests: Sequence[Request]) -> RequestOutput:
     """Return the output of a prompt from its finished requests."""
     completions = [request.completion(index) for index, request in enumerate(requests)]
     return RequestOutput(requests[0].id, prompt, requests[0].prompt_ids, completions)
 
 
-def params_of_each(params: Any, count: int) -> Sequence[SamplingParams]:
+def params_per_prompt(params: Any, count: int) -> Sequence[SamplingParams]:
     """Return the parameters of each of `count` prompts. `params`: one for all prompts (None: the defaults) or
     a sequence with one per prompt. Raises ValueError."""
     if params is None or isinstance(params, SamplingParams):
@@ -216,7 +216,7 @@ def params_of_each(params: Any, count: int) -> Sequence[SamplingParams]:
     return params
 
 
-def seed_of(seed: int | None, index: int, number: int) -> int:
+def derive_seed(seed: int | None, index: int, number: int) -> int:
     """Return the int64 seed of output `index`, from the prompt's `seed` or, if None, the request `number`."""
     seed = number * SEED_STEP if seed is None else seed + index * SEED_STEP
     return (seed + 2**63) % 2**64 - 2**63  # wrap around

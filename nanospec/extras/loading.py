@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config import EngineConfig
-from ..device.resources import current, explain_oom, oom_remedy, resolve_device, use_threads
+from ..device.resources import explain_oom, oom_remedy, resolve_device, use_device, use_threads
 from ..device.worker import Worker
-from ..drafters.methods import Drafters, load_parts
+from ..drafters.methods import Drafters, load_model_and_drafters
 from ..text.tokenizer import Tokenizer
 from . import create_extensions
 
@@ -22,7 +22,7 @@ def load_worker(config: EngineConfig, folder: Path, drafter: Drafters | None, to
     if device.type == "cpu":
         use_threads(config.threads)
     smaller = "use a device with more memory, a narrower dtype or a smaller model"
-    with current(device), explain_oom(f"the weights on {device}", smaller):
-        model, drafters = load_parts(config, folder, drafter, tokenizer, device)
+    with use_device(device), explain_oom(f"the weights on {device}", smaller):
+        model, drafters = load_model_and_drafters(config, folder, drafter, tokenizer, device)
     with explain_oom(f"the engine in addition to the weights on {device}", oom_remedy(config)):
         return Worker(config, model, drafters, create_extensions(config, tokenizer))

@@ -1,7 +1,7 @@
 """Models. This module finds the folder of a model by its name; `weights.py` loads it.
 
 A name is looked up, in this order, as a path, in `./weights`, in $NANOSPEC_WEIGHTS, in `weights/` of a source
-checkout, in the user's cache ($XDG_CACHE_HOME/nanospec or ~/.cache/nanospec), and on the Hugging Face hub.
+checkout, in the user's cache ($XDG_CACHE_HOME/nanospec or ~/.cache/nanospec), and on the Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def default_heads(model_folder: Path) -> Path:
 
 
 def download(hub_id: str, folder: Path | None = None) -> Path:
-    """Download a model from the Hugging Face hub to a folder, by default in the hub's cache, and return it.
+    """Download a model from the Hugging Face Hub to a folder, by default in the hub's cache, and return it.
     Raises FileNotFoundError for a model without config.json, and the errors of several HTTP libraries."""
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT))  # read by the next import
     from huggingface_hub import snapshot_download

@@ -51,7 +51,7 @@ class CompiledModel(Model):
     def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
         self._run(batch, kv_cache, None)  # without an output, the last layer stops after its keys and values
 
-    def empty_cache(self, num_blocks: int, block_size: int) -> Tensor:
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
         """Allocate a KV cache of zeros, in which each block is contiguous, on large memory pages."""
         c = self.config
         shape = tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)

@@ -138,7 +138,7 @@ class Model:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 
-    def empty_cache(self, num_blocks: int, block_size: int) -> Tensor:
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
         """Allocate a KV cache filled with zeros."""
         c = self.config
         shape = c.num_layers, 2, c.num_kv_heads, num_blocks, block_size, c.head_dim

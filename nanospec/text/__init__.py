@@ -1,7 +1,7 @@
 """User input. This module validates settings and reads files; errors are exceptions with a message of one
 sentence. `chat.py` handles prompts and conversations, `tokenizer.py` tokenizes and detokenizes text.
 
-The limits of a setting are declared with its field in `config.py`, by `limited`.
+The limits of a setting are declared with its field in `config.py`, by `bounded_field`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def shown(value: object, most: int = 100) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def limited(default: Any, low: float, high: float = math.inf, **more: Any) -> Any:
+def bounded_field(default: Any, low: float, high: float = math.inf, **more: Any) -> Any:
     """Declare a dataclass field with limits for `check_fields`; `more` is metadata for `apps/options.py`."""
     return field(default=default, metadata={"limits": (low, high), **more})
 
@@ -73,7 +73,7 @@ def check_fields(settings: Any) -> None:
             object.__setattr__(settings, name, number)  # the dataclass is frozen
 
 
-def as_bytes(value: Any, name: str = "kv_cache_memory") -> Any:
+def parse_size(value: Any, name: str = "kv_cache_memory") -> Any:
     """Convert a size such as "400M", "4g" or "1.5GiB" (powers of 1024) or "4GB" (powers of 1000) to bytes.
     Values of other types are returned unchanged. Raises ValueError for other strings."""
     if not isinstance(value, str):

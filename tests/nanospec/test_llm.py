@@ -30,7 +30,7 @@ from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
-from nanospec.extras.tracing.recorder import recorder_of
+from nanospec.extras.tracing.recorder import find_recorder
 from nanospec.models import default_heads
 from nanospec.models.weights import fast_in_bfloat16
 from tests.drive import MODES, assert_idle, cycle_weights, drafters_of
@@ -502,13 +502,13 @@ def test_trace_ends_at_stop_string(folder: Path) -> None:
         assert step.tokens == lane.token_ids
         assert len(step.accepted) == len(step.tokens) < len(step.drafts)
         assert "".join(trace.texts[i] for i in step.tokens) == "defghi"
-    recorder = recorder_of(llm.engine.extensions)
+    recorder = find_recorder(llm.engine.extensions)
     assert recorder.trace().to_dict()["lanes"][0]["token_ids"] == output.token_ids
     for _ in llm.stream("abcd", greedy()):
         break
     assert recorder.trace().lanes[-1].token_ids  # the part before the interruption
     with pytest.raises(ValueError, match=r"No trace was recorded"):
-        recorder_of(make(folder).engine.extensions)
+        find_recorder(make(folder).engine.extensions)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nanospec import SamplingParams
-from nanospec.engine.request import seed_of
+from nanospec.engine.request import derive_seed
 from nanospec.kernels.sampling import accept, sample, scores, top_k_top_p
 from nanospec.kernels.sampling.accept import DELTA, EPSILON
 from tests.drive import MODES, Job, run
@@ -194,8 +194,8 @@ def test_requests_with_different_seeds_are_independent(models: Models, logits: L
     both = {a + b: p * q for a, p in alone.items() for b, q in alone.items()}
     first = outputs_of(models, [*range(n)])
     others: dict[str, Callable[[int], int]] = {
-        "n=2": lambda seed: seed_of(seed, 1, 0),
-        "without a seed": lambda seed: seed_of(None, 0, seed + 1),
+        "n=2": lambda seed: derive_seed(seed, 1, 0),
+        "without a seed": lambda seed: derive_seed(None, 0, seed + 1),
         "upper half": lambda seed: seed + (1 << 32),
         "complement": lambda seed: ~seed,
     }

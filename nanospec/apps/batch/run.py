@@ -86,7 +86,7 @@ class Batch:
         self.written, self.tokens = self.written + 1, self.tokens + tokens
         self._bar.update()
 
-    def figures(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Return the statistics of this run."""
         return {
             "requests": len(self.tasks),
@@ -219,7 +219,7 @@ def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     with batch.running():
         if lines:
             llm.generate([ids for _, ids, _ in lines], [params for _, _, params in lines], write)
-    return batch.figures()
+    return batch.statistics()
 
 
 def prepare_lines(batch: Batch, tokenizer: Tokenizer, check: Check, window: int, seed: int) -> list[Line]:
@@ -252,10 +252,10 @@ def line_error(source: str, index: int, reason: str) -> LineError:
 def seeded_params(tasks: Sequence[Task], seed: int) -> dict[int, SamplingParams]:
     """Return the parameters by task index. A task without a seed gets the one that an engine with this `seed`
     would assign if it ran all tasks in order, so that resuming a batch does not change its results."""
-    from ...engine.request import seed_of  # imports torch
+    from ...engine.request import derive_seed  # imports torch
 
     first = accumulate((task.params.n for task in tasks), initial=seed + 1)
-    seeds = {task.index: seed_of(task.params.seed, 0, number) for task, number in zip(tasks, first)}
+    seeds = {task.index: derive_seed(task.params.seed, 0, number) for task, number in zip(tasks, first)}
     return {task.index: replace(task.params, seed=seeds[task.index]) for task in tasks}
 
 
@@ -275,13 +275,13 @@ def num_tokens(output: RequestOutput) -> int:
     return sum(len(done.token_ids) for done in output.outputs)
 
 
-def batch_summary(figures: dict[str, Any]) -> str:
+def batch_summary(statistics: dict[str, Any]) -> str:
     """Return one line of statistics of a batch."""
-    todo = figures["requests"] - figures["done_before"]
+    todo = statistics["requests"] - statistics["done_before"]
     if not todo:
         return "All requests already have results."
-    text = f"{todo} request{'s' * (todo != 1)} in {figures['seconds']:.1f} s, "
-    if "replicas" in figures:
-        text += f"{figures['replicas']} replica{'s' * (figures['replicas'] != 1)}, "
-    text += f"{figures['tokens_per_second']:.0f} tok/s"
-    return text + (f"; {figures['done_before']} already had results" if figures["done_before"] else "")
+    text = f"{todo} request{'s' * (todo != 1)} in {statistics['seconds']:.1f} s, "
+    if "replicas" in statistics:
+        text += f"{statistics['replicas']} replica{'s' * (statistics['replicas'] != 1)}, "
+    text += f"{statistics['tokens_per_second']:.0f} tok/s"
+    return text + (f"; {statistics['done_before']} already had results" if statistics["done_before"] else "")

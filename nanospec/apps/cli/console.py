@@ -23,12 +23,12 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, show_drafts: bool = False) -> None:
         self.stream = stream or sys.stdout
-        self.colour = self.stream.isatty() and "NO_COLOR" not in os.environ
-        self.show_drafts = show_drafts and self.colour
+        self.color = self.stream.isatty() and "NO_COLOR" not in os.environ
+        self.show_drafts = show_drafts and self.color
 
     def write(self, text: str, style: str = "") -> None:
         """Write text without a newline, and flush."""
-        self.stream.write(f"{style}{text}{RESET}" if style and self.colour else text)
+        self.stream.write(f"{style}{text}{RESET}" if style and self.color else text)
         self.stream.flush()
 
     def line(self, text: str = "", style: str = "") -> None:

@@ -61,8 +61,8 @@ class Answers:
 
 def run_demo(llm: LLM, console: Console, answers: Answers) -> None:
     """Answer the built-in requests greedily with and without speculation, and print a comparison."""
-    console.show_drafts = console.colour
-    if console.colour:
+    console.show_drafts = console.color
+    if console.color:
         console.line("Green: accepted drafts.", DIM)
     speculative = SamplingParams(temperature=0.0, max_tokens=240)
     plain = replace(speculative, num_speculative_tokens=0)
@@ -74,7 +74,7 @@ def run_demo(llm: LLM, console: Console, answers: Answers) -> None:
             console.pieces(pieces)
         console.line()
         answers.plain += llm.generate(prompt, plain)
-    columns = "request", "tokens", "plain tok/s", f"{llm.config.spec.method} tok/s", "speed-up"
+    columns = "request", "tokens", "plain tok/s", f"{llm.config.spec.method} tok/s", "speedup"
     rows = [_row(*answer) for answer in zip(REQUESTS, answers.plain, answers.spec)]
     console.line()
     console.table((*columns, "tokens/step", "accepted", "equal"), rows)

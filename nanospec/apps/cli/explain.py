@@ -5,7 +5,7 @@ So each of its parts takes at least
 
     max(bytes / bandwidth, FLOPs / rate)
 
-Bandwidth and rate are measured here, and so are the times of real steps. They predict the speed-up of an
+Bandwidth and rate are measured here, and so are the times of real steps. They predict the speedup of an
 answer: emitting t tokens per step, with 1 + d tokens scored per step on average, should be
 t * ms(1) / ms(1 + d) times as fast as emitting one token per step.
 """
@@ -33,7 +33,7 @@ CONTEXT = 1024  # cached tokens whose keys and values a step reads
 BLOCK, CPU_SIDE, GPU_SIDE = 512 << 20, 1024, 8192  # bytes to read; sizes of the square matrices to multiply
 REPEATS = 5
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-MAX_TOKENS, WINDOW = 128, 512  # of the answer whose speed-up is measured; the context length it needs
+MAX_TOKENS, WINDOW = 128, 512  # of the answer whose speedup is measured; the context length it needs
 ACCEPTANCES, DRAFTS = (0.3, 0.5, 0.7, 0.9), 4
 
 
@@ -109,7 +109,7 @@ def explain(llm: LLM, console: Console) -> None:
     rows = [(one.name, *one.cells(machine), *more.cells(machine)) for one, more in zip(*counts)]
     console.table(("", *("MB", "GFLOP", "min ms") * 2), rows)
     costs = engine.policy.costs or engine.worker.measure()
-    cached = 0 if costs.packed else min(CONTEXT, engine.max_model_len // 2)  # as in `timing.rehearsal`
+    cached = 0 if costs.packed else min(CONTEXT, engine.max_model_len // 2)  # as in `timing.dummy_rows`
     console.line(f"\nMeasured step times after {cached} cached tokens:")
     ms = costs.packed or {1 + k: step_ms for k, step_ms in costs.by_k(1, engine.worker.max_k).items()}
     rows = []
@@ -122,7 +122,7 @@ def explain(llm: LLM, console: Console) -> None:
 
 
 def _explain_answer(llm: LLM, console: Console, ms: Mapping[int, float]) -> None:
-    """Print when drafts pay off, and the predicted and measured speed-up of the demo's code edit."""
+    """Print when drafts pay off, and the predicted and measured speedup of the demo's code edit."""
     measured = StepCosts(packed=ms)
     ratio = measured.cost(1, 1 + DRAFTS) / ms[1]
     gains = ", ".join(f"{a:.0%}: {sum(a**j for j in range(1 + DRAFTS)) / ratio:.2f}x" for a in ACCEPTANCES)
@@ -138,6 +138,6 @@ def _explain_answer(llm: LLM, console: Console, ms: Mapping[int, float]) -> None
     drafted = stats.num_drafted / stats.num_steps
     predicted = stats.tokens_per_step * ms[1] / measured.cost(1, 1 + drafted)
     console.line(
-        f"Code edit: {stats.tokens_per_step:.2f} tokens per step with {drafted:.1f} drafts; speed-up "
+        f"Code edit: {stats.tokens_per_step:.2f} tokens per step with {drafted:.1f} drafts; speedup "
         f"{predicted:.2f}x predicted, {decode_rate(spec) / decode_rate(plain):.2f}x measured"
     )

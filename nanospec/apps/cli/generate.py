@@ -11,7 +11,7 @@ from typing import Any
 
 from ...config import EngineConfig, SamplingParams, SpecConfig
 from ...device.resources import compute_info
-from ...extras.tracing.recorder import recorder_of
+from ...extras.tracing.recorder import find_recorder
 from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput
 from ...outputs import LOSSY
@@ -35,10 +35,10 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -
     if args.replicas is not None and batch is not None:
         from ..cluster.batch import run_on_ray
 
-        figures = run_on_ray(batch, args.folder, args.model, engine_options, args.replicas)
-        Console(sys.stderr).line(batch_summary(figures))
+        statistics = run_on_ray(batch, args.folder, args.model, engine_options, args.replicas)
+        Console(sys.stderr).line(batch_summary(statistics))
         if args.json:
-            print(json.dumps({"batch": figures}))
+            print(json.dumps({"batch": statistics}))
         return
     if args.chat or args.prompt is not None:  # one request at a time needs fewer rows
         engine_options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
@@ -50,9 +50,9 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -
         if args.demo:
             run_demo(llm, console, answers)
         elif batch is not None:
-            figures = run_batch(llm, batch, args.model)
-            Console(sys.stderr).line(batch_summary(figures))
-            report(llm, args, console, batch=figures)
+            statistics = run_batch(llm, batch, args.model)
+            Console(sys.stderr).line(batch_summary(statistics))
+            report(llm, args, console, batch=statistics)
         elif args.chat:
             on_answer = None if args.json else lambda output: console.line(summary(output), DIM)
             Chat(llm, params, console, args.system, on_answer).run(typed_messages(console))
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -
 def latest_trace(llm: LLM) -> Trace:
     """Return the trace of the latest requests, finished or not."""
     with llm.shared.turn() as engine:
-        return recorder_of(engine.extensions).trace()
+        return find_recorder(engine.extensions).trace()
 
 
 @contextmanager

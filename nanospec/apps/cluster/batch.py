@@ -61,7 +61,7 @@ def run_on_ray(
                 settings = partial(load, folder.absolute(), model, bundle, options), model, batch.source
                 for result in run_lines(lines, settings, bundle, replicas, QUEUED * config.max_num_seqs):
                     batch.write(*result)
-    return {**batch.figures(), "replicas": replicas}
+    return {**batch.statistics(), "replicas": replicas}
 
 
 def run_lines(

@@ -43,12 +43,12 @@ class Front:
 
     Args:
         ask: (scope, body, hashes of its prefixes) -> async generator of lists of ASGI messages; the last one
-            has facts for the log under "facts".
-        figures: () -> an awaitable of the replicas' metrics pages by replica name.
+            has fields for the log under "log_fields".
+        metrics: () -> an awaitable of the replicas' metrics pages by replica name.
     """
 
-    def __init__(self, config: ServeConfig, ask: Callable[..., Any], figures: Callable[[], Any]) -> None:
-        self.config, self._ask, self._figures = config, ask, figures
+    def __init__(self, config: ServeConfig, ask: Callable[..., Any], metrics: Callable[[], Any]) -> None:
+        self.config, self._ask, self._metrics = config, ask, metrics
         self._answers: set[Any] = set()  # running
         self._draining = self._is_over = False
 
@@ -68,7 +68,7 @@ class Front:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/metrics" and scope["method"] == "GET":
-            if not (pages := await self._figures()):
+            if not (pages := await self._metrics()):
                 raise HTTPError(503, NO_REPLICA)
             await Response(merge_metrics(pages), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
         else:
@@ -88,14 +88,14 @@ class Front:
         try:
             async for messages in answer:
                 for message in messages:
-                    if "facts" in message:
-                        state["facts"].update(message["facts"])
+                    if "log_fields" in message:
+                        state["log_fields"].update(message["log_fields"])
                         return
                     more = message.get("more_body", message["type"] == "http.response.start")
                     await send(message)
         except (Exception, asyncio.CancelledError) as error:
             disconnected = isinstance(error, asyncio.CancelledError) and not self._is_over
-            state["facts"]["ended_by"] = "client disconnected" if disconnected else type(error).__name__
+            state["log_fields"]["ended_by"] = "client disconnected" if disconnected else type(error).__name__
             if disconnected:
                 raise
             failure = HTTPError(503, LOST, headers={"retry-after": "5"})

@@ -59,16 +59,16 @@ class ServingEngine:
         self._sender = Sender(self._app.asgi())
 
     async def ask(self, scope: Scope, body: bytes, prefixes: Sequence[bytes]) -> AsyncIterator[list[Message]]:
-        """Yield the response to a request as ASGI messages, then facts for the log. `prefixes` is used by the
-        router."""
+        """Yield the response to a request as ASGI messages, then fields for the log. The router uses
+        `prefixes`."""
         self._app.engine.start()
         scope["state"] = {}
         async with aclosing(self._sender.lists(scope, body)) as answer:
             async for messages in answer:
                 yield messages
-        yield [{"facts": {**scope["state"].get("facts", {}), "replica": self._name}}]
+        yield [{"log_fields": {**scope["state"].get("log_fields", {}), "replica": self._name}}]
 
-    async def figures(self) -> tuple[str, str]:
+    async def metrics(self) -> tuple[str, str]:
         """Return the replica's name and its metrics page."""
         return self._name, (await asyncio.to_thread(self._app.metrics.text))[0].decode()
 
@@ -115,13 +115,13 @@ class Ingress(Front):
         self._stamp = stamp
         ask = engines.ask.options(stream=True)
 
-        async def figures() -> dict[str, str]:
+        async def metrics() -> dict[str, str]:
             with suppress(Exception):  # raised by Ray if there is no replica or one is too slow
-                pages = engines.broadcast("figures").results_async(timeout_s=TIMEOUT, return_exceptions=True)
+                pages = engines.broadcast("metrics").results_async(timeout_s=TIMEOUT, return_exceptions=True)
                 return dict(each for each in await pages if isinstance(each, tuple))
             return {}
 
-        super().__init__(config, lambda scope, body, names: ask.remote(scope, body, prefixes=names), figures)
+        super().__init__(config, lambda scope, body, names: ask.remote(scope, body, prefixes=names), metrics)
 
     __serve_build_asgi_app__ = Front.asgi
 
@@ -165,14 +165,14 @@ def run(
 ) -> int:
     """Deploy the application, wait for a signal or a newer deployment, and return the exit status."""
     name, engine = str(config.served_model_name), EngineConfig(**options)
-    facts = {"replicas": ":".join(map(str, sorted(set(scale))))}
-    log.info("starting", extra={"facts": facts})
+    log_fields = {"replicas": ":".join(map(str, sorted(set(scale))))}
+    log.info("starting", extra={"log_fields": log_fields})
     with redirect_stdout(sys.stderr), connect_ray(scale[1], engine, log_to_driver=True) as bundle:
         config, is_new = start_serve(config)
         load_replica, stamp = partial(load, folder.absolute(), model, bundle, options), uuid.uuid4().hex
         app = application(load_replica, config, bundle, engine.max_num_seqs, scale, level, stamp)
         handle = deploy(app, is_new)
-        log_ready(config, (config.host, config.port), name, facts)
+        log_ready(config, (config.host, config.port), name, log_fields)
         if wait_for_signal(handle, stamp):
             with suppress(Exception):  # raised by Ray if there is no ingress at the moment
                 handle.drain.remote().result(timeout_s=config.drain_timeout + LINGER)

@@ -35,7 +35,7 @@ class Bundle(NamedTuple):
     cpus: int
     gpus: int
     threads: int | None  # in each process of the replica; None on a GPU
-    neighbours: int  # number of replicas on one machine, including this one
+    replicas_per_machine: int  # number of replicas on one machine, including this one
 
 
 def load(folder: Path, model: str, bundle: Bundle, options: dict[str, Any], **more: Any) -> LLM:
@@ -44,9 +44,9 @@ def load(folder: Path, model: str, bundle: Bundle, options: dict[str, Any], **mo
     threads = {} if bundle.threads is None else {"threads": bundle.threads}
     options = {**options, **more, **threads}
     device = resolve_device(options.get("device", "auto"))
-    if device.type == "cpu" and bundle.neighbours > 1:  # they start together and see the same free memory
+    if device.type == "cpu" and bundle.replicas_per_machine > 1:  # all start and see the same free memory
         ranks = options.get("tensor_parallel_size", 1)
-        options.setdefault("kv_cache_memory", spare_memory(device, bundle.neighbours * ranks))
+        options.setdefault("kv_cache_memory", spare_memory(device, bundle.replicas_per_machine * ranks))
     return LLM(folder if folder.is_dir() else resolve_model(model), **options)
 
 
@@ -70,7 +70,7 @@ def connect_ray(replicas: int, config: EngineConfig, log_to_driver: bool = False
     ray_options: dict[str, Any] = {"logging_level": "CRITICAL", "log_to_driver": log_to_driver}
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
-        cpus = int(max(min(len(os.sched_getaffinity(0)), cpu_quota()), replicas * _least_cpus(config)))
+        cpus = int(max(min(len(os.sched_getaffinity(0)), cpu_quota()), replicas * _min_cpus(config)))
         ray_options |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
         ray_options["object_store_memory"] = STORE
     else:
@@ -121,7 +121,7 @@ def check_reachable(address: str) -> None:
 def bundle_for(replicas: int, config: EngineConfig, machines: Sequence[dict[str, float]]) -> Bundle:
     """Return the bundle of each replica: GPUs if the machines have any, else as many CPUs as possible such
     that all replicas fit. Raises ValueError if there are too few."""
-    ranks, least = config.tensor_parallel_size, _least_cpus(config)
+    ranks, least = config.tensor_parallel_size, _min_cpus(config)
     if config.device.startswith("cuda:"):
         device = f"device={shown(config.device)}"
         raise ValueError(f"{device} is a single GPU; with --replicas, use 'cuda', 'cpu' or 'auto'.")
@@ -146,7 +146,7 @@ def bundle_for(replicas: int, config: EngineConfig, machines: Sequence[dict[str,
     return Bundle(size, 0, size // ranks, min(max(cpus) // size, replicas))
 
 
-def _least_cpus(config: EngineConfig) -> int:
+def _min_cpus(config: EngineConfig) -> int:
     return config.tensor_parallel_size * (1 if config.threads == "auto" else config.threads)
 
 

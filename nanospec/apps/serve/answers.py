@@ -27,7 +27,7 @@ STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cac
 @dataclass(eq=False)
 class Answer:
     """The ASGI app that answers one request. Its outputs are aborted if the client disconnects, or after
-    `timeout` seconds. `facts` are logged and must not contain text."""
+    `timeout` seconds. `log_fields` are logged and must not contain text."""
 
     request: APIRequest
     job: Job
@@ -35,7 +35,7 @@ class Answer:
     model: str
     tokenizer: Tokenizer
     timeout: float
-    facts: dict[str, Any]
+    log_fields: dict[str, Any]
     done: list[Completion] = field(default_factory=list)  # finished outputs
 
     def __post_init__(self) -> None:
@@ -53,17 +53,17 @@ class Answer:
             if sending.done():
                 sending.result()
             else:
-                self.facts["ended_by"] = "client disconnected"
+                self.log_fields["ended_by"] = "client disconnected"
         finally:
             self.job.abort()
             for each in (too_slow, sending, disconnected):
                 each.cancel()
-            self.facts["prompt_tokens"] = self.request.num_prompt_tokens
+            self.log_fields["prompt_tokens"] = self.request.num_prompt_tokens
             if self.done:
                 usage, first = self._usage(), min(done.first_token_seconds for done in self.done)
-                self.facts["completion_tokens"] = usage["completion_tokens"]
-                self.facts["tokens_per_step"] = usage["speculation"]["tokens_per_step"]
-                self.facts["first_token_ms"] = round(first * 1e3, 1)
+                self.log_fields["completion_tokens"] = usage["completion_tokens"]
+                self.log_fields["tokens_per_step"] = usage["speculation"]["tokens_per_step"]
+                self.log_fields["first_token_ms"] = round(first * 1e3, 1)
 
     def _usage(self) -> dict[str, Any]:
         return usage(self.request.num_prompt_tokens, self.done, self.request.params.n)
@@ -146,7 +146,7 @@ class Answer:
         self.done.append(done)
 
     def _failed(self, failure: JobFailed) -> HTTPError:
-        self.facts["ended_by"] = str(failure)
+        self.log_fields["ended_by"] = str(failure)
         return HTTPError(failure.status, str(failure))
 
 

@@ -81,7 +81,7 @@ class App:
         except ValueError as error:
             raise HTTPError(400, str(error), "n") from None
         tokenizer, timeout, state = self.llm.tokenizer, self.config.request_timeout, request.state
-        return Answer(parsed, job, state.id, self.model, tokenizer, timeout, state.facts)
+        return Answer(parsed, job, state.id, self.model, tokenizer, timeout, state.log_fields)
 
     async def _body(self, request: Request, allowed: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the body, a JSON object for this model. If `allowed` is set, other fields are an error."""

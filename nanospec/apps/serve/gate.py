@@ -85,8 +85,8 @@ async def read_body(request: Request, config: ServeConfig) -> bytes:
 
 class Gate:
     """ASGI middleware. For an accepted request, `scope["state"]` contains its `id`, a `salt` derived from the
-    API key, and `facts`, a dict to be logged. Responses are counted by path for `paths`, and as "other" for
-    unknown paths."""
+    API key, and `log_fields`, a dict to be logged. Responses are counted by path for `paths`, and as "other"
+    for unknown paths."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, responses: Counter[Any], paths: set[str]) -> None:
         self.app, self.config, self._paths, self._responses = app, config, paths, responses
@@ -98,8 +98,8 @@ class Gate:
         headers, start, status = Headers(scope=scope), time.perf_counter(), 0
         client_id, path = headers.get("x-request-id", ""), scope["path"]
         request_id = client_id if re.fullmatch(r"[\w.-]{1,64}", client_id) else f"req-{uuid.uuid4().hex[:24]}"
-        facts: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(id=request_id, facts=facts, salt=b"")
+        log_fields: dict[str, Any] = {}
+        scope.setdefault("state", {}).update(id=request_id, log_fields=log_fields, salt=b"")
 
         async def with_id(message: Message) -> None:
             nonlocal status
@@ -118,7 +118,7 @@ class Gate:
             ms = round((time.perf_counter() - start) * 1e3, 1)
             line = {"id": request_id, "method": scope["method"], "path": path, "status": status, "ms": ms}
             level = logging.DEBUG if path in MONITORING and status == 200 else logging.INFO
-            log.log(level, "request", extra={"facts": {**line, **facts}})
+            log.log(level, "request", extra={"log_fields": {**line, **log_fields}})
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Raise HTTPError unless the request is accepted."""

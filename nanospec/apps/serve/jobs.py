@@ -65,7 +65,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class Live:
+class RunningOutput:
     """A running output, used by the engine thread, and how much of it has been sent."""
 
     job: Job

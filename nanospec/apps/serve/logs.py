@@ -11,12 +11,12 @@ log = logging.getLogger("nanospec.apps.serve")
 
 
 class Lines(logging.Formatter):
-    """Formats a record as JSON: time, level, event, and the fields of its `facts`."""
+    """Formats a record as JSON: time, level, event, and the fields of its `log_fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {"time": f"{moment}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
-        line |= {"event": record.getMessage(), **getattr(record, "facts", {})}
+        line |= {"event": record.getMessage(), **getattr(record, "log_fields", {})}
         error = {"error": self.formatException(record.exc_info)} if record.exc_info else {}
         return json.dumps({**line, **error})
 

@@ -20,7 +20,7 @@ from ...config import SamplingParams
 from ...engine.request import Request
 from ...llm import LLM
 from ...outputs import Completion
-from .jobs import ENDED, FAILED, Delta, Job, JobFailed, Live
+from .jobs import ENDED, FAILED, Delta, Job, JobFailed, RunningOutput
 from .logs import log
 
 MAX_FAILURES = 3  # consecutive failed steps after which the engine counts as broken
@@ -47,7 +47,7 @@ class EngineLoop:
     def __init__(self, llm: LLM, limit: int) -> None:
         self.llm, self.limit = llm, limit
         self.num_outputs, self.failures, self.gap_seconds = 0, 0, 0.0
-        self._live: dict[Request, Live] = {}
+        self._live: dict[Request, RunningOutput] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._enqueue = self._inbox.put  # schedules a call in the engine thread before its next step
         self._closing = False
@@ -194,7 +194,7 @@ class EngineLoop:
                 for i in range(params.n):
                     request = self.llm.engine.new(ids, params, i, salt)
                     request.arrival_time = job.arrival
-                    self._live[request] = Live(job, p * params.n + i, request)
+                    self._live[request] = RunningOutput(job, p * params.n + i, request)
                     self.llm.engine.scheduler.add(request)
         except BaseException:  # as in `_guard`
             log.exception("Failed to queue a request.")

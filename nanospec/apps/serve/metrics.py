@@ -73,15 +73,15 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         with self._loop.llm.shared.turn():
-            figures = list(self.figures())
-        for name, text, values, *labels in figures:
+            samples = list(self.samples())
+        for name, text, values, *labels in samples:
             family: Any = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
             metric = family(f"nanospec:{name}", text, labels=["model_name", *labels])
             for label_values, value in values.items():
                 metric.add_metric([self._model, *label_values], value)
             yield metric
 
-    def figures(self) -> Iterator[tuple[Any, ...]]:
+    def samples(self) -> Iterator[tuple[Any, ...]]:
         """Yield each metric's name, help, values by label values, and label names besides `model_name`."""
         engine = self._loop.llm.engine
         scheduler, metrics, spec = engine.scheduler, engine.metrics, engine.metrics.spec

@@ -88,8 +88,8 @@ def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: Any) -> list[
     """Return the token ids of a conversation in the model's chat template. Raises ValueError."""
     if not isinstance(options, dict):
         raise ValueError("chat_template_kwargs must be an object.")
-    if taken := sorted(options.keys() & NOT_IN_TEMPLATES):
-        raise ValueError(f"chat_template_kwargs must not contain {shown(taken[0])}.")
+    if reserved := sorted(options.keys() & NOT_IN_TEMPLATES):
+        raise ValueError(f"chat_template_kwargs must not contain {shown(reserved[0])}.")
     if len(messages) > MAX_MESSAGES:
         raise ValueError(f"messages has {len(messages)} entries, but the limit is {MAX_MESSAGES}.")
     return llm.chat_prompt(messages, **options)

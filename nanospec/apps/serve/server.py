@@ -114,9 +114,9 @@ async def run(app: App, listener: socket.socket) -> int:
     server, engine, spec = Server(app), app.engine, app.llm.config.spec
     engine.start()
     try:
-        facts = {**compute_info(app.llm.engine.worker.model), "spec": spec.method}
-        facts["k"] = spec.num_speculative_tokens
-        log_ready(app.config, listener.getsockname(), app.model, facts)
+        log_fields = {**compute_info(app.llm.engine.worker.model), "spec": spec.method}
+        log_fields["k"] = spec.num_speculative_tokens
+        log_ready(app.config, listener.getsockname(), app.model, log_fields)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.handle_exit, 0, None)
         await server.serve(sockets=[listener])
@@ -130,10 +130,10 @@ async def run(app: App, listener: socket.socket) -> int:
     return 0 if engine.fatal_error is None else 1
 
 
-def log_ready(config: ServeConfig, address: Any, model: str, facts: dict[str, Any]) -> None:
+def log_ready(config: ServeConfig, address: Any, model: str, log_fields: dict[str, Any]) -> None:
     """Log the server's addresses, and a warning if it accepts remote requests without a key."""
     url = "http://{}:{}".format(f"[{address[0]}]" if ":" in address[0] else address[0], address[1])
     server = {"page": f"{url}/", "api": f"{url}/v1", "model": model, "keys": len(config.api_key)}
-    log.info("ready", extra={"facts": {**server, **facts}})
+    log.info("ready", extra={"log_fields": {**server, **log_fields}})
     if not config.is_local and not config.api_key:
         log.warning("the server accepts remote requests without an API key; set --api-key to require one")

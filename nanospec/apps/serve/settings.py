@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...text import as_bytes, check_fields, limited
+from ...text import bounded_field, check_fields, parse_size
 
 MIN_KEY = 8  # characters; shorter keys are easy to guess
 MAX_SECONDS = 1e7  # timers do not support much longer or infinite timeouts
@@ -34,19 +34,19 @@ class ServeConfig:
     """
 
     host: str = "127.0.0.1"
-    port: int = limited(8000, 0, 65535)
+    port: int = bounded_field(8000, 0, 65535)
     api_key: Sequence[str] = ()
     served_model_name: str | None = None
-    max_queue: int = limited(256, 0)
-    max_body: int = limited(4 << 20, 1024, read=as_bytes, metavar="SIZE")
-    max_connections: int = limited(1000, 1)
-    request_timeout: float = limited(600.0, 0.1, MAX_SECONDS)
-    read_timeout: float = limited(20.0, 0.1, MAX_SECONDS)
-    write_timeout: float = limited(60.0, 0.1, MAX_SECONDS)
-    drain_timeout: float = limited(30.0, 0, MAX_SECONDS)
+    max_queue: int = bounded_field(256, 0)
+    max_body: int = bounded_field(4 << 20, 1024, read=parse_size, metavar="SIZE")
+    max_connections: int = bounded_field(1000, 1)
+    request_timeout: float = bounded_field(600.0, 0.1, MAX_SECONDS)
+    read_timeout: float = bounded_field(20.0, 0.1, MAX_SECONDS)
+    write_timeout: float = bounded_field(60.0, 0.1, MAX_SECONDS)
+    drain_timeout: float = bounded_field(30.0, 0, MAX_SECONDS)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_body", as_bytes(self.max_body, "max_body"))
+        object.__setattr__(self, "max_body", parse_size(self.max_body, "max_body"))
         check_fields(self)
         keys = self.api_key
         for key in keys if isinstance(keys, list | tuple) else [None]:

@@ -73,16 +73,16 @@ class Guide:
     def advance(self, tokens: Sequence[int]) -> int:
         """Consume committed tokens, without the EOS token. Return how many belong to the output: those up to
         the token that completes the grammar."""
-        matcher, taken = self._matcher, self._matcher.try_consume_tokens(list(tokens))
-        if taken == len(tokens) and not matcher.is_stopped():
+        matcher, consumed = self._matcher, self._matcher.try_consume_tokens(list(tokens))
+        if consumed == len(tokens) and not matcher.is_stopped():
             self._allowed = matcher.compute_bitmask()
         self.ended = matcher.is_stopped() and not matcher.is_error()
-        if not self.ended and (taken < len(tokens) or matcher.is_error()):
-            taken = min(taken + 1, len(tokens))
-            error, count = matcher.get_error() or "the token is not allowed", len(self._tokens) + taken
+        if not self.ended and (consumed < len(tokens) or matcher.is_error()):
+            consumed = min(consumed + 1, len(tokens))
+            error, count = matcher.get_error() or "the token is not allowed", len(self._tokens) + consumed
             self.error = f"response_format failed at output token {count}: {_message(error)}."
-        self._tokens += tokens[:taken]
-        return taken
+        self._tokens += tokens[:consumed]
+        return consumed
 
     def plan(self, text: list[int], k: int, min_n: int, max_n: int, end: float = math.inf) -> Draft:
         """Return up to k drafts that continue `text` (prompt and output), and the masks. Lookup matches the

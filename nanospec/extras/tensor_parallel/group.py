@@ -29,8 +29,8 @@ _SEND, _RECEIVE = BroadcastOptions(), BroadcastOptions()
 _RECEIVE.timeout = timedelta(days=3650)  # the leader may be idle
 
 
-class Place(NamedTuple):
-    """The place of a rank among all ranks.
+class RankInfo(NamedTuple):
+    """The position of a rank among all ranks.
 
     Attributes:
         local_rank, local_size: the rank's index on its machine, and the number of ranks on that machine.
@@ -55,13 +55,13 @@ class Place(NamedTuple):
         return next(dist.rendezvous("env://"))[0]
 
 
-def torchrun_place() -> Place | None:
-    """Return the place of this process if torchrun started it, else None."""
+def torchrun_rank_info() -> RankInfo | None:
+    """Return the `RankInfo` of this process if torchrun started it, else None."""
     if not {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
-    return Place(rank, size, local_rank, local_size)
+    return RankInfo(rank, size, local_rank, local_size)
 
 
 class Group:
@@ -71,14 +71,14 @@ class Group:
     """
 
     def __init__(
-        self, device: torch.device, place: Place, seconds: float, check: Callable[[], None] = lambda: None
+        self, device: torch.device, info: RankInfo, seconds: float, check: Callable[[], None] = lambda: None
     ) -> None:
         """Wait for the other ranks and connect to them. `check` is called while waiting and may raise.
         Collectives raise RuntimeError after `seconds`.
 
         NCCL allocates its buffers here, so measure the free memory afterwards.
         """
-        rank, size, store = place.rank, place.size, place.store()
+        rank, size, store = info.rank, info.size, info.store()
         self.device, self.rank, self.size = device, rank, size
         self._closing = threading.Lock()
         deadline = time.monotonic() + START
@@ -91,7 +91,7 @@ class Group:
         timeout = timedelta(seconds=seconds)
         gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack some of its attributes
         options: Any = timeout
-        if place.path:
+        if info.path:
             options = gloo._Options()
             options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout
         self._gloo: Any = gloo(dist.PrefixStore("nanospec/gloo", store), rank, size, options)
@@ -101,15 +101,15 @@ class Group:
             options._timeout = timeout
             store = dist.PrefixStore("nanospec/nccl", store)
             self._tensors = dist.ProcessGroupNCCL(store, rank, size, options)
-        self.exchange(self.gather(torch.zeros(1, device=device)))
+        self.all_to_all(self.all_gather(torch.zeros(1, device=device)))
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Gather x [...], of equal shape and dtype on every rank, into [size, ...] in rank order."""
         out = x.new_empty(self.size, *x.shape)
         self._tensors._allgather_base(_bytes(out), _bytes(x.contiguous()), _GATHER).wait()
         return out
 
-    def exchange(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """Send x[r] of x [size, ...] to each rank r. Return [size, ...], the received parts by sender."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._tensors.alltoall_base(_bytes(out), _bytes(x.contiguous()), [], [], _EXCHANGE).wait()
@@ -126,7 +126,7 @@ class Group:
         size = int(self._broadcast(torch.zeros(1, dtype=torch.int64)))
         return pickle.loads(self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy().data)
 
-    def share(self, compute: Callable[[], Any]) -> Any:
+    def broadcast_object(self, compute: Callable[[], Any]) -> Any:
         """Call `compute` on the leader and return its result on all ranks."""
         if self.rank:
             return self.receive()

@@ -25,13 +25,13 @@ from typing import NoReturn
 import torch
 
 from ...config import EngineConfig
-from ...device.resources import current, resolve_device, use_threads
-from ...drafters.methods import Drafters, load_parts, resolve_drafters
+from ...device.resources import resolve_device, use_device, use_threads
+from ...drafters.methods import Drafters, load_model_and_drafters, resolve_drafters
 from ...models.families import read_config
 from ...text import shown
 from ...text.tokenizer import Tokenizer
 from .. import create_extensions
-from .group import Group, Place, torchrun_place
+from .group import Group, RankInfo, torchrun_rank_info
 from .job import POLL, Job, RankFailed, report_failure
 from .shard import Shard, check_split
 from .worker import Rank, for_followers
@@ -48,29 +48,29 @@ def lead(config: EngineConfig, folder: Path, drafter: Drafters | None, tokenizer
 
     Raises ValueError if the model cannot be split among the ranks, RankFailed if a rank does not start.
     """
-    size, place = config.tensor_parallel_size, torchrun_place()
+    size, info = config.tensor_parallel_size, torchrun_rank_info()
     check_split(read_config(folder)[1], size)
-    _check_devices(config, size if place is None else place.gpu + 1)
+    _check_devices(config, size if info is None else info.gpu + 1)
     for_others = config, folder, for_followers(drafter)
-    if place is None:
+    if info is None:
         pickled = _pickled(for_others)
-        place = Place(0, size, 0, size, mkdtemp(prefix="nanospec-") + "/store")
-    elif place.size != size:
+        info = RankInfo(0, size, 0, size, mkdtemp(prefix="nanospec-") + "/store")
+    elif info.size != size:
         raise ValueError(
-            f"torchrun started {place.size} processes, but tensor_parallel_size={size}; they must be equal."
+            f"torchrun started {info.size} processes, but tensor_parallel_size={size}; they must be equal."
         )
-    elif place.rank:
-        raise SystemExit(follow(place, for_others))
-    store = place.store()
+    elif info.rank:
+        raise SystemExit(follow(info, for_others))
+    store = info.store()
     if store.add("nanospec/leaders", 1) > 1:
         raise ValueError("Only one LLM can be created under torchrun: the other ranks serve the first one.")
-    job = Job([], store, config.distributed_timeout, place.path)
+    job = Job([], store, config.distributed_timeout, info.path)
     try:
         with job.command("start", math.inf):
-            if place.path:
+            if info.path:
                 store.set(ARGUMENTS, pickled)  # type: ignore[arg-type]
-                _start_followers(place, job.processes)
-            job.group = _connect(place, config, job.check)
+                _start_followers(info, job.processes)
+            job.group = _connect(info, config, job.check)
             return _worker((config, folder, drafter), tokenizer, job.group, job)
     except BaseException as error:
         job.close()
@@ -111,7 +111,7 @@ def _pickled(arguments: Arguments) -> bytes:
         raise ValueError(f"drafter={shown(drafters)} cannot be sent to other ranks: {error}") from None
 
 
-def _start_followers(leader: Place, processes: list[Popen[bytes]]) -> None:
+def _start_followers(leader: RankInfo, processes: list[Popen[bytes]]) -> None:
     """Start ranks 1 and up as child processes. They ignore SIGINT, which the leader handles, and have
     the leader's module search path."""
     path = [folder or os.getcwd() for folder in sys.path] + [str(Path(__file__).resolve().parents[3])]
@@ -119,65 +119,65 @@ def _start_followers(leader: Place, processes: list[Popen[bytes]]) -> None:
     env = {**os.environ, **env, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     for rank in range(1, leader.size):
         program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-        program += f"from {__name__} import Place, run_follower; "
+        program += f"from {__name__} import RankInfo, run_follower; "
         program += f"run_follower({os.getpid()}, {leader._replace(rank=rank, local_rank=rank)})"
         command = [sys.executable, "-c", program]
         processes.append(Popen(command, env=env, stdin=DEVNULL, stdout=2, start_new_session=True))
 
 
-def run_follower(leader: int, place: Place) -> NoReturn:
+def run_follower(leader: int, info: RankInfo) -> NoReturn:
     """Run a follower process that the leader has started. It exits when the leader's process ends, even if
     it is blocked at the time."""
 
     def watch() -> None:
         while os.getppid() == leader:
             time.sleep(POLL)
-        shutil.rmtree(os.path.dirname(place.path), ignore_errors=True)  # a killed leader left it behind
+        shutil.rmtree(os.path.dirname(info.path), ignore_errors=True)  # a killed leader left it behind
         os._exit(1)
 
     thread = threading.Thread(target=watch, daemon=True, name="leader")
     thread.start()
-    if follow(place):
+    if follow(info):
         thread.join()  # wait until the leader, which has the error, kills this process
     sys.exit()
 
 
-def follow(place: Place, arguments: Arguments | None = None) -> int:
+def follow(info: RankInfo, arguments: Arguments | None = None) -> int:
     """Run the leader's commands until the job ends, and return the exit status. `arguments` default to those
     in the store."""
-    store, group = place.store(), None
+    store, group = info.store(), None
     try:
         arguments = arguments or pickle.loads(store.get(ARGUMENTS))
-        group = _connect(place, arguments[0])
+        group = _connect(info, arguments[0])
         _worker(arguments, Tokenizer(arguments[1]), group).follow()
         return 0
     except Exception as error:
-        report_failure(store, place.rank, error)
+        report_failure(store, info.rank, error)
         return 1
     finally:
         if group is not None:
             group.close()
 
 
-def _connect(place: Place, config: EngineConfig, check: Callable[[], None] = lambda: None) -> Group:
+def _connect(info: RankInfo, config: EngineConfig, check: Callable[[], None] = lambda: None) -> Group:
     """Set up the rank's device and connect it to the other ranks."""
     device = resolve_device(config.device)
     if device.type == "cuda":
-        device = torch.device("cuda", place.gpu)
+        device = torch.device("cuda", info.gpu)
         torch.cuda.set_device(device)
     else:  # a fixed number, because all ranks must use the same
         cores = len(os.sched_getaffinity(0))
-        threads = max(cores // place.local_size, 1) if config.threads == "auto" else config.threads
+        threads = max(cores // info.local_size, 1) if config.threads == "auto" else config.threads
         if threads > cores:  # threads of ranks that wait for each other keep their cores busy
             raise ValueError(f"threads={threads} per rank exceeds the {cores} available cores; lower it.")
         use_threads(threads)
-    return Group(device, place, config.distributed_timeout, check)
+    return Group(device, info, config.distributed_timeout, check)
 
 
 def _worker(arguments: Arguments, tokenizer: Tokenizer, group: Group, job: Job | None = None) -> Rank:
     """Load the rank's shard of the model and return its worker."""
     config, split = arguments[0], partial(Shard, group=group)
-    with current(group.device):
-        model, drafters = load_parts(*arguments, tokenizer, group.device, split)
+    with use_device(group.device):
+        model, drafters = load_model_and_drafters(*arguments, tokenizer, group.device, split)
     extensions = create_extensions(config, tokenizer if job else None)
     return Rank(group, job, config, model, drafters, extensions)

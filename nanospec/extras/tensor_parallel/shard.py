@@ -2,7 +2,7 @@
 
     q, k, v, the KV cache   by KV head, with the query heads that read it
     gate, up                by row
-    o, down                 by column: each rank computes a partial sum, which `Summed` reduces
+    o, down                 by column: each rank computes a partial sum, which `RowParallelLinear` reduces
     embedding, lm_head      by row (vocabulary parallel)
     biases of o and down    on rank 0; zeros on the others
     norms                   replicated
@@ -35,7 +35,7 @@ EXCHANGE = 7_400_000  # bytes
 UNIT = 16  # alignment of a shard's intermediate size and vocabulary, for full vectors in matrix products
 
 
-class Summed(Linear):
+class RowParallelLinear(Linear):
     """A row-parallel linear layer: each rank multiplies by its `part` [N, K / ranks] of the weight, and the
     partial products are added. The bias is on one rank; the others have zeros."""
 
@@ -53,14 +53,14 @@ class Summed(Linear):
         product, n = self.part(x), self.group.size
         T, H = product.shape
         if product.nbytes * (n - 1) * (n - 2) <= n * EXCHANGE:
-            summands = self.group.gather(product)  # [ranks, T, H]
+            summands = self.group.all_gather(product)  # [ranks, T, H]
         else:
             slices = F.pad(product, (0, 0, 0, -T % n)).view(n, -1, H)
-            summands = self.group.gather(total(self.group.exchange(slices))).view(1, -1, H)[:, :T]
+            summands = self.group.all_gather(total(self.group.all_to_all(slices))).view(1, -1, H)[:, :T]
         return residual_add(summands, residual.x, norm, out_norm)
 
 
-class Vocabulary(Linear):
+class ParallelLMHead(Linear):
     """The vocabulary-parallel lm_head [V, H], V = `size`. Each rank's `part` has at least V / ranks rows."""
 
     def __init__(self, part: Linear, group: Group, size: int) -> None:
@@ -69,13 +69,13 @@ class Vocabulary(Linear):
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits [T, V] of the whole vocabulary."""
-        columns = self.group.gather(self.part(x))  # [ranks, T, len(part)]
+        columns = self.group.all_gather(self.part(x))  # [ranks, T, len(part)]
         logits = columns.transpose(0, 1).flatten(1)[:, : self.size]
         return logits.contiguous() if out is None else out.copy_(logits)
 
 
 @dataclass(frozen=True)
-class Embedding:
+class VocabParallelEmbedding:
     """The vocabulary-parallel embedding [V, H]. Each rank has a `part`: the rows from `first` on."""
 
     part: Tensor
@@ -86,7 +86,7 @@ class Embedding:
         """Return the embeddings [T, H] of ids [T]. Ranks that do not have a row contribute zeros."""
         mine = (ids >= self.first) & (ids < self.first + len(self.part))
         rows = F.embedding(torch.where(mine, ids - self.first, 0), self.part)
-        return self.group.gather(rows.masked_fill(~mine[:, None], 0)).sum(0)
+        return self.group.all_gather(rows.masked_fill(~mine[:, None], 0)).sum(0)
 
 
 class Shard:
@@ -129,9 +129,9 @@ class Shard:
         """Return the model of this rank's weights with layers that communicate with the other ranks."""
         first, group = self.group.rank * self.num_tokens, self.group
         for layer in model.layers:
-            layer.o, layer.down = Summed(layer.o, group), Summed(layer.down, group)
-        model.embedding = Embedding(model.embedding, group, first)  # type: ignore
-        model.lm_head = Vocabulary(model.lm_head, group, self.vocab_size)
+            layer.o, layer.down = RowParallelLinear(layer.o, group), RowParallelLinear(layer.down, group)
+        model.embedding = VocabParallelEmbedding(model.embedding, group, first)  # type: ignore
+        model.lm_head = ParallelLMHead(model.lm_head, group, self.vocab_size)
         model.num_devices = group.size
         return model
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...device.graphs import StepGraphs
 from ...device.messages import Admission, PendingStep, RowResult, StepInput
-from ...device.step import Cut
+from ...device.step import NumToVerify
 from ...device.timing import Barrier
 from ...device.worker import Worker
 from ...drafters import Drafter
@@ -53,7 +53,7 @@ class Rank(Worker):
 
     def _plan_cache(self) -> tuple[int, int]:
         """Return (number of KV blocks, max_model_len) that fit on every rank."""
-        plans = self.group.gather(torch.tensor(super()._plan_cache(), device=self.device))
+        plans = self.group.all_gather(torch.tensor(super()._plan_cache(), device=self.device))
         num_blocks, max_model_len = plans.amin(0).tolist()
         return num_blocks, max_model_len
 
@@ -86,9 +86,9 @@ class Rank(Worker):
         with self._all("prefill", chunks):
             super().prefill(chunks)
 
-    def step(self, inputs: StepInput, cut: Cut = lambda proposals: []) -> PendingStep:
+    def step(self, inputs: StepInput, num_to_verify: NumToVerify = lambda proposals: []) -> PendingStep:
         with self._all("step", inputs):
-            return super().step(inputs, lambda proposals: self.group.share(lambda: cut(proposals)))
+            return super().step(inputs, lambda p: self.group.broadcast_object(lambda: num_to_verify(p)))
 
     def fetch(self, pending: PendingStep) -> list[RowResult]:
         assert self.job is not None  # only the leader fetches results
@@ -102,7 +102,7 @@ class Rank(Worker):
 
     def measure(self, barrier: Barrier = lambda: None) -> StepCosts:
         with self._all("measure"):
-            return super().measure(lambda: self.group.gather(torch.zeros(1, device=self.device)))
+            return super().measure(lambda: self.group.all_gather(torch.zeros(1, device=self.device)))
 
     def close(self) -> None:
         self._end()
@@ -119,7 +119,7 @@ def _end(process: int, group: Group, job: Job | None, graphs: StepGraphs | None)
     (job or group).close()
 
 
-class Remote(Drafter):
+class LeaderDrafter(Drafter):
     """A follower's stand-in for a drafter that runs on the leader's host."""
 
     reads_on_host = True
@@ -130,13 +130,13 @@ class Remote(Drafter):
 
 
 def for_followers(drafter: Any) -> Any:
-    """Return the user's `drafter` argument with `Remote` in place of drafters that run on the host."""
+    """Return the user's `drafter` argument with `LeaderDrafter` in place of drafters that run on the host."""
     if isinstance(drafter, list | tuple):
         return [for_followers(each) for each in drafter]
-    return Remote(drafter) if isinstance(drafter, Drafter) and drafter.reads_on_host else drafter
+    return LeaderDrafter(drafter) if isinstance(drafter, Drafter) and drafter.reads_on_host else drafter
 
 
 def _propose(group: Group, propose: Callable[..., Proposal], table: Table, rows: Tensor, k: int) -> Proposal:
     """Return the proposal of the leader's drafter, on all ranks."""
-    parts = group.share(lambda: [part if part is None else part.cpu() for part in propose(table, rows, k)])
+    parts = group.broadcast_object(lambda: [x if x is None else x.cpu() for x in propose(table, rows, k)])
     return Proposal._make(part if part is None else part.to(group.device) for part in parts)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ...device.extension import Extension
 from ...device.messages import RowResult
-from ...device.resources import compute_info, current
+from ...device.resources import compute_info, use_device
 from ...device.worker import Worker
-from ...engine.engine import Engine, Queued
+from ...engine.engine import Engine, QueuedStep
 from ...engine.request import Request
 from ...kernels.speculation.proposal import Proposal, num_valid, parents_of
 from ...kernels.table import Table
@@ -86,10 +86,10 @@ class Recorder(Extension):
 
     def on_queued(self, rows: Sequence[int]) -> Any:
         """Start copying lines to the host. Return `Policy.expected_speedup` and a function to await it."""
-        with current(self._worker.device):
+        with use_device(self._worker.device):
             return self._policy.expected_speedup, to_host(self._lines[: max(rows) + 1])
 
-    def on_collected(self, step: Queued, results: Sequence[RowResult], state: Any) -> None:
+    def on_collected(self, step: QueuedStep, results: Sequence[RowResult], state: Any) -> None:
         expected_speedup, lines = state[0], state[1]()
         seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
@@ -127,7 +127,7 @@ class Recorder(Extension):
         width, count = self._worker.max_k, line[1] if line[0] == length else 0  # 0: a line of an earlier step
         return [line[first : first + count] for first in (2, 2 + width, 2 + 2 * width)]
 
-    def _plain_share(self, step: Queued, results: Sequence[RowResult]) -> float:
+    def _plain_share(self, step: QueuedStep, results: Sequence[RowResult]) -> float:
         """Return the estimated time of the step without drafts, as a fraction of the time with drafts."""
         B, context = len(step.rows), sum(request.num_tokens for request in step.requests)
         captured = bool(self._costs.captured)
@@ -151,7 +151,7 @@ class Recorder(Extension):
         return "pays" if expected_speedup > 1 else "probe"
 
 
-def recorder_of(extensions: Sequence[Extension]) -> Recorder:
+def find_recorder(extensions: Sequence[Extension]) -> Recorder:
     """Return the `Recorder` in a list of extensions. Raises ValueError if there is none."""
     for extension in extensions:
         if isinstance(extension, Recorder):

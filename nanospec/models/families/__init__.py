@@ -2,7 +2,7 @@
 
     class Mine(Family):
         def config(self, raw):
-            return read(raw, qkv_bias=True)
+            return build_config(raw, qkv_bias=True)
 
     FAMILIES["MineForCausalLM"] = Mine
 
@@ -45,8 +45,8 @@ class Family:
 
     def config(self, raw: Raw) -> ModelConfig:
         """Translate a `config.json`. Raises ValueError for values that the decoder does not support."""
-        bias = value(raw, "attention_bias", bool, False)
-        return read(raw, qkv_bias=bias, o_bias=bias, mlp_bias=value(raw, "mlp_bias", bool, False))
+        bias = get_value(raw, "attention_bias", bool, False)
+        return build_config(raw, qkv_bias=bias, o_bias=bias, mlp_bias=get_value(raw, "mlp_bias", bool, False))
 
     def stored_name(self, name: str) -> str:
         """Map a tensor's name in nanospec to the checkpoint's. Names that map to the same one are fused:
@@ -124,35 +124,35 @@ def read_config(folder: str | Path) -> tuple[Family, ModelConfig]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def read(raw: Raw, *, activation: str = "silu", act_key: str = "hidden_act", **fields: Any) -> ModelConfig:
-    """Return a config from the keys that all families share and `fields`, which take precedence. `activation`
-    is the only supported value of `raw[act_key]`, as named by transformers."""
+def build_config(raw: Raw, *, act: str = "silu", act_key: str = "hidden_act", **fields: Any) -> ModelConfig:
+    """Return a config from the keys that all families share and `fields`, which take precedence. `act` is
+    the only supported value of `raw[act_key]`, as named by transformers."""
     if raw.get("quantization_config") is not None:
         raise ValueError(
             "Quantized checkpoints (with a quantization_config) are not supported; use one in float32, "
             "bfloat16 or float16."
         )
-    if (given := raw.get(act_key) or activation) != activation:
-        raise ValueError(f"{act_key}={shown(given)} is not supported; only {activation!r} is.")
-    hidden_size, num_heads = value(raw, "hidden_size", int), value(raw, "num_attention_heads", int)
-    num_layers = value(raw, "num_hidden_layers", int)
+    if (given := raw.get(act_key) or act) != act:
+        raise ValueError(f"{act_key}={shown(given)} is not supported; only {act!r} is.")
+    hidden_size, num_heads = get_value(raw, "hidden_size", int), get_value(raw, "num_attention_heads", int)
+    num_layers = get_value(raw, "num_hidden_layers", int)
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     same_names = "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"
     common = {
-        **{name: value(raw, name, int) for name in same_names},
+        **{name: get_value(raw, name, int) for name in same_names},
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": value(raw, "num_key_value_heads", int, num_heads),
-        "head_dim": value(raw, "head_dim", int, hidden_size // num_heads),
+        "num_kv_heads": get_value(raw, "num_key_value_heads", int, num_heads),
+        "head_dim": get_value(raw, "head_dim", int, hidden_size // num_heads),
         "windows": (None,) * num_layers,
-        "rms_norm_eps": value(raw, "rms_norm_eps", float),
-        "tie_word_embeddings": value(raw, "tie_word_embeddings", bool, False),
+        "rms_norm_eps": get_value(raw, "rms_norm_eps", float),
+        "tie_word_embeddings": get_value(raw, "tie_word_embeddings", bool, False),
         "dtype": dtype.removeprefix("torch.") if isinstance(dtype, str) else shown(dtype),
     }
-    return ModelConfig(**{**common, "rope": fields.get("rope") or rope(raw), **fields})
+    return ModelConfig(**{**common, "rope": fields.get("rope") or parse_rope(raw), **fields})
 
 
-def value(raw: Raw, key: str, kind: type[T], default: T | None = None) -> T:
+def get_value(raw: Raw, key: str, kind: type[T], default: T | None = None) -> T:
     """Return the value of a key, or the default if it is missing or null. Numbers must be positive. Raises
     ValueError for other values, and for a missing key without a default."""
     result = default if raw.get(key) is None else raw[key]
@@ -166,16 +166,16 @@ def value(raw: Raw, key: str, kind: type[T], default: T | None = None) -> T:
     return kind(check_number(key, result, low, high, kind))
 
 
-def optional(raw: Raw, key: str, default: float | None = None) -> float | None:
+def get_number(raw: Raw, key: str, default: float | None = None) -> float | None:
     """Return the number of a key, None if it is null, or the default if the key is missing."""
     number = raw.get(key, default)
-    return None if number is None else value({key: number}, key, float)
+    return None if number is None else get_value({key: number}, key, float)
 
 
 def layer_windows(raw: Raw, window: int | None, has_window: Callable[[int], bool]) -> Windows:
     """Return the sliding window of each layer, or None. Layer i has a window according to entry i of
     `layer_types` or, without that list, to `has_window(i)`."""
-    num_layers, kinds = value(raw, "num_hidden_layers", int), raw.get("layer_types")
+    num_layers, kinds = get_value(raw, "num_hidden_layers", int), raw.get("layer_types")
     if kinds is None:
         return tuple(window if has_window(i) else None for i in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -189,32 +189,32 @@ def layer_windows(raw: Raw, window: int | None, has_window: Callable[[int], bool
     return tuple(by_kind[kind] for kind in kinds)
 
 
-def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
+def parse_rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
     """Return RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters` (transformers 5). `partial`
     is whether the family supports heads that are only partly rotated."""
     given = rope_entry(raw)
-    part = value({**raw, **given}, "partial_rotary_factor", float, 1.0)
+    part = get_value({**raw, **given}, "partial_rotary_factor", float, 1.0)
     if part > 1 or (part < 1 and not partial):
         raise ValueError(f"partial_rotary_factor={part} is not supported for this architecture.")
-    theta = value(given, "rope_theta", float, value(raw, "rope_theta", float, theta))
+    theta = get_value(given, "rope_theta", float, get_value(raw, "rope_theta", float, theta))
     kind = given.get("rope_type", given.get("type", "default"))
     # The context length of pretraining, in transformers' order: top-level key, RoPE entry, maximum.
-    longest, key = value(raw, "max_position_embeddings", int), "original_max_position_embeddings"
-    length = value(raw, key, int, value(given, key, int, longest))
+    longest, key = get_value(raw, "max_position_embeddings", int), "original_max_position_embeddings"
+    length = get_value(raw, key, int, get_value(given, key, int, longest))
     match kind:
         case "default":
             return Rope(theta=theta, part=part)
         case "linear":
-            return Rope("linear", theta, factor=value(given, "factor", float), part=part)
+            return Rope("linear", theta, factor=get_value(given, "factor", float), part=part)
         case "llama3":
-            low, high = value(given, "low_freq_factor", float), value(given, "high_freq_factor", float)
+            low, high = (get_value(given, f"{end}_freq_factor", float) for end in ("low", "high"))
             if low >= high:
                 raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}.")
-            return Rope("llama3", theta, value(given, "factor", float), low, high, length, part)
+            return Rope("llama3", theta, get_value(given, "factor", float), low, high, length, part)
         case "longrope":
             if length == 1:
                 raise ValueError(f"{key}=1 must be at least 2 for longrope.")
-            factor = value(given, "factor", float, longest / length)
+            factor = get_value(given, "factor", float, longest / length)
             amplitude = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(length))
             return Rope(
                 "longrope",
@@ -223,7 +223,7 @@ def rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
                 part=part,
                 short_factors=_factors(given, "short_factor"),
                 long_factors=_factors(given, "long_factor"),
-                amplitude=optional(given, "attention_factor") or amplitude,
+                amplitude=get_number(given, "attention_factor") or amplitude,
             )
     raise ValueError(f"RoPE type {shown(kind)} is not supported; use default, linear, llama3 or longrope.")
 
@@ -243,4 +243,4 @@ def _factors(given: Raw, key: str) -> tuple[float, ...]:
     factors = given.get(key)
     if not isinstance(factors, list):
         raise ValueError(f"{key!r} of longrope must be a list of numbers, not {shown(factors)}.")
-    return tuple(value({key: factor}, key, float) for factor in factors)
+    return tuple(get_value({key: factor}, key, float) for factor in factors)

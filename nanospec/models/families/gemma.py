@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...text import shown
 from ..config import ModelConfig, Rope
-from . import Family, Raw, layer_windows, optional, read, rope, value
+from . import Family, Raw, build_config, get_number, get_value, layer_windows, parse_rope
 
 # Our names -> Gemma's. `post_attention_layernorm` is before the MLP in Llama, but after attention in Gemma.
 NORMS = {
@@ -36,9 +36,9 @@ class Gemma2(Family):
         raw = {**DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192, **_given(raw)}
         return _read(
             raw,
-            windows=layer_windows(raw, value(raw, "sliding_window", int), lambda i: i % 2 == 0),
-            attention_softcap=optional(raw, "attn_logit_softcapping", 50.0),
-            logit_softcap=optional(raw, "final_logit_softcapping", 30.0),
+            windows=layer_windows(raw, get_value(raw, "sliding_window", int), lambda i: i % 2 == 0),
+            attention_softcap=get_number(raw, "attn_logit_softcapping", 50.0),
+            logit_softcap=get_number(raw, "final_logit_softcapping", 30.0),
         )
 
     def stored_name(self, name: str) -> str:
@@ -54,14 +54,14 @@ class Gemma3(Gemma2):
     def config(self, raw: Raw) -> ModelConfig:
         raw = {**DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, **_given(raw)}
         wide, local = _ropes(raw)
-        window, pattern = value(raw, "sliding_window", int), value(raw, "sliding_window_pattern", int, 6)
+        window, n = get_value(raw, "sliding_window", int), get_value(raw, "sliding_window_pattern", int, 6)
         return _read(
             raw,
-            windows=layer_windows(raw, window, lambda i: (i + 1) % pattern != 0),
+            windows=layer_windows(raw, window, lambda i: (i + 1) % n != 0),
             rope=wide,
             local_rope=local,
             qk_norm=True,
-            logit_softcap=optional(raw, "final_logit_softcapping"),
+            logit_softcap=get_number(raw, "final_logit_softcapping"),
         )
 
 
@@ -89,17 +89,17 @@ def _given(raw: Raw) -> dict[str, Any]:
 def _read(raw: Raw, **fields: Any) -> ModelConfig:
     if raw.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported; attention must be causal.")
-    bias = value(raw, "attention_bias", bool, False)
-    return read(
+    bias = get_value(raw, "attention_bias", bool, False)
+    return build_config(
         raw,
-        activation="gelu_pytorch_tanh",
+        act="gelu_pytorch_tanh",
         act_key="hidden_activation",
         gate="gelu",
         out_norms=True,
         qkv_bias=bias,
         o_bias=bias,
-        embedding_scale=value(raw, "hidden_size", int) ** 0.5,
-        query_scalar=value(raw, "query_pre_attn_scalar", float),
+        embedding_scale=get_value(raw, "hidden_size", int) ** 0.5,
+        query_scalar=get_value(raw, "query_pre_attn_scalar", float),
         **fields,
     )
 
@@ -110,6 +110,6 @@ def _ropes(raw: Raw) -> tuple[Rope, Rope]:
     if not isinstance(nested, dict):
         raise ValueError(f"rope_parameters={shown(nested)} must be an object.")
     if raw.get("rope_scaling") or "full_attention" not in nested:
-        return rope(raw, 1e6), Rope(theta=value(raw, "rope_local_base_freq", float, 1e4))
-    wide, local = nested["full_attention"], nested.get("sliding_attention")
-    return rope({**raw, "rope_parameters": wide}, 1e6), rope({**raw, "rope_parameters": local}, 1e4)
+        return parse_rope(raw, 1e6), Rope(theta=get_value(raw, "rope_local_base_freq", float, 1e4))
+    wide, local = ({**raw, "rope_parameters": nested.get(f"{key}_attention")} for key in ("full", "sliding"))
+    return parse_rope(wide, 1e6), parse_rope(local, 1e4)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...text import check_number
 from ..config import ModelConfig
-from . import Family, Raw, Windows, layer_windows, read, rope, rope_entry, value
+from . import Family, Raw, Windows, build_config, get_value, layer_windows, parse_rope, rope_entry
 
 FUSED = {f"self_attn.{part}_proj": "self_attn.qkv_proj" for part in "qkv"}
 FUSED |= {f"mlp.{part}_proj": "mlp.gate_up_proj" for part in ("gate", "up")}
@@ -17,23 +17,23 @@ class Mistral(Family):
     """All layers have a sliding window if `sliding_window` is set."""
 
     def config(self, raw: Raw) -> ModelConfig:
-        return read(raw, windows=(_sliding_window(raw),) * value(raw, "num_hidden_layers", int))
+        return build_config(raw, windows=(_sliding_window(raw),) * get_value(raw, "num_hidden_layers", int))
 
 
 class Qwen2(Family):
     """A bias on q, k and v; sliding windows on some layers."""
 
     def config(self, raw: Raw) -> ModelConfig:
-        return read(raw, windows=_qwen_windows(raw), qkv_bias=True)
+        return build_config(raw, windows=_qwen_windows(raw), qkv_bias=True)
 
 
 class Qwen3(Family):
     """RMSNorm of each head of q and k; sliding windows on some layers."""
 
     def config(self, raw: Raw) -> ModelConfig:
-        bias, head_dim = value(raw, "attention_bias", bool, False), value(raw, "head_dim", int, 128)
+        bias, head_dim = get_value(raw, "attention_bias", bool, False), get_value(raw, "head_dim", int, 128)
         windows = _qwen_windows(raw)
-        return read(raw, windows=windows, head_dim=head_dim, qkv_bias=bias, o_bias=bias, qk_norm=True)
+        return build_config(raw, windows=windows, head_dim=head_dim, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 class Phi3(Family):
@@ -45,13 +45,13 @@ class Phi3(Family):
     """
 
     def config(self, raw: Raw) -> ModelConfig:
-        longest = value(raw, "max_position_embeddings", int)
-        window = value(raw, "sliding_window", int, longest)
+        longest = get_value(raw, "max_position_embeddings", int)
+        window = get_value(raw, "sliding_window", int, longest)
         given = rope_entry(raw)
         if given.get("rope_type", given.get("type")) in ("su", "yarn"):  # names of longrope in early files
             raw = {**raw, "rope_scaling": {**given, "rope_type": "longrope"}}
-        windows = (window if window < longest else None,) * value(raw, "num_hidden_layers", int)
-        return read(raw, windows=windows, rope=rope(raw, partial=True))
+        windows = (window if window < longest else None,) * get_value(raw, "num_hidden_layers", int)
+        return build_config(raw, windows=windows, rope=parse_rope(raw, partial=True))
 
     def stored_name(self, name: str) -> str:
         for ours, whole in FUSED.items():
@@ -70,11 +70,11 @@ class Phi3(Family):
 def _sliding_window(raw: Raw) -> int | None:
     """Return `sliding_window`: None if it is null, 4096 if it is missing."""
     is_null = raw.get("sliding_window", 0) is None
-    return None if is_null else value(raw, "sliding_window", int, 4096)
+    return None if is_null else get_value(raw, "sliding_window", int, 4096)
 
 
 def _qwen_windows(raw: Raw) -> Windows:
-    window = _sliding_window(raw) if value(raw, "use_sliding_window", bool, False) else None
+    window = _sliding_window(raw) if get_value(raw, "use_sliding_window", bool, False) else None
     given = raw.get("max_window_layers")
     first = check_number("max_window_layers", 28 if given is None else given, 0)
     return layer_windows(raw, window, lambda layer: layer >= first)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanospec.extras.tensor_parallel import shard
 from nanospec.extras.tensor_parallel.group import Group
-from nanospec.extras.tensor_parallel.shard import Embedding, Summed, Vocabulary
+from nanospec.extras.tensor_parallel.shard import ParallelLMHead, RowParallelLinear, VocabParallelEmbedding
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.layer.residual import Norm, Residual, embed
@@ -31,7 +31,7 @@ def test_summed_weight_matches_whole_weight(ranks: int, backend: str) -> None:
     def run(group: Group) -> list[Tensor]:
         own_bias = torch.zeros_like(bias) if group.rank else bias
         part = make_linear(weight.split(columns, 1)[group.rank].contiguous(), own_bias)
-        summed = Summed(part, group)
+        summed = RowParallelLinear(part, group)
         mine = h.split(columns, 1)[group.rank].contiguous()
         return [summed.add_to(residual_of(x, norm), mine, norm).x for _ in range(2)]
 
@@ -56,7 +56,8 @@ def test_large_products_are_added_in_slices(
     norm, x = Norm(torch.ones(40), 1e-5), normal(5, 40)
 
     def run(group: Group) -> int:
-        Summed(make_linear(normal(40, 16)), group).add_to(residual_of(x, norm), normal(5, 16), norm)
+        layer = RowParallelLinear(make_linear(normal(40, 16)), group)
+        layer.add_to(residual_of(x, norm), normal(5, 16), norm)
         return group.count  # type: ignore[attr-defined]
 
     assert together(3, run) == [messages] * 3
@@ -70,9 +71,9 @@ def test_split_vocabulary_matches_whole(ranks: int) -> None:
 
     def run(group: Group) -> None:
         part = padded[group.rank]
-        table = Embedding(part, group, group.rank * width)
+        table = VocabParallelEmbedding(part, group, group.rank * width)
         assert torch.equal(embed(ids, table, norm, 3.0).x, 3 * whole[ids.long()])
-        head, out = Vocabulary(make_linear(part), group, V), torch.full((3, V), float("nan"))
+        head, out = ParallelLMHead(make_linear(part), group, V), torch.full((3, V), float("nan"))
         assert head(x, out) is out
         assert_close(out, x @ whole.T, 1e-6)
         assert torch.equal(head(x), out)
@@ -84,7 +85,7 @@ def test_triton_with_split_embeddings() -> None:
     whole, ids, norm = normal(8, 64), torch.tensor([7, 0], dtype=torch.int32), Norm(torch.ones(64), 1e-5)
 
     def run(group: Group) -> Residual:
-        return embed(ids, Embedding(whole, group, 0), norm)
+        return embed(ids, VocabParallelEmbedding(whole, group, 0), norm)
 
     with forced("triton"):
         [residual] = together(1, run)

@@ -17,7 +17,7 @@ import nanospec.device.graphs as graphs
 from nanospec import SamplingParams
 from nanospec.device.graphs import MAX_STEP_TOKENS, Bucket, StepGraphs, batch_sizes
 from nanospec.device.step import StepResult
-from nanospec.device.timing import elapsed_ms, rehearsal, replay_ms
+from nanospec.device.timing import dummy_rows, elapsed_ms, replay_ms
 from nanospec.engine.engine import Engine
 from nanospec.kernels import launch
 from nanospec.kernels.transfer import upload
@@ -165,7 +165,8 @@ def test_replay_ms_leaves_state_unchanged(model: Model, k: int) -> None:
         steps.append(int(capture.result.report[:, 1].sum()))  # drafts of both rows
 
     capture.replay = spy  # type: ignore[method-assign]
-    assert replay_ms(graphs_of(engine), Bucket(2, k), partial(rehearsal, table, engine.worker.num_blocks)) > 0
+    fill_rows = partial(dummy_rows, table, engine.worker.num_blocks)
+    assert replay_ms(graphs_of(engine), Bucket(2, k), fill_rows) > 0
     assert steps
     assert set(steps) == {2 * k}
     after = (table.num_tokens, table.finished, table.max_k, table.temperature)

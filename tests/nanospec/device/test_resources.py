@@ -14,18 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanospec import SamplingParams
 from nanospec.device import resources
-from nanospec.device.resources import cpu_quota, current, resolve_device, use_threads
+from nanospec.device.resources import cpu_quota, resolve_device, use_device, use_threads
 from tests.drive import Job, make_engine, run
 from tests.tiny import tiny_model
 
 
 class DeviceRecorder:
-    """Replaces `current` and records the devices entered and whether one is entered now."""
+    """Replaces `use_device` and records the devices entered and whether one is entered now."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices: list[torch.device] = []
         self.depth = 0
-        monkeypatch.setattr(resources, "current", self._current)
+        monkeypatch.setattr(resources, "use_device", self._current)
 
     @contextmanager
     def _current(self, device: torch.device) -> Iterator[None]:
@@ -36,7 +36,7 @@ class DeviceRecorder:
 
 
 class OnlyInside(TorchDispatchMode):
-    """Rejects operations outside `current`."""
+    """Rejects operations outside `use_device`."""
 
     def __init__(self, entered: DeviceRecorder) -> None:
         super().__init__()
@@ -71,10 +71,10 @@ def test_current_sets_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
 
     monkeypatch.setattr(torch.cuda, "device", fake)
-    with current(torch.device("cpu")):
+    with use_device(torch.device("cpu")):
         pass
     assert not entered_devices
-    with current(torch.device("cuda", 1)):
+    with use_device(torch.device("cuda", 1)):
         pass
     assert entered_devices == [torch.device("cuda", 1)]
 
@@ -96,7 +96,7 @@ def test_resolve_device(name: str, expected: str) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_missing_gpu_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"device='cuda:7' .* has 2 GPUs.* at most 'cuda:1'"):
+    with pytest.raises(ValueError, match=r"device='cuda:7' .* has 2 GPUs.* the last is 'cuda:1'"):
         resolve_device("cuda:7")
 
 

@@ -78,6 +78,6 @@ def test_attention_ms(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def times(model: Model, kv_cache: Tensor, table: Table, batches: dict[int, Batch]) -> dict[int, float]:
         return {q: batch.num_tokens + 2 * 64 * (0.003 + 0.001 * q) for q, batch in batches.items()}
 
-    monkeypatch.setattr("nanospec.device.timing._least_ms", times)
+    monkeypatch.setattr("nanospec.device.timing._min_ms", times)
     table = Table.empty(2, 64 + 4, 16, model.config.vocab_size, "cpu")
     assert attention_ms(model, table, {1: 1.0, 2: 2.0}) == pytest.approx((0.003, 0.001))

@@ -68,7 +68,9 @@ def test_policy_receives_context_length_and_waiting_flag(model: Model) -> None:
     calls: list[tuple[int, bool]] = []
 
     class Spy(Policy):
-        def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
+        def choose(
+            self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool
+        ) -> tuple[int, int]:
             calls.append((context, waiting))
             return 0, 0
 

@@ -64,10 +64,10 @@ def usual_k(policy: Policy, rows: int, steps: int = 100) -> int:
     return max(set(ks), key=ks.count)
 
 
-def cut(policy: Policy, drafts: Sequence[int], match: int = 3, waiting: bool = True) -> list[int]:
+def to_verify(policy: Policy, drafts: Sequence[int], match: int = 3, waiting: bool = True) -> list[int]:
     """Return the number of drafts taken in a packed step of rows 0, 1, ..."""
     choose(policy, len(drafts), waiting=waiting)
-    return policy.cut(
+    return policy.num_to_verify(
         [RowProposal(row, NGRAM if n else NO_DRAFTER, n, match) for row, n in enumerate(drafts)]
     )
 
@@ -77,7 +77,7 @@ def run(policy: AutoPolicy, chances: Sequence[float], steps: int, waiting: bool 
     the drafts taken."""
     rng, result = random.Random(0), []
     for _ in range(steps):
-        taken = cut(policy, [8] * len(chances), waiting=waiting)
+        taken = to_verify(policy, [8] * len(chances), waiting=waiting)
         for row, n in enumerate(taken):
             accepted = next((i for i in range(n) if rng.random() >= chances[row]), n)
             policy.observe(row, report(n, accepted))
@@ -93,7 +93,7 @@ def test_cost_is_monotonic_in_tokens(ms: list[float], context: int) -> None:
     costs = packed(ms, attention=(0.004, 0.001)).costs
     cost = [costs.cost(3, n, context) for n in range(3, 140)]
     steps = [b - a for a, b in pairwise(cost)]
-    assert min(steps) == pytest.approx(costs.least_slope(3, context), abs=1e-8 * cost[-1])
+    assert min(steps) == pytest.approx(costs.min_slope(3, context), abs=1e-8 * cost[-1])
     assert costs.cost(1, 1) == pytest.approx(ms[0])
 
 
@@ -161,13 +161,13 @@ def test_match_length_statistics_are_shared_by_requests() -> None:
 def test_new_request_with_short_match_gets_few_drafts() -> None:
     """Statistics of a row's text are reset with the row; those by match length are kept."""
     policy = packed(CHEAP)
-    assert cut(policy, [11], match=1)[0] <= 7
+    assert to_verify(policy, [11], match=1)[0] <= 7
     assert policy.expected_speedup is not None
     assert 1 < policy.expected_speedup < 2
     for _ in range(100):
         policy.observe(0, report(8, 0, match=1))
     policy.reset(0)
-    assert cut(policy, [11], match=1)[0] <= 2
+    assert to_verify(policy, [11], match=1)[0] <= 2
 
 
 def test_estimates_per_drafter_and_row() -> None:
@@ -206,7 +206,7 @@ def test_fixed_policy_and_free_drafts() -> None:
     fixed, policy = Policy(), captured(FLAT)
     observe_row(fixed, 0, 0)
     assert choose(fixed, {0: 3, 1: 16}) == 16
-    assert cut(fixed, [3, 0, 16]) == [3, 0, 16]
+    assert to_verify(fixed, [3, 0, 16]) == [3, 0, 16]
     assert fixed.expected_speedup is None
     observe_row(policy, 0, accepted=4)
     assert [choose(policy, 1, most) for most in (16, 5, 0)] == [16, 4, 0]
@@ -262,7 +262,7 @@ def test_cut_never_exceeds_offers(
     ]
     for _ in range(6):
         choose(policy, len(offers), waiting=waiting)
-        taken = policy.cut(offers)
+        taken = policy.num_to_verify(offers)
         for offer, n in zip(offers, taken, strict=True):
             assert 0 <= n <= offer.num_drafts
             policy.observe(offer.row, report(n, rng.randint(0, n), match=offer.match_len))
@@ -272,7 +272,7 @@ def test_cut_takes_drafts_that_pay() -> None:
     for ms, accepted, taken in ((CHEAP, 8, 16), (SLOPED, 0, 0), (LINEAR, 4, 0)):
         policy = packed(ms)
         observe_row(policy, 0, accepted, drafted=8)
-        assert cut(policy, [16]) == [taken]
+        assert to_verify(policy, [16]) == [taken]
 
 
 @example(rows=[(4, 3, 0), (4, 3, 2), (4, 3, 4)], more=[10.0, 17.0, 0.0, 0.5, 2.5, 10.0, 20.0], context=0)
@@ -296,7 +296,7 @@ def test_cut_is_optimal_for_the_batch(
     gains = [gain for offer in offers for gain in policy.estimator.gains(offer)]
     totals = accumulate(sorted(gains, reverse=True), initial=float(B))
     rates = [total / policy.costs.cost(B, B + n, context) for n, total in enumerate(totals)]
-    policy.cut(offers)
+    policy.num_to_verify(offers)
     assert policy.expected_speedup == pytest.approx(max(rates) / rates[0])
 
 
@@ -307,7 +307,7 @@ def test_long_contexts_favor_drafts() -> None:
         policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 514.0}, attention=(0.01, 0.0)))
         observe_row(policy, 0, accepted=4, drafted=5)
         choose(policy, 1, context=context)
-        [taken[context]] = policy.cut([RowProposal(0, NGRAM, 16, 3)])
+        [taken[context]] = policy.num_to_verify([RowProposal(0, NGRAM, 16, 3)])
     assert 0 < taken[0] < taken[4000]
 
 
@@ -325,7 +325,7 @@ def test_rows_without_drafts_lose_little_to_others(waiting: bool) -> None:
     observe_row(policy, 0, 8, drafted=8)
     cost, taken = partial(policy.costs.cost, B), []
     for _ in range(steps):
-        [n, *_] = cut(policy, [8] + [0] * 15, waiting=waiting)
+        [n, *_] = to_verify(policy, [8] + [0] * 15, waiting=waiting)
         policy.observe(0, report(n, n))
         taken.append(n)
     lost = sum(cost(B + n) - cost(B) for n in taken)
@@ -377,7 +377,8 @@ def drafted_steps(policy: AutoPolicy, B: int, right: bool, steps: int) -> list[i
     result = []
     for _ in range(steps):
         k = choose(policy, B, 8)
-        drafts = policy.cut([RowProposal(row, MODEL if k else NO_DRAFTER, k, 0) for row in range(B)])
+        drafter = MODEL if k else NO_DRAFTER
+        drafts = policy.num_to_verify([RowProposal(row, drafter, k, 0) for row in range(B)])
         for row, n in enumerate(drafts):
             policy.observe(row, report(n, n if right else 0, MODEL, match=0))
         result.append(sum(drafts))
@@ -430,12 +431,12 @@ def test_rows_without_drafts_are_probed_in_turn() -> None:
     policy = packed(SLOPED)
     for row in range(4):
         observe_row(policy, row, accepted=0, steps=100)
-    totals = [sum(column) for column in zip(*(cut(policy, [8] * 4) for _ in range(800)))]
+    totals = [sum(column) for column in zip(*(to_verify(policy, [8] * 4) for _ in range(800)))]
     assert max(totals) - min(totals) <= 1
     assert 0 < sum(totals) <= 800 * OVERHEAD * policy.costs.cost(4, 4), "each costs 1 ms"
     taken = run(policy, (1.0,), 900)
     assert min(n for [n] in taken[-20:]) == 8
-    assert all(cut(packed(SLOPED), [0]) == [0] for _ in range(400)), "without a match there is no probe"
+    assert all(to_verify(packed(SLOPED), [0]) == [0] for _ in range(400)), "without a match there is no probe"
 
 
 def lines(call: Callable[[], Any]) -> int:
@@ -464,4 +465,4 @@ def test_choose_and_cut_are_cheap() -> None:
         policy.observe(row, report(1, int(rng.random() < 0.3), match=1 + row % 3))
     choose(policy, 64)
     offers = [RowProposal(row, NGRAM, 16, 1 + row % 3) for row in range(64)]
-    assert 64 < lines(lambda: policy.cut(offers)) < 64 * 40
+    assert 64 < lines(lambda: policy.num_to_verify(offers)) < 64 * 40

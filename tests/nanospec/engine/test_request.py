@@ -10,7 +10,7 @@ import pytest
 
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.messages import logprobs_by_id
-from nanospec.engine.request import Limits, Request, check_request, seed_of
+from nanospec.engine.request import Limits, Request, check_request, derive_seed
 from nanospec.kernels import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob, Piece
@@ -128,9 +128,9 @@ def test_block_hashes_depend_on_tokens_and_salt() -> None:
 def test_seed_of() -> None:
     step = 0x9E3779B97F4A7C15
     lowest, highest = -(2**63), 2**63 - 1
-    assert [seed_of(seed, 0, 9) for seed in (lowest, -1, 0, 7, highest)] == [lowest, -1, 0, 7, highest]
-    assert [seed_of(0, index, 9) for index in (1, 2, 3)] == [step - 2**64, 2 * step - 2**64, 3 * step - 2**65]
-    assert [seed_of(None, 5, number) for number in (1, 2)] == [step - 2**64, 2 * step - 2**64]
+    assert [derive_seed(seed, 0, 9) for seed in (lowest, -1, 0, 7, highest)] == [lowest, -1, 0, 7, highest]
+    assert [derive_seed(0, i, 9) for i in (1, 2, 3)] == [step - 2**64, 2 * step - 2**64, 3 * step - 2**65]
+    assert [derive_seed(None, 5, number) for number in (1, 2)] == [step - 2**64, 2 * step - 2**64]
 
 
 def test_logprobs_as_dict() -> None:

@@ -22,7 +22,7 @@ from nanospec.kernels.native import library
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import CompiledModel
 from nanospec.models.decoder import Model
-from nanospec.models.families import FAMILIES, Family, Raw, config_of, family_of, read
+from nanospec.models.families import FAMILIES, Family, Raw, build_config, config_of, family_of
 from nanospec.models.weights import load_model
 from tests.drive import Job, make_engine, outcome, run
 from tests.tiny import ModelRunner, checkpoint, num_parameters, reference_logits, tiny_model
@@ -227,7 +227,7 @@ def test_invalid_config_is_rejected(raw: dict[str, Any], changes: dict[str, Any]
 def test_new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Toy(Family):
         def config(self, raw: Raw) -> ModelConfig:
-            return read(raw, qkv_bias=True)
+            return build_config(raw, qkv_bias=True)
 
         def stored_name(self, name: str) -> str:
             return name.replace("model.", "toy.")

@@ -294,6 +294,6 @@ def test_prompts_use_chat_template_unless_raw(tmp_path: Path, raw: bool, of_text
 
 
 def test_batch_summary() -> None:
-    figures = {"requests": 21, "done_before": 1, "seconds": 9.87, "tokens_per_second": 160.2}
-    assert batch_summary(figures) == "20 requests in 9.9 s, 160 tok/s; 1 already had results"
-    assert batch_summary({**figures, "done_before": 21}) == "All requests already have results."
+    statistics = {"requests": 21, "done_before": 1, "seconds": 9.87, "tokens_per_second": 160.2}
+    assert batch_summary(statistics) == "20 requests in 9.9 s, 160 tok/s; 1 already had results"
+    assert batch_summary({**statistics, "done_before": 21}) == "All requests already have results."

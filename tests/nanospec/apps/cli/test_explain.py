@@ -44,4 +44,4 @@ def test_report_is_printed(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert re.search(r"^layers +424\.\d +0\.21 ", text, re.MULTILINE)  # MB in fp32, GFLOP
     assert re.search(r"^1 +\d+\.\d\d +\d+\.\d\d +1\.00x$", text, re.MULTILINE)
     assert "4 drafts break even at" in text
-    assert re.search(r"speed-up \d+\.\d\dx predicted, \d+\.\d\dx measured\n$", text)
+    assert re.search(r"speedup \d+\.\d\dx predicted, \d+\.\d\dx measured\n$", text)

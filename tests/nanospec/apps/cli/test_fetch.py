@@ -146,7 +146,7 @@ def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     parent = tmp_path / "weights"
     assert main(["fetch", "org/name", "--dir", str(parent)]) == 0
-    assert (parent / "org" / "name" / "SOURCE.txt").read_text() == "Hugging Face hub, org/name\n"
+    assert (parent / "org" / "name" / "SOURCE.txt").read_text() == "Hugging Face Hub, org/name\n"
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(parent))
     assert resolve_model("org/name") == parent / "org" / "name"
     assert main(["fetch", "org/part", "--dir", str(parent)]) == 2

@@ -14,7 +14,7 @@ import pytest
 from nanospec import LLM, SamplingParams
 from nanospec.apps.cli import demo, generate
 from nanospec.apps.cli.main import main
-from nanospec.extras.tracing.recorder import recorder_of
+from nanospec.extras.tracing.recorder import find_recorder
 
 Run = Callable[..., tuple[int, str]]
 QUOTE = "Repeat: one two three one two three one two"
@@ -31,7 +31,7 @@ def loaded(smollm2: Path) -> Iterator[Callable[..., LLM]]:
         if traced not in llms:
             llms[traced] = LLM(smollm2, **{**settings, "kv_cache_memory": 100 << 20, "max_model_len": 256})
         if traced:
-            recorder = recorder_of(llms[traced].engine.extensions)
+            recorder = find_recorder(llms[traced].engine.extensions)
             recorder.requests.clear()
             recorder.num_requests = 0
         return llms[traced]

@@ -85,8 +85,8 @@ def test_replicas_on_one_machine_share_memory(folder: Path, monkeypatch: pytest.
     )
     monkeypatch.setattr(start, "LLM", lambda folder, **options: options)
     loaded: list[Any] = [
-        load(folder, "", Bundle(1, 0, 3, neighbours), {"tensor_parallel_size": ranks})
-        for neighbours in (1, 2)
+        load(folder, "", Bundle(1, 0, 3, replicas_per_machine), {"tensor_parallel_size": ranks})
+        for replicas_per_machine in (1, 2)
         for ranks in (1, 2)
     ]
     assert [each.get("kv_cache_memory") for each in loaded] == [None, None, 1 << 19, 1 << 18]
@@ -116,15 +116,15 @@ def test_failed_step_ends_process(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 @given(counts=st.lists(st.integers(1, 3), max_size=8), seed=st.integers(0, 9))
 def test_seeds_match_single_engine(counts: list[int], seed: int) -> None:
-    from nanospec.engine.request import seed_of
+    from nanospec.engine.request import derive_seed
 
     own = {1: 77}  # requested explicitly
     tasks = [Task(i, SamplingParams(n=n, seed=own.get(i)), "x") for i, n in enumerate(counts)]
     number = 0
     for task, params in zip(tasks, seeded_params(tasks, seed).values(), strict=True):
         for index in range(task.params.n):
-            expected = seed_of(task.params.seed, index, seed + 1 + number)
-            assert seed_of(params.seed, index, 10**9) == expected
+            expected = derive_seed(task.params.seed, index, seed + 1 + number)
+            assert derive_seed(params.seed, index, 10**9) == expected
             number += 1
 
 
@@ -232,12 +232,12 @@ class Command:
             assert time.monotonic() < end
             time.sleep(0.02)
 
-    def figures(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Return the final statistics, the only text on standard output."""
         output, errors = self.process.communicate(timeout=150)
         assert self.process.returncode == 0, errors
-        figures: dict[str, Any] = json.loads(output)["batch"]
-        return figures
+        statistics: dict[str, Any] = json.loads(output)["batch"]
+        return statistics
 
 
 @needs_ray
@@ -253,8 +253,8 @@ def test_each_line_written_once_after_replica_killed(folder: Path, tmp_path: Pat
     assert len(replicas) == 2
     os.kill(replicas[0], signal.SIGKILL)
     assert command.target.read_bytes().count(b"\n") < len(LINES)
-    figures = command.figures()
-    assert (figures["requests"], figures["done_before"], figures["replicas"]) == (len(LINES), 5, 2)
+    statistics = command.statistics()
+    assert (statistics["requests"], statistics["done_before"], statistics["replicas"]) == (len(LINES), 5, 2)
     assert texts(command.target) == texts(expected)
 
 
@@ -266,5 +266,5 @@ def test_each_line_written_once_after_command_killed(folder: Path, tmp_path: Pat
     command.process.kill()
     command.process.communicate()
     assert 3 <= command.target.read_bytes().count(b"\n") < len(LINES)
-    assert Command(folder, tmp_path, replicas=1).figures()["done_before"] >= 3
+    assert Command(folder, tmp_path, replicas=1).statistics()["done_before"] >= 3
     assert texts(command.target) == texts(one_engine(folder, tmp_path, LINES))

@@ -56,7 +56,7 @@ async def echo(scope: dict[str, Any], body: bytes, names: Sequence[bytes]) -> As
     yield begin()
     received = {"names": names, "path": scope["path"], "body": body, "headers": dict(scope["headers"])}
     yield part(repr(received).encode())
-    yield {"facts": {"prompt_tokens": 3}}
+    yield {"log_fields": {"prompt_tokens": 3}}
 
 
 def front(ask: Ask, pages: Mapping[str, str] | None = None, **config: Any) -> tuple[httpx.AsyncClient, Front]:
@@ -152,7 +152,7 @@ def test_drain_finishes_running_and_rejects_new_requests(ends: bool, monkeypatch
         yield part(b"data: first\n\n", more=True)
         await event.wait()
         yield part(b"data: [DONE]\n\n")
-        yield {"facts": {}}
+        yield {"log_fields": {}}
 
     async def end() -> tuple[httpx.Response, httpx.Response]:
         client, ingress = front(answer, drain_timeout=30.0 if ends else 0.1)

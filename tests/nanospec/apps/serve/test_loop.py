@@ -135,8 +135,8 @@ def test_running_and_waiting_requests_are_in_metrics(folder: Path) -> None:
 
         def observed_step() -> Any:
             actual = step()
-            figures = server.app.metrics.figures()
-            shown.append({name: next(iter(values.values()), 0) for name, _, values, *_ in figures})
+            samples = server.app.metrics.samples()
+            shown.append({name: next(iter(values.values()), 0) for name, _, values, *_ in samples})
             return actual
 
         engine.step = observed_step  # type: ignore[method-assign]

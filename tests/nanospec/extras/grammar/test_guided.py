@@ -321,9 +321,11 @@ def test_draft_model_runs_for_unguided_rows_only(make: Callable[..., Engine]) ->
     limits_seen: list[list[int]] = []
 
     class Spy(Policy):
-        def choose(self, limits: ByRow, of_drafters: ByRow, context: int, waiting: bool) -> tuple[int, int]:
-            limits_seen.append(sorted(of_drafters.values()))
-            return super().choose(limits, of_drafters, context, waiting)
+        def choose(
+            self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool
+        ) -> tuple[int, int]:
+            limits_seen.append(sorted(drafter_limits.values()))
+            return super().choose(limits, drafter_limits, context, waiting)
 
     draft = tiny_model(3, vocab_size=VOCAB)
     engine = make(3, spec={"method": "draft"}, draft_model=draft, enforce_eager=True)

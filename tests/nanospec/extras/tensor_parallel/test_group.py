@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from nanospec.extras.tensor_parallel import group as module
-from nanospec.extras.tensor_parallel.group import Group, Place
+from nanospec.extras.tensor_parallel.group import Group, RankInfo
 
 SIZE, CPU = 3, torch.device("cpu")
 COMMANDS = [("admit", ["x" * 10_000]), None]
 
 
-class LocalPlace(Place):
-    """A place within this process."""
+class LocalRankInfo(RankInfo):
+    """A rank within this process."""
 
     def store(self) -> dist.Store:
         return STORES[self.path]
@@ -29,18 +29,18 @@ class LocalPlace(Place):
 STORES = {name: dist.HashStore() for name in ("together", "alone", "waiting")}
 
 
-def place(rank: int, size: int, name: str) -> Place:
-    return LocalPlace(rank, size, rank, size, name)
+def place(rank: int, size: int, name: str) -> RankInfo:
+    return LocalRankInfo(rank, size, rank, size, name)
 
 
 def exchanged(rank: int) -> dict[str, Any]:
     group = Group(CPU, place(rank, SIZE, "together"), 30)
     x = torch.arange(12).view(SIZE, 2, 2) + 100 * rank
-    result: dict[str, Any] = {"numbers": group.gather(torch.tensor([rank, 7])).tolist()}
+    result: dict[str, Any] = {"numbers": group.all_gather(torch.tensor([rank, 7])).tolist()}
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
-        result[str(dtype)] = group.gather(x.to(dtype)), group.exchange(x.to(dtype))
-    result["columns"] = group.gather(x[0].T)  # not contiguous
-    result["nothing"] = group.gather(x[:0]).shape
+        result[str(dtype)] = group.all_gather(x.to(dtype)), group.all_to_all(x.to(dtype))
+    result["columns"] = group.all_gather(x[0].T)  # not contiguous
+    result["nothing"] = group.all_gather(x[:0]).shape
     result["commands"] = COMMANDS
     if rank:
         result["commands"] = [group.receive() for _ in COMMANDS]

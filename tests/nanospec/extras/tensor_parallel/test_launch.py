@@ -24,7 +24,7 @@ from nanospec.config import EngineConfig
 from nanospec.drafters import Drafter
 from nanospec.extras.tensor_parallel import job as job_module
 from nanospec.extras.tensor_parallel import launch
-from nanospec.extras.tensor_parallel.group import Place, torchrun_place
+from nanospec.extras.tensor_parallel.group import RankInfo, torchrun_rank_info
 from nanospec.extras.tensor_parallel.job import RankFailed
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
@@ -248,37 +248,37 @@ def test_started_ranks_end_if_others_cannot_start(folder: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(monkeypatch: pytest.MonkeyPatch) -> RankInfo:
     """torchrun's environment for the 12th of 16 processes, on the second of two machines."""
     for name, value in (("RANK", 11), ("WORLD_SIZE", 16), ("LOCAL_RANK", 3), ("LOCAL_WORLD_SIZE", 8)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert torchrun_place() is None
+    assert torchrun_rank_info() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    actual = torchrun_place()
-    assert actual == Place(11, 16, 3, 8)
+    actual = torchrun_rank_info()
+    assert actual == RankInfo(11, 16, 3, 8)
     return actual
 
 
 def test_torchrun_allows_one_llm_of_all_processes(
-    folder: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+    folder: Path, place: RankInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r"torchrun started 16 processes, but tensor_parallel_size=2;"):
         make(folder, 2)
     store = HashStore()
     store.add("nanospec/leaders", 1)
-    monkeypatch.setattr(Place, "store", lambda self: store)
-    monkeypatch.setattr(launch, "torchrun_place", lambda: place._replace(rank=0, size=2, local_rank=0))
+    monkeypatch.setattr(RankInfo, "store", lambda self: store)
+    monkeypatch.setattr(launch, "torchrun_rank_info", lambda: place._replace(rank=0, size=2, local_rank=0))
     with pytest.raises(ValueError, match="Only one LLM can be created under torchrun"):
         make(folder, 2)
 
 
-def test_ranks_on_a_machine_share_cores_and_gpus(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_a_machine_share_cores_and_gpus(place: RankInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equally, also with ranks on other machines; a launcher may show each rank only its own GPU."""
     threads: list[object] = []
     monkeypatch.setattr(launch, "use_threads", threads.append)
     monkeypatch.setattr(launch, "Group", lambda *given: None)
-    monkeypatch.setattr(Place, "store", lambda self: None)
+    monkeypatch.setattr(RankInfo, "store", lambda self: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
     for local in range(8):
         launch._connect(place._replace(rank=8 + local, local_rank=local), EngineConfig(device="cpu"))

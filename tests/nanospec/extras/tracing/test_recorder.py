@@ -16,7 +16,7 @@ from nanospec import SamplingParams
 from nanospec.drafters import Drafter, draft_limits, make_proposal
 from nanospec.drafters.policy import Policy
 from nanospec.engine.engine import Engine
-from nanospec.extras.tracing.recorder import MAX_REQUESTS, recorder_of, walk
+from nanospec.extras.tracing.recorder import MAX_REQUESTS, find_recorder, walk
 from nanospec.kernels import launch
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
@@ -152,7 +152,7 @@ def test_reasons_for_number_of_drafts(model: Model) -> None:
 def test_recorder_keeps_latest_requests(model: Model) -> None:
     engine = make_engine(cycle_model(), 1, trace=True)
     run(engine, [Job([1], SamplingParams(max_tokens=1))] * (MAX_REQUESTS + 3))
-    recorder = recorder_of(engine.extensions)
+    recorder = find_recorder(engine.extensions)
     assert len(recorder.requests) == MAX_REQUESTS
     assert recorder.num_requests == MAX_REQUESTS + 3
 
@@ -161,7 +161,7 @@ def test_no_trace_unless_enabled(model: Model) -> None:
     engine = make_engine(model, 2)
     [request] = run(engine, [Job([1, 2], SamplingParams(max_tokens=2))])
     output = RequestOutput("a", None, [1, 2], [request.completion()])
-    for ask in (output.trace, lambda: recorder_of(engine.extensions)):
+    for ask in (output.trace, lambda: find_recorder(engine.extensions)):
         with pytest.raises(ValueError, match=r"No trace was recorded; .*trace=True"):
             ask()
 
