@@ -28,5 +28,5 @@ RUNNING, STOPPED, LENGTH, NAN = 0, 1, 2, 3  # Table.finished: why a request ende
 EXACT, REJECTION, TYPICAL = 0, 1, 2  # Table.rule: the acceptance rule, see `sampling/accept.py`
 RULES = ("exact", "rejection", "typical")  # the names of these codes
 NO_DRAFTER = -1  # Proposal.drafter: no drafts
-OWN, GENERATED = -1, -2  # Proposal.source if not an index: the target's own token; generated, not copied
+FROM_TARGET, GENERATED = -1, -2  # Proposal.source if not an index: the target's token; generated, not copied
 NAN_TOKEN = -1  # marks a position whose scores are NaN or infinite

@@ -189,7 +189,7 @@ class Batch:
         return (i < self.q_len[:, None]).flatten().nonzero().squeeze(1)
 
     @cached_property
-    def written(self) -> Tensor:
+    def cached(self) -> Tensor:
         """Flat indices of the tokens that have a slot, [n] int64."""
         return (self.slots >= 0).nonzero().squeeze(1)
 
@@ -237,7 +237,7 @@ class Row(NamedTuple):
             node = accepted[0]
 
 
-def rows_of(batch: Batch) -> Iterator[Row]:
+def iter_rows(batch: Batch) -> Iterator[Row]:
     """Yield the rows of a batch in order."""
     ids = batch.input_ids.tolist()
     parents = None if batch.parents is None else batch.parents.tolist()

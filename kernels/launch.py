@@ -32,8 +32,8 @@ from .native import library
 Backend = Literal["auto", "naive", "native", "triton"]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E); GPUs have an instruction for exp2
-# On AMD the tile would choose between two matrix instructions; a fixed order of sums needs a fixed one.
-ONE_SHAPE = {"gfx942": {"matrix_instr_nonkdim": 16}}
+# AMD: Triton picks the MFMA shape by tile size, but a fixed summation order needs a fixed shape.
+MFMA_OPTIONS = {"gfx942": {"matrix_instr_nonkdim": 16}}
 T = TypeVar("T", bound=tuple[Any, ...])
 
 _target: str | None = None
@@ -51,7 +51,7 @@ def use_native(tensor: Tensor, *dtypes: torch.dtype) -> bool:
     """Return whether an operation on `tensor` uses C++, which supports `dtypes` (default: bfloat16)."""
     enabled = _backend in ("auto", "native") and tensor.device.type == "cpu"
     supported = enabled and tensor.dtype in (dtypes or (torch.bfloat16,))
-    return supported and (library(insist=True) if _backend == "native" else library()) is not None
+    return supported and (library(required=True) if _backend == "native" else library()) is not None
 
 
 @contextmanager
@@ -92,13 +92,13 @@ def wrapped(constants: T) -> T:
 
 
 @cache
-def tickets(device: torch.device, user: str) -> Tensor:
+def counters(device: torch.device, user: str) -> Tensor:
     """Return [65536] int32 counters with which several programs determine the last of them to finish, so
     that it can add up their partial results without a second launch. Kernels with the same `user` must not
     overlap. The first call allocates the counters and must be outside of graph capture.
 
-    A program stores its partial result, synchronizes its threads (`tl.debug_barrier`) and takes a ticket
-    (`tl.atomic_add`, acquire and release). The last one resets the counter and reads the partial results,
+    A program stores its partial result, synchronizes its threads (`tl.debug_barrier`) and increments the
+    counter (`tl.atomic_add`, acquire and release). The last one resets it and reads the partial results,
     bypassing the L1 cache (`.cg`).
     """
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)

@@ -39,7 +39,7 @@ def built_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         with pytest.MonkeyPatch.context() as patch, (folder / "lock").open("w") as lock:
             patch.setenv("CXX", f"{os.environ.get('CXX', 'g++')} -march={option}")
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return native.built(folder)
+            return native.compiled_library(folder)
 
     return built
 
@@ -63,4 +63,4 @@ def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path
 
 @pytest.fixture
 def other_library(compiled_for: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda insist=False: compiled_for)
+    monkeypatch.setattr(native, "library", lambda required=False: compiled_for)

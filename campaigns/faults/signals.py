@@ -43,7 +43,7 @@ class Sandbox:
         for name in ("tmp", "cache/nanospec", "home"):
             (folder / name).mkdir(parents=True)
         if compiled and native.library() is not None:
-            file = native.built(native.cache_folder())
+            file = native.compiled_library(native.cache_folder())
             (folder / "cache/nanospec" / file.name).symlink_to(file)
         self._before = self._files()
         private = {"TMPDIR": "tmp", "XDG_CACHE_HOME": "cache", "HOME": "home"}

@@ -104,12 +104,12 @@ def test_truncated_compiled_library_is_recompiled(tmp_path: Path, monkeypatch: p
     """Loading it would crash every process with SIGBUS."""
     if native.library() is None:
         pytest.skip("needs a compiler")
-    kept = native.built(native.cache_folder())
+    kept = native.compiled_library(native.cache_folder())
     whole, file = kept.read_bytes(), tmp_path / kept.name
     monkeypatch.setattr(native, "_compile", lambda command, _: Path(command[-1]).write_bytes(whole))
     for size in (0, 63, 64, 4096, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:size])
-        assert native.built(tmp_path) == file
+        assert native.compiled_library(tmp_path) == file
         assert file.read_bytes() == whole
 
 

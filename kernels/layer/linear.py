@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..launch import use_native, use_triton
 from ..native import packed
-from .residual import Norm, Residual, Written, residual_add, rms_norm
+from .residual import Norm, Outputs, Residual, residual_add, rms_norm
 
 Gate = Literal["silu", "gelu"]
 
@@ -95,7 +95,7 @@ class TritonLinear(Linear):
         self._kernel = product
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._kernel(x, self.weight, self.bias, new=None if out is None else Written(out))
+        return self._kernel(x, self.weight, self.bias, new=None if out is None else Outputs(out))
 
     def after_norm(self, residual: Residual) -> Tensor:
         return self._kernel(residual, self.weight, self.bias)
@@ -107,7 +107,7 @@ class TritonLinear(Linear):
         if out_norm is not None:  # needs whole rows
             return super().add_to(residual, x, norm, out_norm)
         new = Residual.empty(len(x), norm, x)
-        self._kernel(x, self.weight, self.bias, new=new.written(residual.x))
+        self._kernel(x, self.weight, self.bias, new=new.outputs(residual.x))
         return new
 
 

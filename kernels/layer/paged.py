@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from ..launch import release_next, wait_for_previous
-from .split_kv import SPAN, add_tile, element_offsets, empty_state, end_unit, finish, rows_of
+from .split_kv import SPAN, add_tile, element_offsets, empty_state, end_unit, query_rows, store_output
 
 # q and out [T, Hq, D]; k and v [Hkv, num_blocks, block_size, D].
 Operands = namedtuple("Operands", "q k v out")
@@ -54,11 +54,11 @@ Work = namedtuple(
 )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "fine"])
-def _attend(operands, batch, partials, num_tokens, fine, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
+def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.constexpr):
     """Grid: (tiles of queries * KV heads, rows, programs that share the cache)."""
     release_next(C.PDL)
-    work = find_work(batch, num_tokens, fine, sizes, C)
+    work = find_work(batch, num_tokens, max_tiles, sizes, C)
     wait_for_previous(C.PDL)
     first_unit = tl.program_id(2) * work.share
     if first_unit >= work.count:
@@ -68,7 +68,7 @@ def _attend(operands, batch, partials, num_tokens, fine, sizes, C: tl.constexpr)
     position = work.low + tl.arange(0, C.COLUMNS) // C.GROUP
     total = empty_state(C.COLUMNS, C)
     for unit in range(first_unit, tl.minimum(first_unit + work.share, work.count)):
-        begin, end = tiles_of(unit, work)
+        begin, end = tile_range(unit, work)
         state = empty_state(C.COLUMNS, C)
         place = locate(blocks, begin, work, C)
         for tile in range(begin, end):
@@ -79,13 +79,13 @@ def _attend(operands, batch, partials, num_tokens, fine, sizes, C: tl.constexpr)
             s = mask(scores(k, query, C), tile, position, work, C)
             state = add_tile(state, s, v, sizes.scale, C)
         total = end_unit(partials, unit, total, state, work, C)
-    finish(partials, operands.out, total, work, C)
+    store_output(partials, operands.out, total, work, C)
 
 
 @triton.jit
-def find_work(batch, num_tokens, fine, sizes, C: tl.constexpr):
+def find_work(batch, num_tokens, max_tiles, sizes, C: tl.constexpr):
     """Return the work of this program; `count` is 0 if it has no query. Units are tiles if the queries attend
-    to at most `fine` tiles, else spans."""
+    to at most `max_tiles` tiles, else spans."""
     QUERIES: tl.constexpr = C.COLUMNS // C.GROUP
     b, num_kv_heads = tl.program_id(1), sizes.num_kv_heads
     # The last tile of queries starts first, because it attends to the most keys and so takes the longest.
@@ -98,7 +98,7 @@ def find_work(batch, num_tokens, fine, sizes, C: tl.constexpr):
     first_tile, end_tile = tl.maximum(low - C.WINDOW + 1, 0) // C.TILE, tl.cdiv(high, C.TILE)
     size = SPAN // C.TILE
     if C.SPLIT:
-        size = tl.where(end_tile - first_tile <= fine, 1, size)
+        size = tl.where(end_tile - first_tile <= max_tiles, 1, size)
     first = first_tile // size
     count = tl.where(num_queries > 0, tl.cdiv(end_tile, size) - first, 0)
     token = tl.load(batch.q_start + b) + first_query
@@ -119,7 +119,7 @@ def row_of_cache(operands, block_table, sizes):
 
 
 @triton.jit
-def tiles_of(unit, work):
+def tile_range(unit, work):
     """Return the first tile of a unit (numbered from the first unit) and the tile after its last."""
     begin = (work.first + unit) * work.size
     return tl.maximum(begin, work.first_tile), tl.minimum(begin + work.size, work.end_tile)
@@ -130,11 +130,11 @@ def locate(blocks, tile, work, C: tl.constexpr):
     """Return the slots [TILE] of a tile in a head's cache; -1 from position `high` on, and before the window
     of `low`, where blocks may have been freed."""
     j = tile * C.TILE + tl.arange(0, C.TILE)
-    return slots_of(blocks, j, (j < work.high) & (j > work.low - C.WINDOW), C)
+    return load_slots(blocks, j, (j < work.high) & (j > work.low - C.WINDOW), C)
 
 
 @triton.jit
-def slots_of(blocks, index, valid, C: tl.constexpr):
+def load_slots(blocks, index, valid, C: tl.constexpr):
     """Return the slots of cache indices [TILE]; -1 where not `valid`."""
     block = tl.load(blocks + index // C.BLOCK_SIZE, valid, other=0)
     return tl.where(valid, block * C.BLOCK_SIZE + index % C.BLOCK_SIZE, -1)
@@ -152,7 +152,7 @@ def load_rows(base, place, C: tl.constexpr):
 @triton.jit
 def load_queries(q, work, C: tl.constexpr):
     """Load a tile of queries [D, COLUMNS]."""
-    rows, valid = rows_of(work, 0, C.COLUMNS, C)
+    rows, valid = query_rows(work, 0, C.COLUMNS, C)
     at, inside = element_offsets(rows, valid, C)
     return tl.load(q + work.row * C.HEAD_DIM + at, inside, other=0.0)
 

@@ -6,9 +6,9 @@ Parents come first, so the bits are in order of depth: set bit number r, counted
 chain has at position base + r.
 
 Tiles without drafts are processed as in a chain, once for all nodes of a program. The one or two tiles with
-drafts are processed in turns, once per node, with the keys and values of its path in order of depth; for the
-other nodes, such a tile is fully masked. So n nodes take n - 1 or 2 (n - 1) more turns than a chain of n, on
-tiles that are in L2. A row without branches costs the same as a chain.
+drafts are processed once per node, with the keys and values of its path gathered in order of depth; for the
+other nodes, the tile is fully masked. So n nodes take n - 1 or 2 (n - 1) more iterations than a chain of n,
+on tiles that are in L2. A row without branches costs the same as a chain.
 """
 
 import torch
@@ -17,17 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..batch import Batch
-from ..launch import LOG2_E, ONE_SHAPE, arch, options, release_next, wait_for_previous, wrapped
+from ..launch import LOG2_E, MFMA_OPTIONS, arch, options, release_next, wait_for_previous, wrapped
 from . import paged
-from .paged import find_work, load_queries, load_rows, mask, row_of_cache, scores, slots_of, tiles_of
-from .split_kv import add_tile, empty_partials, empty_state, end_unit, finish, split_kv
+from .paged import find_work, load_queries, load_rows, load_slots, mask, row_of_cache, scores, tile_range
+from .split_kv import add_tile, empty_partials, empty_state, end_unit, split_kv, store_output
 
 
-@triton.jit(do_not_specialize=["num_tokens", "fine"])
-def _attend_tree(operands, batch, partials, num_tokens, fine, sizes, C: tl.constexpr):
-    """`_attend` with turns. Grid: (tiles of nodes * KV heads, rows, programs that share the cache)."""
+@triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
+def _attend_tree(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.constexpr):
+    """`_attend` for trees. Grid: (tiles of nodes * KV heads, rows, programs that share the cache)."""
     release_next(C.PDL)
-    work = find_work(batch, num_tokens, fine, sizes, C)
+    work = find_work(batch, num_tokens, max_tiles, sizes, C)
     wait_for_previous(C.PDL)
     first_unit = tl.program_id(2) * work.share
     if first_unit >= work.count:
@@ -37,44 +37,44 @@ def _attend_tree(operands, batch, partials, num_tokens, fine, sizes, C: tl.const
     num_nodes = work.num_columns // C.GROUP
     last = tl.load(batch.ancestors + work.token + num_nodes - 1)
     is_chain = (last & (last + 1)) == 0  # the last node descends from all others
-    in_turns = tl.where(is_chain, work.end_tile, (work.low + 1) // C.TILE)  # first tile in turns
-    own_node = tl.arange(0, C.COLUMNS) // C.GROUP
-    position = tl.load(batch.positions + work.token + own_node, own_node < num_nodes, other=0)
+    per_node_from = tl.where(is_chain, work.end_tile, (work.low + 1) // C.TILE)  # first repeated tile
+    column_node = tl.arange(0, C.COLUMNS) // C.GROUP
+    position = tl.load(batch.positions + work.token + column_node, column_node < num_nodes, other=0)
     total = empty_state(C.COLUMNS, C)
     for unit in range(first_unit, tl.minimum(first_unit + work.share, work.count)):
-        begin, end = tiles_of(unit, work)
-        own = tl.minimum(tl.maximum(begin, in_turns), end)
+        begin, end = tile_range(unit, work)
+        first_per_node = tl.minimum(tl.maximum(begin, per_node_from), end)
         state = empty_state(C.COLUMNS, C)
-        place = locate_path(batch, blocks, begin, own, num_nodes, work, C)
-        for turn in range(begin, own + (end - own) * num_nodes):
+        place = locate_path(batch, blocks, begin, first_per_node, num_nodes, work, C)
+        for step in range(begin, first_per_node + (end - first_per_node) * num_nodes):
             k, v = load_rows(keys, place, C), load_rows(values, place, C)
-            place = locate_path(batch, blocks, turn + 1, own, num_nodes, work, C)  # ahead
-            tile, node = take_turn(turn, own, num_nodes)
-            seen_from = tl.where((turn < own) | (own_node == node), position, -1)
-            s = mask(scores(k, query, C), tile, seen_from, work, C)
+            place = locate_path(batch, blocks, step + 1, first_per_node, num_nodes, work, C)  # ahead
+            tile, node = tile_and_node(step, first_per_node, num_nodes)
+            visible_from = tl.where((step < first_per_node) | (column_node == node), position, -1)
+            s = mask(scores(k, query, C), tile, visible_from, work, C)
             state = add_tile(state, s, v, sizes.scale, C)
         total = end_unit(partials, unit, total, state, work, C)
-    finish(partials, operands.out, total, work, C)
+    store_output(partials, operands.out, total, work, C)
 
 
 @triton.jit
-def take_turn(turn, own, count):
-    """Return the tile and the node of a turn. From tile `own` on, each tile is repeated for each node."""
-    over = tl.maximum(turn - own, 0)
-    return tl.minimum(turn, own) + over // count, over % count
+def tile_and_node(step, first_per_node, count):
+    """Return the tile and node of an iteration. From `first_per_node` on, tiles are repeated per node."""
+    over = tl.maximum(step - first_per_node, 0)
+    return tl.minimum(step, first_per_node) + over // count, over % count
 
 
 @triton.jit
-def locate_path(batch, blocks, turn, own, num_nodes, work, C: tl.constexpr):
-    """Return the slots [TILE] of a turn in a head's cache, -1 where there is no entry."""
-    tile, node = take_turn(turn, own, num_nodes)
+def locate_path(batch, blocks, step, first_per_node, num_nodes, work, C: tl.constexpr):
+    """Return the slots [TILE] of the iteration's tile in a head's cache, -1 where there is no entry."""
+    tile, node = tile_and_node(step, first_per_node, num_nodes)
     j = tile * C.TILE + tl.arange(0, C.TILE)
     index, valid = j, j < work.high
-    if turn >= own:
+    if step >= first_per_node:
         valid = j <= tl.load(batch.positions + work.token + node)
         ancestors = tl.load(batch.ancestors + work.token + node)
         index = tl.minimum(j, work.low) + _nth_bit(ancestors, j - work.low)
-    return slots_of(blocks, index, valid & (j > work.low - C.WINDOW), C)
+    return load_slots(blocks, index, valid & (j > work.low - C.WINDOW), C)
 
 
 @triton.jit
@@ -104,15 +104,15 @@ def launch(
     heads, is_tree = (num_heads, num_kv_heads, head_dim), batch.ancestors is not None
     split = split_kv(batch.num_rows, batch.max_q_len, batch.max_kv_len, heads, target, is_tree)
     sizes = paged.Sizes(num_kv_heads, k.stride(0), batch.block_table.stride(0), LOG2_E * (softcap or scale))
-    launch_options = options(q) | ONE_SHAPE.get(target, {})
+    launch_options = options(q) | MFMA_OPTIONS.get(target, {})
     constants = paged.Constants(
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 1 << 30,
         SOFTCAP=scale / softcap if softcap else 0.0, SPLIT=split.programs > 1, TILE=split.tile,
         COLUMNS=split.columns, BLOCK_D=split.block_d, PDL=launch_options.pop("PDL"),
     )  # fmt: skip
     out = torch.empty_like(q)
-    (_attend_tree if is_tree else paged._attend)[split.pairs, batch.num_rows, split.programs](
-        paged.Operands(q, k, v, out), batch.tensors, empty_partials(q, split), T, split.fine, sizes,
+    (_attend_tree if is_tree else paged._attend)[split.query_tiles, batch.num_rows, split.programs](
+        paged.Operands(q, k, v, out), batch.tensors, empty_partials(q, split), T, split.max_tiles, sizes,
         wrapped(constants), num_warps=split.warps,
         num_stages=1 if q.dtype == torch.float32 else split.stages,  # float32 (tests) would not fit
         **launch_options,

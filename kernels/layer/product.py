@@ -5,10 +5,10 @@
 The result of a token is bitwise independent of the number of tokens, because the order of its sum depends
 only on the shape of the weight. "Rows" here are rows of the weight:
 
-* K is divided into parts (`parts_of`). Each part is summed in ascending order in one accumulator, and the
-  parts are added in ascending order. For few tokens, the parts run *apart* (split K): each part is a program,
-  and the last one to finish adds them, without floating-point atomics or a second launch. For many tokens,
-  *one* program processes all parts and adds each to the total, without storing partial sums.
+* K is divided into parts (`split_k_parts`). Each part is summed in ascending order in one accumulator, and
+  the parts are added in ascending order. For few tokens (`split_k`), each part is a program, and the last
+  one to finish adds them, without floating-point atomics or a second launch. For many tokens, one program
+  processes all parts and adds each to the total, without storing partial sums.
 * The weight is the left operand: its rows are M of the MMA instruction, tokens are N. So 1 token and 2,000
   tokens use the same instruction except for N, and small batches waste little of it.
 
@@ -16,7 +16,7 @@ RMSNorm needs no launch and no work in the loop: norm(x) @ W.T = (x * norm_weigh
 that writes x also writes x * norm_weight and the sums of squares of x (`residual.py`); the epilogue divides
 by the root of their mean.
 
-Calls on one device must not overlap on several streams, because they share the tickets that determine the
+Calls on one device must not overlap on several streams, because they share the counters that determine the
 last program.
 """
 
@@ -29,15 +29,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ONE_SHAPE, arch, options, prefetch, release_next, tickets, wait_for_previous, wrapped
-from .residual import Residual, Written, load_squares, store_squares, sum_squares, tree_sum
+from ..launch import MFMA_OPTIONS, arch, counters, options, prefetch, release_next, wait_for_previous, wrapped
+from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes each
 VALUES = 4096  # elements of a tile per slice of the epilogue
-SHORT = 1024  # up to this K, one program is as fast as several parts
-SHORTEST = 256  # minimum columns of a part
-MAX_SPLIT_TOKENS = 256  # for more tokens, parts do not run apart: partial sums cost too much traffic
+MAX_UNSPLIT_K = 1024  # up to this K, one program is as fast as several parts
+MIN_PART_K = 256  # minimum columns of a part
+MAX_SPLIT_TOKENS = 256  # no split K for more tokens: storing the partial sums costs too much bandwidth
 
 
 class Tiling(NamedTuple):
@@ -50,14 +50,14 @@ class Tiling(NamedTuple):
     stages: int
     parts: int  # number of parts of K
     part: int  # columns per part; the last one may be shorter
-    apart: bool  # whether each part is a program; otherwise one program processes all parts
+    split_k: bool  # whether each part is a program; otherwise one program processes all parts
 
 
-def parts_of(N: int, K: int, target: str) -> tuple[int, int]:
+def split_k_parts(N: int, K: int, target: str) -> tuple[int, int]:
     """Return the number of parts of K and the columns of each except the last. Enough parts to fill the GPU
     with programs of 64 rows in a small step: 8 for [1024, 3072] (Qwen3-0.6B, down_proj) on an H100."""
     step = 128 if K % 128 == 0 else 64  # a multiple of BLOCK_K
-    most = K // SHORTEST if K > SHORT else 1
+    most = K // MIN_PART_K if K > MAX_UNSPLIT_K else 1
     count = max(min(MULTIPROCESSORS[target] // triton.cdiv(N, 64), most), 1)
     part = step * triton.cdiv(K, step * count)
     return triton.cdiv(K, part), part
@@ -66,13 +66,13 @@ def parts_of(N: int, K: int, target: str) -> tuple[int, int]:
 @cache
 def choose_tiling(T: int, N: int, K: int, target: str, itemsize: int) -> Tiling:
     """Return the tiling for x [T, K] and weight [N, K]: the largest tile that occupies most of the GPU."""
-    parts, part = parts_of(N, K, target)
-    apart = parts > 1 and T <= MAX_SPLIT_TOKENS
+    parts, part = split_k_parts(N, K, target)
+    split_k = parts > 1 and T <= MAX_SPLIT_TOKENS
     tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
     if T > 64:  # (256, 128) needs the registers of sm_90 and a single accumulator
         tiles = [*([(256, 128)] if target == "sm_90" and parts == 1 else []), (128, 128), *tiles]
     for rows, width in tiles:
-        programs = triton.cdiv(N, rows) * triton.cdiv(T, width) * (parts if apart else 1)
+        programs = triton.cdiv(N, rows) * triton.cdiv(T, width) * (parts if split_k else 1)
         if programs >= 0.75 * MULTIPROCESSORS[target]:
             break
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
@@ -80,12 +80,12 @@ def choose_tiling(T: int, N: int, K: int, target: str, itemsize: int) -> Tiling:
     together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
     stages = SHARED[target] // together // ((rows + width) * block_k * itemsize)
     warps = 8 if rows * width >= 128 * 64 else 4
-    return Tiling(rows, width, block_k, warps, max(min(stages, 6), 1), parts, part, apart)
+    return Tiling(rows, width, block_k, warps, max(min(stages, 6), 1), parts, part, split_k)
 
 
-# x [T, K], weight [N, K], bias [N]; `squares` of `Residual` for the norm of x; if parts run apart, `partial`
-# [tiles, parts, BLOCK_T, BLOCK_N] float32 and `tickets` (see `launch.py`).
-Operands = namedtuple("Operands", "x weight bias squares partial tickets")
+# x [T, K], weight [N, K], bias [N]; `squares` of `Residual` for the norm of x; with split K, `partial`
+# [tiles, parts, BLOCK_T, BLOCK_N] float32 and `counters` (see `launch.py`).
+Operands = namedtuple("Operands", "x weight bias squares partial counters")
 
 # N: rows of the weight, or of its gate half. eps: of the norm of x.
 Sizes = namedtuple("Sizes", "N K x_stride eps")
@@ -97,14 +97,14 @@ Tile = namedtuple("Tile", "index block part t t_in rows rows_in")
 # Compile-time constants: the tiling (see `Tiling`); SLICE: tokens per slice of the epilogue; GROUPS: sums
 # of squares per token; the fused operations, where GATE is "silu", "gelu" or "".
 Constants = namedtuple(
-    "Constants", "PARTS APART BLOCK_T BLOCK_N BLOCK_K SLICE EVEN PRECISION PDL GROUPS BIAS GATE ADD"
+    "Constants", "PARTS SPLIT_K BLOCK_T BLOCK_N BLOCK_K SLICE EVEN PRECISION PDL GROUPS BIAS GATE ADD"
 )
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
 def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
-    """Grid: (tiles of tokens, blocks of weight rows, parts of K that run apart). A part has `steps` steps of
-    BLOCK_K columns. `new`: see `Written`."""
+    """Grid: (tiles of tokens, blocks of weight rows, parts of K if split_k). A part has `steps` steps of
+    BLOCK_K columns. `new`: see `Outputs`."""
     release_next(C.PDL)
     index, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = index * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
@@ -125,13 +125,13 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
     if C.GROUPS > 0 and C.BLOCK_T <= 32:
         squares = load_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
     acc = sum_of_products(operands, tile, steps, sizes, C)
-    if C.APART:
+    if C.SPLIT_K:
         acc, last = add_parts(acc, operands, tile, C)
         if not last:
             return
     if C.GROUPS > 0:
         if C.BLOCK_T <= 32:
-            total = tree_sum(squares)
+            total = pairwise_sum(squares)
         else:
             total = sum_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
         scale = tl.rsqrt(total / sizes.K + sizes.eps)[None, :]
@@ -139,7 +139,7 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
         value = token_slice(acc, s, C.SLICE) * token_slice(scale, s, C.SLICE)
         if C.BIAS:
             value += tl.load(operands.bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
-        finish(value, new, tile, s, T, sizes.N, C)
+        epilogue(value, new, tile, s, T, sizes.N, C)
 
 
 @triton.jit
@@ -155,13 +155,13 @@ def prefetch_weight(weight, tile, first, K, C: tl.constexpr):
 
 @triton.jit
 def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr):
-    """Return the sums [BLOCK_N, BLOCK_T] of a tile over K, or over its part of K if parts run apart."""
+    """Return the sums [BLOCK_N, BLOCK_T] of a tile over K, or over its part of K if split_k."""
     k = tl.arange(0, C.BLOCK_K)
     x_row = operands.x + tile.t.to(tl.int64)[:, None] * sizes.x_stride
     w_row = operands.weight + tile.rows.to(tl.int64)[:, None] * sizes.K
     count = tl.cdiv(sizes.K, C.BLOCK_K)
     first = 0
-    if C.APART:
+    if C.SPLIT_K:
         first = tile.part * steps
         count = tl.minimum(count - first, steps)
     total = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
@@ -173,13 +173,13 @@ def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr):
         value = tl.load(x_row + column[None, :], tile.t_in[:, None] & k_in[None, :], other=0.0)
         w = tl.load(w_row + column[None, :], tile.rows_in[:, None] & k_in[None, :], other=0.0)
         acc = tl.dot(w, tl.trans(value), acc, input_precision=C.PRECISION)
-        if C.PARTS > 1 and not C.APART:
+        if C.PARTS > 1 and not C.SPLIT_K:
             left -= 1
             if left == 0:
                 total += acc
                 acc = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
                 left = steps
-    if C.PARTS > 1 and not C.APART:
+    if C.PARTS > 1 and not C.SPLIT_K:
         acc = total + acc  # acc: zero, or the shorter last part
     return acc
 
@@ -192,10 +192,10 @@ def add_parts(acc, operands, tile, C: tl.constexpr):
     i, t = tl.arange(0, C.BLOCK_N)[:, None], tl.arange(0, C.BLOCK_T)[None, :]
     place = operands.partial + number * C.PARTS * C.BLOCK_N * C.BLOCK_T + t * C.BLOCK_N + i
     tl.store(place + tile.part * C.BLOCK_N * C.BLOCK_T, acc, tile.t_in[None, :])
-    tl.debug_barrier()  # all threads have stored before one takes a ticket
-    last = tl.atomic_add(operands.tickets + number, 1, sem="acq_rel") == C.PARTS - 1
+    tl.debug_barrier()  # all threads have stored before one increments the counter
+    last = tl.atomic_add(operands.counters + number, 1, sem="acq_rel") == C.PARTS - 1
     if last:
-        tl.store(operands.tickets + number, 0)  # ready for the next launch
+        tl.store(operands.counters + number, 0)  # ready for the next launch
         acc = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
         for part in tl.static_range(C.PARTS):  # unrolled, so that the loads overlap
             at = place + part * C.BLOCK_N * C.BLOCK_T
@@ -219,7 +219,7 @@ def token_slice(tile, INDEX: tl.constexpr, SLICE: tl.constexpr):
 
 
 @triton.jit
-def finish(value, new, tile, s, T, N, C: tl.constexpr):
+def epilogue(value, new, tile, s, T, N, C: tl.constexpr):
     """Apply the epilogue to slice `s` of a tile, with sums `value` [BLOCK_N, SLICE], and store it."""
     if C.GATE != "":
         halves = tl.reshape(value, [C.BLOCK_N // 16, 2, 8, C.SLICE])
@@ -246,7 +246,7 @@ def finish(value, new, tile, s, T, N, C: tl.constexpr):
 
 
 def product(
-    source: Tensor | Residual, weight: Tensor, bias: Tensor | None, gate: str = "", new: Written | None = None
+    source: Tensor | Residual, weight: Tensor, bias: Tensor | None, gate: str = "", new: Outputs | None = None
 ) -> Tensor:
     """Return `source` (a tensor, or the norm of a residual) @ weight.T + bias, or act(g) * u of its halves
     [g; u]. If `new` is given, store the result in it, plus its residual."""
@@ -257,22 +257,22 @@ def product(
         assert x is not None  # set if `embed` used its kernel
     (T, K), N, target = x.shape, len(weight), arch(x)
     if new is None:
-        new = Written(x.new_empty(T, N // 2 if gate else N))
+        new = Outputs(x.new_empty(T, N // 2 if gate else N))
     if T == 0:
         return new.x
-    rows, width, block_k, warps, stages, parts, part, apart = choose_tiling(T, N, K, target, x.itemsize)
-    tiles, blocks, programs = triton.cdiv(T, width), triton.cdiv(N, rows), parts if apart else 1
-    partial = x.new_empty(tiles * blocks * programs * apart, rows * width, dtype=torch.float32)
+    rows, width, block_k, warps, stages, parts, part, split_k = choose_tiling(T, N, K, target, x.itemsize)
+    tiles, blocks, programs = triton.cdiv(T, width), triton.cdiv(N, rows), parts if split_k else 1
+    partial = x.new_empty(tiles * blocks * programs * split_k, rows * width, dtype=torch.float32)
     launch_options = options(x)
     constants = Constants(
-        parts, apart, width, rows, block_k, SLICE=min(width, 32, VALUES // rows),
+        parts, split_k, width, rows, block_k, SLICE=min(width, 32, VALUES // rows),
         EVEN=K % block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=launch_options.pop("PDL"), GROUPS=0 if squares is None else len(squares), BIAS=bias is not None,
         GATE=gate, ADD=new.residual is not None,
     )  # fmt: skip
     _gemm[tiles, blocks, programs](
-        Operands(x, weight, bias, squares, partial, tickets(x.device, "product")), new, T,
+        Operands(x, weight, bias, squares, partial, counters(x.device, "product")), new, T,
         part // block_k, Sizes(N // 2 if gate else N, K, x.stride(0), eps), wrapped(constants),
-        num_warps=warps, num_stages=stages, **launch_options, **ONE_SHAPE.get(target, {}),
+        num_warps=warps, num_stages=stages, **launch_options, **MFMA_OPTIONS.get(target, {}),
     )  # fmt: skip
     return new.x

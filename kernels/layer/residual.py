@@ -38,7 +38,7 @@ GROUP = tl.constexpr(64)  # columns per sum of squares
 
 # The output of a kernel: x and, for the next norm with `weight`, `scaled` and `squares` as in `Residual`;
 # `residual` is the x that it adds to.
-Written = namedtuple("Written", "x residual weight scaled squares", defaults=[None, None, None, None])
+Outputs = namedtuple("Outputs", "x residual weight scaled squares", defaults=[None, None, None, None])
 
 
 class Norm(NamedTuple):
@@ -68,9 +68,9 @@ class Residual(NamedTuple):
         squares = torch.empty(triton.cdiv(H, GROUP.value), T, dtype=torch.float32, device=like.device)
         return cls(like.new_empty(T, H), norm, like.new_empty(T, H), squares)
 
-    def written(self, residual: Tensor | None) -> Written:
+    def outputs(self, residual: Tensor | None) -> Outputs:
         """Return the output arguments of a kernel that adds to `residual`."""
-        return Written(self.x, residual, self.norm.weight, self.scaled, self.squares)
+        return Outputs(self.x, residual, self.norm.weight, self.scaled, self.squares)
 
 
 def embed(
@@ -90,7 +90,7 @@ def residual_add(parts: Tensor, x: Tensor | None, next_norm: Norm, out_norm: Nor
     new = Residual.empty(T, next_norm, parts)
     warps = min(max(next_power_of_2(H) // 512, 1), 16)  # up to 16 elements per thread for H = 8192
     _residual_add[(T,)](
-        parts, out_norm, new.written(x), PARTS=N, ADD=x is not None, H=H, num_warps=warps, **options(parts)
+        parts, out_norm, new.outputs(x), PARTS=N, ADD=x is not None, H=H, num_warps=warps, **options(parts)
     )
     return new
 
@@ -120,7 +120,7 @@ def naive_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 @triton.jit
-def tree_sum(x):
+def pairwise_sum(x):
     """Sum x [rows, width] over width by adjacent pairs, in an order that does not depend on the layout."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
@@ -137,7 +137,7 @@ def store_squares(x, squares, first, t, T, H):
     GROUPS: tl.constexpr = x.shape[0] // GROUP
     WIDTH: tl.constexpr = x.shape[1]
     rows = tl.reshape(tl.trans(x * x), [WIDTH * GROUPS, GROUP])
-    sums = tl.reshape(tree_sum(rows), [WIDTH, GROUPS])
+    sums = tl.reshape(pairwise_sum(rows), [WIDTH, GROUPS])
     group = first // GROUP + tl.arange(0, GROUPS)
     inside = (t < T)[:, None] & (group < tl.cdiv(H, GROUP))[None, :]
     tl.store(squares + group[None, :] * T + t[:, None], sums, inside)
@@ -154,15 +154,15 @@ def load_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.con
 
 @triton.jit
 def sum_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.constexpr):
-    """Return `tree_sum` of `load_squares`, loading a few groups at a time: for many tokens, all groups would
-    not fit in registers."""
+    """Return `pairwise_sum` of `load_squares`, loading a few groups at a time: for many tokens, all would not
+    fit in registers."""
     if COUNT > 8:
         HALF: tl.constexpr = COUNT // 2
         left = sum_squares(squares, first, t, t_in, T, GROUPS, HALF)
         right = sum_squares(squares, first + HALF, t, t_in, T, GROUPS, HALF)
         total = left + right
     else:
-        total = tree_sum(load_squares(squares, first, t, t_in, T, GROUPS, COUNT))
+        total = pairwise_sum(load_squares(squares, first, t, t_in, T, GROUPS, COUNT))
     return total
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..launch import options, release_next, use_triton, wait_for_previous
-from .residual import Norm, naive_norm, tree_sum
+from .residual import Norm, naive_norm, pairwise_sum
 
 HEADS = tl.constexpr(8)  # per program: fewer give more programs for a single token, more give wider loads
 
@@ -53,7 +53,7 @@ def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms
     (cos, sin), (first, second) = angles.to(qk.dtype)[:, None].chunk(2, -1), qk.chunk(2, -1)
     qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     k = qk[:, num_heads:]
-    index = batch.written
+    index = batch.cached
     for to, new in zip(cache.view(2, num_kv_heads, -1, head_dim), (k, v), strict=True):
         to[:, batch.slots[index].long()] = new[index].transpose(0, 1)
     return qk[:, :num_heads]
@@ -81,7 +81,7 @@ def _rope_cache(qkv, rope, sizes, NORM: tl.constexpr, HEAD_DIM: tl.constexpr, PD
     first, second = load_halves(qkv + t * sizes.token_stride + head * HEAD_DIM + i, inside, HALF)
     a, b = first, second
     if NORM:
-        scale = tl.rsqrt(tree_sum(a * a + b * b) / HEAD_DIM + sizes.eps)[:, None]
+        scale = tl.rsqrt(pairwise_sum(a * a + b * b) / HEAD_DIM + sizes.eps)[:, None]
         of_q = load_halves(rope.q_norm + i, i < HALF, HALF)
         of_k = load_halves(rope.k_norm + i, i < HALF, HALF)
         a = a * scale * tl.where(is_q, of_q[0], of_k[0])

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import next_power_of_2, tickets
+from ..launch import counters, next_power_of_2
 
 SPAN = tl.constexpr(512)  # positions
 FLOOR = tl.constexpr(-8388608.0)  # -2^23, below any m; float32 represents integers exactly down to it
@@ -45,16 +45,16 @@ State = namedtuple("State", "m z acc")
 
 # States of units in memory, float32: m [units, T, Hq], z [units, T, Hq, TILE // 16], acc [units, T, Hq, D];
 # counters of finished programs, see `launch.py`. All None without SPLIT.
-Partials = namedtuple("Partials", "m z acc tickets")
+Partials = namedtuple("Partials", "m z acc counters")
 
 
 class Split(NamedTuple):
     """The division of attention among programs."""
 
     columns: int  # columns of a tile of queries: queries * query heads per KV head, padded
-    pairs: int  # tiles of queries of a row * KV heads
-    programs: int  # programs that share the cache for such a pair; if 1, it accumulates the spans directly
-    fine: int  # rows of at most this many tiles are divided into tiles, others into spans
+    query_tiles: int  # of a row, times KV heads: dimension 0 of the grid
+    programs: int  # programs that share the cache for such a tile; if 1, it accumulates the spans directly
+    max_tiles: int  # queries that attend to at most this many tiles are split by tiles, others by spans
     units: int  # number of partial results per query
     tile: int  # cache positions per tile
     block_d: int  # the padded head dimension
@@ -73,18 +73,18 @@ def split_kv(
     group = num_heads // num_kv_heads
     block_d = max(next_power_of_2(head_dim), 64)
     widest, tile, warps, stages = CONFIGS[target][block_d]
-    least = max(next_power_of_2(group), 16)
-    columns = max(min(next_power_of_2(group * q_len), widest), least)
-    pairs = num_kv_heads * triton.cdiv(q_len, columns // group)
+    min_columns = max(next_power_of_2(group), 16)
+    columns = max(min(next_power_of_2(group * q_len), widest), min_columns)
+    query_tiles = num_kv_heads * triton.cdiv(q_len, columns // group)
     tiles = triton.cdiv(kv_len, tile)
     spans = triton.cdiv(kv_len, SPAN.value)
-    fine = min(256 // max(pairs * rows, 1), tiles)
-    programs = max(min(32768 // max(columns * pairs * rows, 1), spans), fine, 1)
+    max_tiles = min(256 // max(query_tiles * rows, 1), tiles)
+    programs = max(min(32768 // max(columns * query_tiles * rows, 1), spans), max_tiles, 1)
     if tree:
-        columns = max(min(columns, widest // 2), least)
-        pairs = num_kv_heads * triton.cdiv(q_len, columns // group)
-    units, warps = max(spans, fine) if programs > 1 else 0, 8 if columns >= widest else warps
-    return Split(columns, pairs, programs, fine, units, tile, block_d, warps, stages)
+        columns = max(min(columns, widest // 2), min_columns)
+        query_tiles = num_kv_heads * triton.cdiv(q_len, columns // group)
+    units, warps = max(spans, max_tiles) if programs > 1 else 0, 8 if columns >= widest else warps
+    return Split(columns, query_tiles, programs, max_tiles, units, tile, block_d, warps, stages)
 
 
 def empty_partials(q: Tensor, split: Split) -> Partials:
@@ -94,7 +94,7 @@ def empty_partials(q: Tensor, split: Split) -> Partials:
     size = split.units, *q.shape[:2]
     shapes = size, (*size, split.tile // 16), (*size, q.shape[2])
     m, z, acc = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return Partials(m, z, acc, tickets(q.device, "attention"))
+    return Partials(m, z, acc, counters(q.device, "attention"))
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def power_of_2(k):
 
 
 @triton.jit
-def rows_of(work, first, COLUMNS: tl.constexpr, C: tl.constexpr):
+def query_rows(work, first, COLUMNS: tl.constexpr, C: tl.constexpr):
     """Return the rows of q [T * Hq, D], relative to `work.row`, of the columns from `first` on, and a mask of
     the columns in range."""
     column = first + tl.arange(0, COLUMNS)
@@ -160,8 +160,8 @@ def end_unit(partials, unit, total, state, work, C: tl.constexpr):
     """Return total + state. With SPLIT, return the state; store it first if there are several units."""
     if C.SPLIT:
         if work.count > 1:
-            rows, valid = rows_of(work, 0, C.COLUMNS, C)
-            m, z, acc = part_of(partials, unit, rows, work, C)
+            rows, valid = query_rows(work, 0, C.COLUMNS, C)
+            m, z, acc = partial_pointers(partials, unit, rows, work, C)
             tl.store(m, state.m, valid)
             tl.store(z, state.z, valid[None, :])
             at, inside = element_offsets(rows, valid, C)
@@ -173,7 +173,7 @@ def end_unit(partials, unit, total, state, work, C: tl.constexpr):
 
 
 @triton.jit
-def part_of(partials, unit, rows, work, C: tl.constexpr):
+def partial_pointers(partials, unit, rows, work, C: tl.constexpr):
     """Return pointers to m and z of these rows of a unit, and to the beginning of its `acc`."""
     base = work.row + unit * work.stride
     z = rows[None, :] * (C.TILE // 16) + tl.arange(0, C.TILE // 16)[:, None]
@@ -181,7 +181,7 @@ def part_of(partials, unit, rows, work, C: tl.constexpr):
 
 
 @triton.jit
-def finish(partials, out, total, work, C: tl.constexpr):
+def store_output(partials, out, total, work, C: tl.constexpr):
     """Store the output. If the units are split, the last program to finish reduces and stores them."""
     alone = True
     if C.SPLIT:
@@ -189,17 +189,17 @@ def finish(partials, out, total, work, C: tl.constexpr):
     if alone:
         write(out, total, 0, C.COLUMNS, work, C)
     elif C.SPLIT:
-        tl.debug_barrier()  # all threads have stored before one of them takes a ticket
-        ticket = partials.tickets + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == tl.cdiv(work.count, work.share) - 1:
-            tl.store(ticket, 0)  # ready for the next launch
+        tl.debug_barrier()  # all threads have stored before one of them increments the counter
+        counter = partials.counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == tl.cdiv(work.count, work.share) - 1:
+            tl.store(counter, 0)  # ready for the next launch
             sum_units(partials, out, work, C)
 
 
 @triton.jit
 def write(out, state, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
     """Store acc / sum(z) to `out` [T * Hq, D] for the columns from `first` on."""
-    rows, valid = rows_of(work, first, COLUMNS, C)
+    rows, valid = query_rows(work, first, COLUMNS, C)
     at, inside = element_offsets(rows, valid, C)
     z = tl.where(valid[None, :], sum_pairs(state.z, 1, C.TILE // 32), 1.0)
     tl.store(out + work.row * C.HEAD_DIM + at, (state.acc / z).to(out.dtype.element_ty), inside)
@@ -228,8 +228,8 @@ def sum_units(partials, out, work, C: tl.constexpr):
 @triton.jit
 def load_state(partials, unit, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
     """Load a unit's state, bypassing the L1 cache; an empty state if there is no such unit."""
-    rows, valid = rows_of(work, first, COLUMNS, C)
-    m, z, acc = part_of(partials, unit, rows, work, C)
+    rows, valid = query_rows(work, first, COLUMNS, C)
+    m, z, acc = partial_pointers(partials, unit, rows, work, C)
     valid &= unit < work.count
     at, inside = element_offsets(rows, valid, C)
     m = tl.load(m, valid, FLOOR, cache_modifier=".cg")

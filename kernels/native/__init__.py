@@ -45,17 +45,17 @@ FLAGS = ("-std=c++20", "-O3", "-pthread", "-shared", "-fPIC", "-Wno-psabi")
 
 
 @cache
-def library(insist: bool = False) -> ctypes.CDLL | None:
-    """Return the compiled library. On failure, raise OSError if `insist`, else warn and return None."""
+def library(required: bool = False) -> ctypes.CDLL | None:
+    """Return the compiled library. On failure, raise OSError if `required`, else warn and return None."""
     try:
-        return ctypes.CDLL(str(built(cache_folder())))
+        return ctypes.CDLL(str(compiled_library(cache_folder())))
     except (OSError, ValueError, subprocess.CalledProcessError) as error:  # ValueError: malformed CXX
         failure = "Could not compile the C++ kernels"
         # The first line of the compiler's output that contains an error.
         lines = (getattr(error, "stderr", None) or "").strip().splitlines() or [str(error)[-200:]]
         reason = next((line for line in lines if "error" in line), lines[0])[:200]
         remedy = f"install g++ 11 or newer, or set CXX ({reason})."
-        if insist:
+        if required:
             raise OSError(f"{failure}, which NANOSPEC_KERNELS=native requires; {remedy}") from None
         slower = "falling back to PyTorch, which is about three times as slow"
         warnings.warn(f"{failure}, {slower}; {remedy}", stacklevel=2)
@@ -65,7 +65,7 @@ def library(insist: bool = False) -> ctypes.CDLL | None:
 def call(name: str, *values: NativeArg) -> array[int]:
     """Call a function of the library. Return its arguments as words, which may contain results."""
     args = words(*values)
-    getattr(library(insist=True), name)(ctypes.c_void_p(args.buffer_info()[0]))
+    getattr(library(required=True), name)(ctypes.c_void_p(args.buffer_info()[0]))
     return args
 
 
@@ -75,12 +75,12 @@ def words(*values: NativeArg) -> array[int]:
 
 def target() -> str:
     """Return the name of the instruction set of the matrix products."""
-    function = getattr(library(insist=True), "nanospec_target")  # noqa: B009 (for mypy: may be None)
+    function = getattr(library(required=True), "nanospec_target")  # noqa: B009 (for mypy: may be None)
     function.restype = ctypes.c_char_p
     return str(function().decode())
 
 
-def built(folder: Path) -> Path:
+def compiled_library(folder: Path) -> Path:
     """Return the path of the library in `folder`, compiled if needed; raise OSError or CalledProcessError if
     that fails. Its name contains the size, because loading a truncated file would kill the process."""
     name = f"native-{fingerprint()}"

@@ -5,7 +5,7 @@
 #pragma once
 #include "arithmetic.h"
 
-constexpr long AT_ONCE = 2 * LANES;  // maximum number of rows
+constexpr long MAX_AMX_ROWS = 2 * LANES;  // maximum number of rows
 
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
@@ -48,7 +48,7 @@ struct Shape {
 
 inline constinit thread_local Shape shape;
 
-// `multiply` for m <= AT_ONCE rows. RUN must divide `pairs`.
+// `multiply` for m <= MAX_AMX_ROWS rows. RUN must divide `pairs`.
 template <class Matrix>
 static void multiply_amx(long m, const bf16* x, long stride, const Matrix& matrix, long pairs, Sums sums) {
     constexpr long RUN = Matrix::RUN;

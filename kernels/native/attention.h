@@ -5,8 +5,8 @@
 // So the output of a query depends neither on the other queries of the batch nor on the assignment of spans to threads.
 //
 // In a tree, the output of a node at depth d is bitwise identical to that in a chain of its ancestors: their keys and
-// values are copied to positions base .. base + d of temporary tiles (`fold`). Spans that end before `base` are the same
-// for all nodes and are computed together; only the last one or two are computed per node.
+// values are copied to positions base .. base + d of temporary tiles (`gather_path`). Spans that end before `base` are
+// the same for all nodes and are computed together; only the last one or two are computed per node.
 
 #pragma once
 #include <cmath>
@@ -19,7 +19,7 @@ constexpr long SPAN = 256;     // positions per span
 constexpr long MAX_ROWS = 96;  // maximum rows of a piece: queries * query heads per KV head; >= MAX_GROUP
 constexpr long MAX_GROUP = 64, MAX_DIM = 256;  // same as in models/cpu.py
 constexpr long MAX_NODES = 64, COPIES = MAX_NODES / LANES + 1;  // nodes of a tree; tiles for copies of them
-constexpr long APART = 64 << 20;                                // maximum bytes of the partial results of spans
+constexpr long MAX_PARTIAL_BYTES = 64 << 20;                    // of the partial results of spans
 
 // A unit of work: some queries of one row, for one KV head and the query heads that share it.
 struct Piece {
@@ -28,17 +28,17 @@ struct Piece {
 };
 
 // The positions that a query attends to: low .. high - 1.
-struct Seen {
+struct Visible {
     long low, high;
 
     // Sets the scores of the other positions to -infinity, among the 32 from `first` on.
-    void hide(float* scores, long first) const {
+    void mask(float* scores, long first) const {
         if (first >= low && first + WIDTH <= high) return;
         for (long n = 0; n < WIDTH; n++) scores[n] = first + n >= low && first + n < high ? scores[n] : -INFINITY;
     }
 };
 
-inline Seen seen_by(const Batch& batch, long row, long i, long window) {
+inline Visible visible_to(const Batch& batch, long row, long i, long window) {
     const long position = batch.positions[batch.q_start[row] + i];
     return {window ? std::max(position - window + 1, 0L) : 0, position + 1};
 }
@@ -49,7 +49,7 @@ struct Partial {
     float largest, total;
     alignas(64) float sums[MAX_DIM];
 
-    void join(const Partial& next, long dim) {
+    void merge(const Partial& next, long dim) {
         const float most = std::max(largest, next.largest);
         const float before = exp2_of(splat(largest - most))[0], after = exp2_of(splat(next.largest - most))[0];
         for (long d = 0; d < dim; d += LANES)
@@ -58,7 +58,7 @@ struct Partial {
         largest = most;
     }
 };
-constexpr Partial NOTHING{-1e30f, 0, {}};
+constexpr Partial EMPTY{-1e30f, 0, {}};
 
 // 16 positions of the cache: keys [dim / 2][16][2] and values [8][dim][2].
 struct Tile {
@@ -118,7 +118,7 @@ struct Attention {
         alignas(64) bf16 weights[ROWS][WEIGHTS], q[ROWS * MAX_DIM];
         Tile tiles[SPAN / LANES], next[SPAN / LANES];  // of this span and the next one
         alignas(64) bf16 copies[COPIES][2][LANES * MAX_DIM];
-        Seen seen[ROWS];
+        Visible visible[ROWS];
         Partial part[ROWS], total[ROWS];
     };
 
@@ -145,7 +145,7 @@ struct Attention {
 
     // Replaces the tiles of a span that hold tokens of this step by copies, in which the cached tokens are
     // followed only by the ancestors of query i, at consecutive positions.
-    void fold(const Piece& p, long i, long begin, long end, Scratch& at) const {
+    void gather_path(const Piece& p, long i, long begin, long end, Scratch& at) const {
         const Head head(cache, layer, p.head);
         const long base = batch.base_len[p.row], first = std::max(base / LANES * LANES, begin);
         uint64_t path = batch.ancestors[batch.q_start[p.row] + i];  // bits in order of depth, as parents come first
@@ -168,8 +168,8 @@ struct Attention {
     long start(const Piece& p) const {
         long low = p.end;
         for (long i = 0; i < p.count; i++) {  // in a tree, the minimum need not be that of the first query
-            const Seen seen = seen_by(batch, p.row, p.first + i, window);
-            low = std::min(low, seen.low);
+            const Visible visible = visible_to(batch, p.row, p.first + i, window);
+            low = std::min(low, visible.low);
         }
         return std::max(p.begin, low / SPAN * SPAN);
     }
@@ -187,7 +187,7 @@ struct Attention {
                 float* scores = at.scores[i] + s * LANES;
                 for (long j = 0; cap && j < WIDTH; j += LANES)
                     *(Floats*)(scores + j) = tanh_of(load(scores + j) / (root * cap));
-                at.seen[first + i].hide(scores, begin + s * LANES);
+                at.visible[first + i].mask(scores, begin + s * LANES);
             }
         }
         result += first;
@@ -216,11 +216,11 @@ struct Attention {
     }
 
     // `span` for the nodes of a tree, one after the other, as they attend to different positions.
-    void folded_span(const Piece& p, long begin, Scratch& at, Partial* result) const {
+    void tree_span(const Piece& p, long begin, Scratch& at, Partial* result) const {
         for (long i = 0; i < p.count; i++) {
-            const long first = i * group, end = std::min(begin + SPAN, at.seen[first].high);
-            if (end <= begin) std::fill_n(result + first, group, NOTHING);
-            else fold(p, p.first + i, begin, end, at), span(begin, end, first, group, at, result);
+            const long first = i * group, end = std::min(begin + SPAN, at.visible[first].high);
+            if (end <= begin) std::fill_n(result + first, group, EMPTY);
+            else gather_path(p, p.first + i, begin, end, at), span(begin, end, first, group, at, result);
         }
     }
 
@@ -229,11 +229,11 @@ struct Attention {
         const long rows = p.count * group, first = start(p);
         const long shared = is_chain(p) ? p.end : batch.base_len[p.row];
         for (long i = 0; i < p.count; i++) {
-            std::fill_n(at.seen + i * group, group, seen_by(batch, p.row, p.first + i, window));
+            std::fill_n(at.visible + i * group, group, visible_to(batch, p.row, p.first + i, window));
             const bf16* q = qkv[batch.q_start[p.row] + p.first + i] + p.head * group * dim;
             memcpy(at.q + i * group * dim, q, group * dim * sizeof(bf16));
         }
-        if (first >= p.end) std::fill_n(result, rows, NOTHING);
+        if (first >= p.end) std::fill_n(result, rows, EMPTY);
         for (long begin = first; begin < p.end; begin += SPAN) {
             const long end = std::min(begin + SPAN, p.end);
             Partial* to = begin == first ? result : at.part;
@@ -242,9 +242,9 @@ struct Attention {
             if (end <= shared)
                 span(begin, end, 0, rows, at, to);
             else
-                folded_span(p, begin, at, to);
+                tree_span(p, begin, at, to);
             if (begin != first)
-                for (long i = 0; i < rows; i++) result[i].join(at.part[i], dim);
+                for (long i = 0; i < rows; i++) result[i].merge(at.part[i], dim);
         }
     }
 
@@ -279,7 +279,7 @@ struct Plan {
                     rows = std::max(rows, count * group);
                 }
         const long count = whole.size(), bytes = spans * rows * sizeof(Partial);
-        apart = count < spans && count < 4 * threads && bytes <= APART;
+        apart = count < spans && count < 4 * threads && bytes <= MAX_PARTIAL_BYTES;
         for (Piece p : whole) {
             first.push_back(pieces.size());
             const long end = p.end, step = apart ? SPAN : end;
@@ -302,7 +302,7 @@ inline void attention(Team& team, const Attention& attend, const Plan& plan, Att
         Partial* total = parts + plan.first[i] * plan.rows;
         const Piece& p = plan.pieces[plan.first[i]];
         for (long j = plan.first[i] + 1; j < plan.first[i + 1]; j++)
-            for (long k = 0; k < p.count * attend.group; k++) total[k].join(parts[j * plan.rows + k], attend.dim);
+            for (long k = 0; k < p.count * attend.group; k++) total[k].merge(parts[j * plan.rows + k], attend.dim);
         attend.write(p, total);
     });
 }

@@ -67,13 +67,13 @@ constexpr int PHASES = 11;  // maximum per layer
 
 // A matrix in memory. Rows with a stride of a multiple of 4 KB would compete for the same few lines of the L1 cache, so
 // they are padded. Data is aligned to cache lines, to avoid reading one more line per row.
-constexpr long FOUR_KB = 4096 / sizeof(bf16);
+constexpr long PAGE_ELEMENTS = 4096 / sizeof(bf16);
 
 struct Buffer : Rows {
     struct alignas(64) Line { bf16 elements[WIDTH]; };
     std::unique_ptr<Line[]> lines;
 
-    Buffer(long rows, long columns) : Rows{nullptr, columns % FOUR_KB ? columns : columns + WIDTH} {
+    Buffer(long rows, long columns) : Rows{nullptr, columns % PAGE_ELEMENTS ? columns : columns + WIDTH} {
         lines.reset(new Line[rows * stride / WIDTH + 1]);  // uninitialized
         data = lines[0].elements;
     }

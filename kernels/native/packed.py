@@ -28,7 +28,7 @@ from . import NativeArg, call
 
 WIDTH = 32  # rows per strip
 TILE = 16  # positions per tile
-FOUR_KB = 2048  # bfloat16 elements; same as in decoder.cpp
+PAGE_ELEMENTS = 2048  # bfloat16 elements in 4 KB; same as in decoder.cpp
 PIECE = 64 << 20  # bytes that an arena allocates at once
 LINE = 64  # bytes per cache line
 
@@ -65,8 +65,8 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
 
 def empty_rows(T: int, K: int) -> Tensor:
     """Return an uninitialized tensor [T, K] bfloat16. Rows are padded if their stride would be a multiple of
-    4 KB, because such rows compete for the same few lines of the L1 cache."""
-    return torch.empty(T, K if K % FOUR_KB else K + WIDTH, dtype=torch.bfloat16)[:, :K]
+    4 KB, because such rows map to the same sets of the L1 cache (conflict misses)."""
+    return torch.empty(T, K if K % PAGE_ELEMENTS else K + WIDTH, dtype=torch.bfloat16)[:, :K]
 
 
 def row_words(x: Tensor | None) -> tuple[NativeArg, ...]:

@@ -21,7 +21,7 @@ constexpr Multiply<Matrix> MULTIPLY[] = {
     OF<Matrix, 7>, OF<Matrix, 8>, OF<Matrix, 9>, OF<Matrix, 10>, OF<Matrix, 11>, OF<Matrix, 12>,
 };
 
-constexpr long IN_REGISTERS = std::size(MULTIPLY<Strip>) - 1;  // rows whose sums, two vectors each, fit in registers
+constexpr long MAX_REGISTER_ROWS = std::size(MULTIPLY<Strip>) - 1;  // their sums, 2 vectors each, fit
 
 // Returns whether AMX is used for this number of pairs of rows of a matrix; if so, for any number of rows of x.
 template <class Matrix>
@@ -30,7 +30,7 @@ bool uses_amx(long pairs) { return has_amx() && pairs % Matrix::RUN == 0; }
 // Returns the maximum number of rows of x that can be multiplied at once.
 template <class Matrix>
 long most_rows(long pairs) {
-    return uses_amx<Matrix>(pairs) ? AT_ONCE : IN_REGISTERS;
+    return uses_amx<Matrix>(pairs) ? MAX_AMX_ROWS : MAX_REGISTER_ROWS;
 }
 
 // `multiply` for m <= most_rows rows.
@@ -61,12 +61,12 @@ void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
     const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, bytes = pairs * 2 * sizeof(Words);
     const long most = most_rows<Strip>(pairs), all = (tokens + most - 1) / most * strips;
     const long chunk = most * std::clamp(all / (4 * team.threads), 1L, 8L), chunks = (tokens + chunk - 1) / chunk;
-    const bool fetch = tokens > (uses_amx<Strip>(pairs) ? AT_ONCE / 2 : AMD ? IN_REGISTERS / 3 : 0);
+    const bool fetch = tokens > (uses_amx<Strip>(pairs) ? MAX_AMX_ROWS / 2 : AMD ? MAX_REGISTER_ROWS / 3 : 0);
     team.each(chunks * strips, [&](long task, long next) {
         const long s = task % strips, from = task / strips * chunk, count = std::min(chunk, tokens - from);
         const long after = next % strips, parts = (count + most - 1) / most;
         in_parts(count, most, [&](long first, long m, long part) {
-            alignas(64) float buffer[1 + PAIR][AT_ONCE * WIDTH];
+            alignas(64) float buffer[1 + PAIR][MAX_AMX_ROWS * WIDTH];
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
                 const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;

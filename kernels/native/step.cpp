@@ -96,7 +96,7 @@ void nanospec_commit(const Commit* args) {
         int count = 0, s = row.request, n = 0;
         std::fill_n(path, Q, 0);
         std::fill_n(run, Q, -1);
-        std::fill_n(source, Q, OWN);
+        std::fill_n(source, Q, FROM_TARGET);
         row.walk([&](int node) {
             if (node) source[count - 1] = proposal.source[b * proposal.k + node - 1];
             path[count] = node;

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 constexpr int RUNNING = 0, STOPPED = 1, LENGTH = 2, NOT_A_NUMBER = 3;  // as in kernels/__init__.py
-constexpr int NAN_TOKEN = -1, OWN = -1;
+constexpr int NAN_TOKEN = -1, FROM_TARGET = -1;
 
 struct Table {
     int *tokens, *num_tokens, *max_len, *block_table;

@@ -34,13 +34,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import EXACT, NAN_TOKEN, REJECTION, TYPICAL
-from ..batch import Batch, rows_of
+from ..batch import Batch, iter_rows
 from ..launch import next_power_of_2, use_triton
 from ..speculation.proposal import Proposal
 from ..table import Table
 from . import noise, sample, top_k_top_p
 from .scan import best_score, filters_tokens, scan
-from .scores import NO_TOKEN, Inputs, better_of, load_scores, penalize, scores_of, this_query
+from .scores import NO_TOKEN, Inputs, load_scores, penalize, scores_of, this_query, update_max
 from .top_k_top_p import order_key
 
 EPSILON, DELTA = 0.09, 0.3  # for TYPICAL, the defaults of Medusa's reference implementation
@@ -64,7 +64,7 @@ def naive(
     targets again, because a lazy `sample` may have skipped them."""
     rules = table.rule.masked_fill(table.temperature <= 0, EXACT).tolist()
     targets = targets.clone()
-    for b, row in enumerate(rows_of(batch)):
+    for b, row in enumerate(iter_rows(batch)):
         s = row.request
         rule = rules[s] if s >= 0 else EXACT
         draft_logits = _drawn_from(proposal, batch, b) if rule == REJECTION else ()
@@ -127,40 +127,40 @@ def _typical(scores: Tensor, drafts: list[int], x: int, s: int, table: Table) ->
 
 
 class Distribution(NamedTuple):
-    """A query's distribution, in four numbers that turn a token's score into its probability: the largest
-    score; log sum exp((score - best) / T) over the kept tokens; their entropy; their smallest `order_key`."""
+    """A query's distribution after top-k, top-p and min-p: the largest score; log sum exp((score - best) / T)
+    over the kept tokens; their entropy in nats; the threshold as an `order_key`. See `log_prob`."""
 
     best: Any
     log_mass: Any
     entropy: Any
-    least: Any
+    min_key: Any
 
 
 @triton.jit
 def measure(scan, query):
     """Return the distribution of a query whose `best_score` is valid."""
     best, _invalid = best_score(scan, query)
-    least, temperature = tl.full([], 0, tl.uint32), tl.load(scan.inputs.table.temperature + query.s)
+    min_key, temperature = tl.full([], 0, tl.uint32), tl.load(scan.inputs.table.temperature + query.s)
     if filters_tokens(scan.inputs.table, query.s):
-        _opened, least = top_k_top_p.threshold(scan, query, best)
+        _opened, min_key = top_k_top_p.threshold(scan, query, best)
     mass, weighted = tl.zeros([SUM_TILE], tl.float32), tl.zeros([SUM_TILE], tl.float32)
     for first in range(0, scan.inputs.table.vocab_size, SUM_TILE):
         scores = load_scores(scan.inputs, query, first + tl.arange(0, SUM_TILE))
         x = (scores - best) / temperature
-        weight = tl.where(order_key(scores) >= least, tl.exp(x), 0.0)
+        weight = tl.where(order_key(scores) >= min_key, tl.exp(x), 0.0)
         mass += weight
         weighted += tl.where(weight > 0, weight * x, 0.0)
     whole = tl.sum(mass)
-    return Distribution(best, tl.log(whole), tl.log(whole) - tl.sum(weighted) / whole, least)
+    return Distribution(best, tl.log(whole), tl.log(whole) - tl.sum(weighted) / whole, min_key)
 
 
 @triton.jit
-def log_prob(scan, query, of, ids):
-    """Return the log-probabilities of token ids at a query with the distribution `of`; -inf for filtered
+def log_prob(scan, query, dist, ids):
+    """Return the log-probabilities of token ids under `dist`, the distribution of a query; -inf for filtered
     tokens and for ids outside the vocabulary."""
     scores = load_scores(scan.inputs, query, tl.where(ids < 0, scan.inputs.table.vocab_size, ids))
-    x = (scores - of.best) / tl.load(scan.inputs.table.temperature + query.s)
-    return tl.where(order_key(scores) >= of.least, x - of.log_mass, float("-inf"))
+    x = (scores - dist.best) / tl.load(scan.inputs.table.temperature + query.s)
+    return tl.where(order_key(scores) >= dist.min_key, x - dist.log_mass, float("-inf"))
 
 
 @triton.jit
@@ -179,32 +179,32 @@ def _decide(target_scan, draft_scan, targets, DRAWN: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit
-def _decide_rejection(target_scan, query, of_p, draft_scan, token):
+def _decide_rejection(target_scan, query, p_dist, draft_scan, token):
     """Return the target by rejection sampling, or `token` if q is undefined or the residual is empty."""
     draft_query = this_query(draft_scan.inputs)
     _best, invalid = best_score(draft_scan, draft_query)
     if not invalid:
-        of_q, seed = measure(draft_scan, draft_query), tl.load(target_scan.inputs.table.seed + query.s)
+        q_dist, seed = measure(draft_scan, draft_query), tl.load(target_scan.inputs.table.seed + query.s)
         proposed = tl.load(target_scan.inputs.batch.input_ids + query.line + 1)
-        log_p = log_prob(target_scan, query, of_p, proposed)
-        below = log_prob(draft_scan, draft_query, of_q, proposed) - log_p
-        if tl.exp(noise.log_e(seed ^ ACCEPTANCE, query.position, proposed * 0)) > below:
+        log_p = log_prob(target_scan, query, p_dist, proposed)
+        log_ratio = log_prob(draft_scan, draft_query, q_dist, proposed) - log_p
+        if tl.exp(noise.log_e(seed ^ ACCEPTANCE, query.position, proposed * 0)) > log_ratio:
             token = proposed
         else:
             winner, drawn = tl.full([], float("-inf"), tl.float32), tl.full([], NO_TOKEN, tl.int32)
             for first in range(0, target_scan.inputs.table.vocab_size, TILE):
                 ids = first + tl.arange(0, TILE)
-                p = tl.exp(log_prob(target_scan, query, of_p, ids))
-                q = tl.exp(log_prob(draft_scan, draft_query, of_q, ids))
+                p = tl.exp(log_prob(target_scan, query, p_dist, ids))
+                q = tl.exp(log_prob(draft_scan, draft_query, q_dist, ids))
                 value = tl.log(tl.where(p - q > 0, p - q, 1.0))
                 value -= noise.log_e(seed ^ RESIDUAL, query.position, ids)
-                winner, drawn = better_of(winner, drawn, tl.where(p - q > 0, value, float("-inf")), ids)
+                winner, drawn = update_max(winner, drawn, tl.where(p - q > 0, value, float("-inf")), ids)
             token = tl.where(winner > float("-inf"), drawn, token)
     return token
 
 
 @triton.jit
-def _decide_typical(target_scan, query, of, token, WIDTH: tl.constexpr):
+def _decide_typical(target_scan, query, dist, token, WIDTH: tl.constexpr):
     start, i = query.start, tl.arange(0, WIDTH)
     if target_scan.inputs.batch.TREE:
         draft = (i > 0) & (i < query.n)
@@ -213,13 +213,13 @@ def _decide_typical(target_scan, query, of, token, WIDTH: tl.constexpr):
     else:
         child = i == query.node + 1
     ids = tl.load(target_scan.inputs.batch.input_ids + start + i, child, other=-1)
-    probs = tl.where(child, tl.exp(log_prob(target_scan, query, of, ids)), 0.0)
+    probs = tl.where(child, tl.exp(log_prob(target_scan, query, dist, ids)), 0.0)
     largest = tl.max(probs)
     first = tl.min(tl.where(child & (probs == largest), i, WIDTH))
     likeliest = tl.sum(tl.where(i == first, ids, 0))
-    drawn = tl.max((ids == token).to(tl.int32)) > 0
-    bound = tl.minimum(tl.exp(-of.entropy) * _DELTA, _EPSILON)
-    return tl.where((largest > bound) & (not drawn), likeliest, token)
+    is_draft = tl.max((ids == token).to(tl.int32)) > 0
+    bound = tl.minimum(tl.exp(-dist.entropy) * _DELTA, _EPSILON)
+    return tl.where((largest > bound) & (not is_draft), likeliest, token)
 
 
 def launch(targets: Tensor, logits: Tensor, table: Table, batch: Batch, proposal: Proposal) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import NAN_TOKEN
-from ..batch import Batch, rows_of
+from ..batch import Batch, iter_rows
 from ..launch import use_native, use_triton
 from ..native import call
 from ..table import Table
@@ -39,7 +39,7 @@ def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Ten
     (`walk` yields a node before it reads its target); the others remain the argmax of the logits."""
     targets = argmax(logits)
     draws = ((table.temperature > 0) | table.penalized).tolist()
-    for row in rows_of(batch):
+    for row in iter_rows(batch):
         if row.request < 0 or not draws[row.request]:
             continue  # the argmax is the target
         for node in row.walk(targets) if lazy else range(len(row.ids)):

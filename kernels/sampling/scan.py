@@ -21,7 +21,7 @@ from ..batch import Batch
 from ..launch import next_power_of_2
 from ..table import Table
 from . import noise, top_k_top_p
-from .scores import NO_TOKEN, Inputs, best_of, load_scores, of_chunks, this_query
+from .scores import NO_TOKEN, Inputs, load_chunks, load_scores, max_and_id, this_query
 
 _NAN_TOKEN = tl.constexpr(NAN_TOKEN)
 CHUNK = tl.constexpr(2048)  # tokens of the vocabulary per program
@@ -77,7 +77,7 @@ def _scan(scan):
         if temperature > 0:
             seed = tl.load(scan.inputs.table.seed + query.s)
             scores -= temperature * noise.log_e(seed, query.position, ids)
-        value, token = best_of(scores, ids)
+        value, token = max_and_id(scores, ids)
         tl.store(scan.value + out, tl.where(invalid, float("nan"), value))
         tl.store(scan.token + out, token)
 
@@ -85,7 +85,7 @@ def _scan(scan):
 @triton.jit
 def best_score(scan, query):
     """Return the largest score of a query, and whether it is invalid: NaN or infinite."""
-    largest = of_chunks(scan, query, scan.largest)
+    largest = load_chunks(scan, query, scan.largest)
     best = tl.max(tl.where(largest == largest, largest, float("-inf")))
     invalid = tl.max((largest != largest).to(tl.int32)) > 0
     return best, invalid | (tl.abs(best) == float("inf"))
@@ -117,8 +117,8 @@ def _finish(scan, targets):
     elif filters_tokens(scan.inputs.table, query.s):
         token = top_k_top_p.draw(scan, query, best)
     else:
-        winners, ids = of_chunks(scan, query, scan.value), of_chunks(scan, query, scan.token, NO_TOKEN)
-        _, token = best_of(winners, ids)
+        winners, ids = load_chunks(scan, query, scan.value), load_chunks(scan, query, scan.token, NO_TOKEN)
+        _, token = max_and_id(winners, ids)
     tl.store(targets + query.line, token)
 
 

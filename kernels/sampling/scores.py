@@ -132,22 +132,22 @@ def _penalize(scores, table, batch, query, ids):
 
 
 @triton.jit
-def best_of(values, ids):
+def max_and_id(values, ids):
     """Return the maximum of a block of values, and the lowest id that attains it."""
     largest = tl.max(values)
     return largest, tl.min(tl.where(values == largest, ids, NO_TOKEN))
 
 
 @triton.jit
-def better_of(best, token, values, ids):
+def update_max(best, token, values, ids):
     """Combine the best value and token so far with those of a block."""
-    high, lowest = best_of(values, ids)
+    high, lowest = max_and_id(values, ids)
     better = (high > best) | ((high == best) & (lowest < token))
     return tl.where(better, high, best), tl.where(better, lowest, token)
 
 
 @triton.jit
-def of_chunks(scan, query, values, other=float("-inf")):
+def load_chunks(scan, query, values, other=float("-inf")):
     """Load the values [N, CHUNKS] of the chunks of a query, padded with `other` to a power of 2."""
     c = tl.arange(0, triton.next_power_of_2(scan.CHUNKS))
     return tl.load(values + query.line * scan.CHUNKS + c, c < scan.CHUNKS, other=other)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..table import Table
 from . import noise
-from .scores import better_of, load_scores, of_chunks
+from .scores import load_chunks, load_scores, update_max
 
 PIVOTS = tl.constexpr(16)  # thresholds tried at once: 4 bits of the result
 TILE = tl.constexpr(1024)  # tokens per iteration
@@ -91,8 +91,8 @@ def threshold(scan, query, best):
     floor = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
     floor = order_key(tl.where(min_p > 0, floor, float("-inf")))
     # Sum of the weights of the whole vocabulary.
-    largest = of_chunks(scan, query, scan.largest)
-    mass = of_chunks(scan, query, scan.mass, 0.0)
+    largest = load_chunks(scan, query, scan.largest)
+    mass = load_chunks(scan, query, scan.mass, 0.0)
     mass = tl.sum(mass * tl.exp((largest - best) / temperature))
     target = tl.where(by_count, top_k.to(tl.float32), tl.where(top_p < 1, top_p * mass, float("inf")))
     weighing = Weighing(by_count, best, temperature, target)
@@ -112,7 +112,7 @@ def threshold(scan, query, best):
 @triton.jit
 def draw(scan, query, best):
     """Sample a token from those that a query keeps. `best`: its largest score."""
-    opened, least = threshold(scan, query, best)
+    opened, min_key = threshold(scan, query, best)
     # Using query.position would spill registers on sm_80.
     position = tl.load(scan.inputs.batch.positions + query.line) + 1
     temperature = tl.load(scan.inputs.table.temperature + query.s)
@@ -121,8 +121,8 @@ def draw(scan, query, best):
     for first in range(0, opened.count * scan.GROUP, TILE):
         ids, scores = _load_open(scan, query, opened, first)
         value = scores - temperature * noise.log_e(seed, position, ids)
-        kept = tl.where(order_key(scores) >= least, value, float("-inf"))
-        winner, token = better_of(winner, token, kept, ids)
+        kept = tl.where(order_key(scores) >= min_key, value, float("-inf"))
+        winner, token = update_max(winner, token, kept, ids)
     return token
 
 
@@ -150,11 +150,11 @@ def _open_groups(scan, query, weighing, floor):
 
 
 @triton.jit
-def _search(scan, query, opened, weighing, least, is_share):
-    """Return the largest key such that the open tokens with at least this key, and at least the key `least`,
+def _search(scan, query, opened, weighing, min_key, is_share):
+    """Return the largest key such that the open tokens with at least this key, and at least `min_key`,
     reach the target weight: a radix search from the highest bits down, with 16 pivots per step.
 
-    If `is_share`, the target is a fraction of the weight of all tokens with at least the key `least`.
+    If `is_share`, the target is a fraction of the weight of all tokens whose key is at least `min_key`.
     """
     steps = 8
     if scan.inputs.logits.dtype.element_ty == tl.bfloat16:
@@ -164,7 +164,7 @@ def _search(scan, query, opened, weighing, least, is_share):
     digits = tl.arange(0, PIVOTS)
     for step in range(steps):
         pivots = found + (digits << (28 - 4 * step)).to(tl.uint32)
-        above = _weigh(scan, query, opened, weighing, pivots, least)
+        above = _weigh(scan, query, opened, weighing, pivots, min_key)
         if (step == 0) & is_share:
             target *= tl.max(above)  # the first pivot is 0: the weight of all
         digit = tl.max(tl.where(above >= target, digits, 0))
@@ -173,14 +173,14 @@ def _search(scan, query, opened, weighing, least, is_share):
 
 
 @triton.jit
-def _weigh(scan, query, opened, weighing, pivots, least):
-    """Return for each pivot the weight of the open tokens whose key is at least the pivot and `least`."""
+def _weigh(scan, query, opened, weighing, pivots, min_key):
+    """Return for each pivot the weight of the open tokens whose key is at least the pivot and `min_key`."""
     above = tl.zeros([PIVOTS], tl.float32)
     for first in range(0, opened.count * scan.GROUP, TILE):
         _, scores = _load_open(scan, query, opened, first)
         key = order_key(scores)
         mass = tl.exp((scores - weighing.best) / weighing.temperature)
-        weight = tl.where(key >= least, tl.where(weighing.by_count, 1.0, mass), 0.0)
+        weight = tl.where(key >= min_key, tl.where(weighing.by_count, 1.0, mass), 0.0)
         above += tl.sum(tl.where(key[:, None] >= pivots[None, :], weight[:, None], 0.0), 0)
     return above
 

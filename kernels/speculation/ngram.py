@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import MAX_DRAFTS, OWN
+from .. import FROM_TARGET, MAX_DRAFTS
 from ..launch import next_power_of_2, use_native, use_triton
 from ..native import call
 from ..table import Table
@@ -50,7 +50,7 @@ def naive(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) ->
     proposal = empty_proposal(rows, k, tree=max_width > 1)
     for part in (part for part in proposal if part is not None):
         part.zero_()
-    proposal.source.fill_(OWN)
+    proposal.source.fill_(FROM_TARGET)
     for b, s in enumerate(rows.tolist()):
         text = table.tokens[s, : int(table.num_tokens[s])]
         starts, n = matches(text, int(table.min_n[s]), int(table.max_n[s]))
@@ -100,8 +100,8 @@ def native(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) -
 
 
 @triton.jit
-def _best_match(text, length, min_n, max_n, taken, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the best match of min_n to max_n tokens whose next token is not in `taken`, as its packed length
+def _best_match(text, length, min_n, max_n, used, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the best match of min_n to max_n tokens whose next token is not in `used`, as its packed length
     and index, or -1 if there is none."""
     p, best = tl.arange(0, BLOCK), tl.full([BLOCK], -1, tl.int32)
     for _ in range(0, length, BLOCK):
@@ -113,41 +113,41 @@ def _best_match(text, length, min_n, max_n, taken, MAX_N: tl.constexpr, BLOCK: t
             alive &= token == tl.load(text + tl.maximum(length - i, 0))
             matched += alive.to(tl.int32)
         fits = (matched > 0) & (matched >= min_n)
-        if taken.shape[0] > 1:
+        if used.shape[0] > 1:
             token = tl.load(text + p, fits, other=-1)
-            fits &= tl.max((token[:, None] == taken[None, :]).to(tl.int32), 1) == 0
+            fits &= tl.max((token[:, None] == used[None, :]).to(tl.int32), 1) == 0
         best = tl.maximum(best, tl.where(fits, (matched << INDEX_BITS) | p, -1))
         p += BLOCK
     return tl.max(best)
 
 
 @triton.jit(do_not_specialize=["k"])
-def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    b, j, slot = tl.program_id(0), tl.arange(0, DRAFTS), tl.arange(0, SLOTS)
+def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, MAX_WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    b, j, branch = tl.program_id(0), tl.arange(0, DRAFTS), tl.arange(0, MAX_WIDTH)
     s = tl.load(rows + b)
-    row, room = tl.maximum(s, 0), draft_limit(table, s, k)
+    row, limit = tl.maximum(s, 0), draft_limit(table, s, k)
     text, length = table.tokens + row.to(tl.int64) * table.max_context, tl.load(table.num_tokens + row)
     min_n, max_n = tl.load(table.min_n + row), tl.load(table.max_n + row)
-    taken = tl.full([SLOTS], -1, tl.int32)  # the first token of each branch
+    used = tl.full([MAX_WIDTH], -1, tl.int32)  # the first token of each branch
     sources, parents, match_len, begin, branches = tl.full([DRAFTS], -1, tl.int32), j, 0, 0, 0
     width = tl.maximum(tl.load(table.tree_width + row), 1)
-    while (branches < width) & (begin < room):
-        best = _best_match(text, length, min_n, max_n, taken, MAX_N, BLOCK)
+    while (branches < width) & (begin < limit):
+        best = _best_match(text, length, min_n, max_n, used, MAX_N, BLOCK)
         if best < 0:
             width = 0
         else:
             start, n = best & INDEX_MASK, best >> INDEX_BITS
             sources = tl.where(j >= begin, start + (j - begin) % (length - start), sources)
             parents = tl.where(j == begin, 0, parents)
-            taken = tl.where(slot == branches, tl.load(text + start), taken)
+            used = tl.where(branch == branches, tl.load(text + start), used)
             match_len, width = tl.maximum(match_len, n), tl.where(n > LONG_MATCH, 1, width)
-            begin += (room - begin + 1) // 2
+            begin += (limit - begin + 1) // 2
             branches += 1
-    num_drafts = tl.where(branches > 0, room, 0)
+    num_drafts = tl.where(branches > 0, limit, 0)
     sources = tl.where(j < num_drafts, sources, -1)
     tl.store(proposal.drafts + b * k + j, tl.load(text + sources, sources >= 0, other=0), j < k)
     tl.store(proposal.source + b * k + j, sources, j < k)
-    if SLOTS > 1:
+    if MAX_WIDTH > 1:
         tl.store(proposal.parents + b * k + j, tl.where(j < num_drafts, parents, 0), j < k)
     tl.store(proposal.num_drafts + b, num_drafts)
     tl.store(proposal.match_len + b, match_len)
@@ -157,6 +157,6 @@ def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, SLOTS: tl.constexpr,
 def launch(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) -> Proposal:
     proposal = empty_proposal(rows, k, tree=max_width > 1)
     if len(rows):
-        slots = next_power_of_2(max_width)
-        _propose[(len(rows),)](table, rows, proposal, k, MAX_N=max_n, SLOTS=slots, BLOCK=BLOCK, num_warps=16)
+        grid, width = (len(rows),), next_power_of_2(max_width)
+        _propose[grid](table, rows, proposal, k, MAX_N=max_n, MAX_WIDTH=width, BLOCK=BLOCK, num_warps=16)
     return proposal

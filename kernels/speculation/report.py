@@ -3,7 +3,7 @@
 `verify.commit` writes the report, [B, 6 + 2 Q] int32, so that the host needs one copy; `decode` reads it.
 Its columns: number of kept tokens; drafts; accepted drafts; drafter; match length; `finished` (RUNNING for
 inactive rows); Q columns of emitted tokens, padded with -1, of which the kept ones come first; Q columns of
-their sources, OWN for tokens that were not drafts.
+their sources, FROM_TARGET for tokens that were not drafts.
 
 `logprobs` returns those of the unmodified logits (before bias, penalties and temperature), as in vLLM:
 

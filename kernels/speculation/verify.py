@@ -26,15 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, OWN, RUNNING, STOPPED
-from ..batch import Batch, rows_of
+from .. import FROM_TARGET, LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, RUNNING, STOPPED
+from ..batch import Batch, iter_rows
 from ..launch import next_power_of_2, use_native, use_triton
 from ..native import call
 from ..table import Table
 from .proposal import Proposal
 
 _RUNNING, _STOPPED, _LENGTH, _NAN = map(tl.constexpr, (RUNNING, STOPPED, LENGTH, NAN))
-_NAN_TOKEN, _OWN, STOPS = map(tl.constexpr, (NAN_TOKEN, OWN, MAX_STOP_IDS))
+_NAN_TOKEN, _FROM_TARGET, STOPS = map(tl.constexpr, (NAN_TOKEN, FROM_TARGET, MAX_STOP_IDS))
 COUNTS = tl.constexpr(6)  # columns of a report that precede the tokens
 
 
@@ -54,31 +54,31 @@ def commit(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> V
 
 
 def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
-    drawn, Q = targets.tolist(), batch.max_q_len
+    tokens, Q = targets.tolist(), batch.max_q_len
     proposed = (proposal.drafter.tolist(), proposal.match_len.tolist(), proposal.source.tolist())
     lines, num_emitted, paths = [], [], []
-    for row, drafter, match_len, source in zip(rows_of(batch), *proposed, strict=True):
-        path = list(row.walk(drawn))
-        run = [drawn[row.start + node] for node in path]
-        kept, code = _append(table, row.request, run)
-        counts = [kept, max(len(row.ids) - 1, 0), max(len(run) - 1, 0), drafter, match_len, code]
+    for row, drafter, match_len, source in zip(iter_rows(batch), *proposed, strict=True):
+        path = list(row.walk(tokens))
+        emitted = [tokens[row.start + node] for node in path]
+        kept, code = _append(table, row.request, emitted)
+        counts = [kept, max(len(row.ids) - 1, 0), max(len(emitted) - 1, 0), drafter, match_len, code]
         # Emitted token i was the draft at node path[i + 1]; the last one was not a draft.
         drafted = [source[node - 1] for node in path[1:]]
-        lines.append(counts + run + [-1] * (Q - len(run)) + drafted + [OWN] * (Q - len(drafted)))
-        num_emitted.append(len(run))
+        lines.append(counts + emitted + [-1] * (Q - len(path)) + drafted + [FROM_TARGET] * (Q - len(drafted)))
+        num_emitted.append(len(emitted))
         paths.append(path + [0] * (Q - len(path)))
     columns = (lines, num_emitted, paths)
     return Verdict(*(torch.tensor(c, dtype=torch.int32, device=targets.device) for c in columns))
 
 
-def _append(table: Table, s: int, run: list[int]) -> tuple[int, int]:
+def _append(table: Table, s: int, emitted: list[int]) -> tuple[int, int]:
     """Append emitted tokens to request row s. Return the number kept, and the new value of `finished`."""
     kept, code = 0, int(table.finished[s]) if s >= 0 else RUNNING
-    if s < 0 or not run or code != RUNNING:
+    if s < 0 or not emitted or code != RUNNING:
         return 0, code
     length, stops = int(table.num_tokens[s]), table.stop_ids[s].tolist()
     left = max(int(table.max_len[s]) - length, 0)
-    for token in run[:left]:
+    for token in emitted[:left]:
         if token == NAN_TOKEN:
             code = NAN
             break
@@ -176,8 +176,8 @@ def _commit(targets, batch, table, proposal, verdict, sizes, WIDTH: tl.constexpr
     tl.store(line + 4, tl.load(proposal.match_len + b))
     tl.store(line + 5, code)
     tl.store(line + COUNTS + i, emitted, i < Q)
-    source = tl.load(proposal.source + b * K + path - 1, (i > 0) & (i < count), other=_OWN)
-    before = tl.where(i > 0, i - 1, Q - 1)  # column of this draft; the last column gets OWN
+    source = tl.load(proposal.source + b * K + path - 1, (i > 0) & (i < count), other=_FROM_TARGET)
+    before = tl.where(i > 0, i - 1, Q - 1)  # column of this draft; the last column gets FROM_TARGET
     tl.store(line + COUNTS + Q + before, source, i < Q)
 
 

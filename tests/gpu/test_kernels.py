@@ -171,7 +171,7 @@ def test_kv_move(gpu: torch.device) -> None:
 
 
 def test_layer_under_graph_capture(gpu: torch.device) -> None:
-    """A step's kernels can be captured and replayed, including split products with their tickets."""
+    """A step's kernels can be captured and replayed, including split products with their counters."""
     products = {kind: products_of("qwen3-0.6b", kind, 5, BF16, gpu) for kind in KINDS}
 
     def layer() -> Tensor:

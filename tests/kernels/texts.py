@@ -129,13 +129,13 @@ class Texts:
         return scored(batch, out)
 
 
-def divide(monkeypatch: pytest.MonkeyPatch, programs: int, fine: int = 0) -> None:
-    """Split the cache among `programs` programs, by tiles for rows of up to `fine` tiles."""
+def divide(monkeypatch: pytest.MonkeyPatch, programs: int, max_tiles: int = 0) -> None:
+    """Split the cache among `programs` programs, by tiles for rows of up to `max_tiles` tiles."""
     split, spans = split_kv.split_kv, 64
 
     def chosen(*shape: Any) -> split_kv.Split:
-        units = max(spans, fine) if programs > 1 else 0
-        return split(*shape)._replace(programs=programs, fine=fine, units=units)
+        units = max(spans, max_tiles) if programs > 1 else 0
+        return split(*shape)._replace(programs=programs, max_tiles=max_tiles, units=units)
 
     monkeypatch.setattr(split_kv, "split_kv", chosen)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from ...kernels import OWN
+from ...kernels import FROM_TARGET
 
 if TYPE_CHECKING:
     from ...llm import LLM
@@ -39,7 +39,7 @@ class Console:
         """Write streamed tokens, highlighting accepted drafts if `show_drafts` is set."""
         for text, source in pieces:
             if text:
-                self.write(text, ACCEPTED if self.show_drafts and source != OWN else "")
+                self.write(text, ACCEPTED if self.show_drafts and source != FROM_TARGET else "")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Write a table with the first column aligned left and the others aligned right."""

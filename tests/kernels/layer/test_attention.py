@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.launch import ARCHITECTURES, forced, tickets
+from nanospec.kernels.launch import ARCHITECTURES, counters, forced
 from nanospec.kernels.layer import attention, split_kv
 from nanospec.kernels.layer.attention import AttentionMetadata
 from tests.kernels.texts import SCALE, Texts, divide, random_trees, scored
@@ -212,11 +212,11 @@ def test_prompt_chunks_match_decoding_bitwise(
 def test_result_is_bitwise_independent_of_number_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     texts, parts = requests([(1297, 3), (700, 2), (5, 0), (30, 1)], (2, 1, 64))
     results = []
-    for programs, fine in ((21, 21), (2, 0), (3, 0), (7, 2), (1, 0)):
-        divide(monkeypatch, programs, fine)
+    for programs, max_tiles in ((21, 21), (2, 0), (3, 0), (7, 2), (1, 0)):
+        divide(monkeypatch, programs, max_tiles)
         results.append(texts.attend(parts))
     assert all(torch.equal(result, results[0]) for result in results)
-    assert not tickets(torch.device("cpu"), "attention").any()  # reset to zero
+    assert not counters(torch.device("cpu"), "attention").any()  # reset to zero
 
 
 def test_split_kv_covers_the_cache_and_is_bounded() -> None:
@@ -224,10 +224,10 @@ def test_split_kv_covers_the_cache_and_is_bounded() -> None:
         for q_len in (1, 9, 64):
             for length in (1, 64, 65, 1024, 5000, 32768):
                 split = split_kv.split_kv(rows, q_len, length, (16, 8, 128), "sm_90")
-                spans, pairs = -(-length // 512), rows * split.pairs
-                assert 1 <= split.programs <= max(spans, split.fine, 1)
+                spans, pairs = -(-length // 512), rows * split.query_tiles
+                assert 1 <= split.programs <= max(spans, split.max_tiles, 1)
                 assert split.programs * pairs <= max(32768 // split.columns, 256, pairs)
-                assert split.units == (max(spans, split.fine) if split.programs > 1 else 0)
+                assert split.units == (max(spans, split.max_tiles) if split.programs > 1 else 0)
     heads = (16, 8, 128)
     assert split_kv.split_kv(1, 1, 1024, heads, "sm_90")[:5] == (16, 8, 16, 16, 16)  # a program for each tile
     assert split_kv.split_kv(64, 1, 32768, heads, "sm_90").programs == 4

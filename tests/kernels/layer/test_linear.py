@@ -33,7 +33,7 @@ def test_linear(kind: str, T: int, N: int, K: int, dtype: torch.dtype) -> None:
     products = Products(T, N, K, dtype)
     out = products.run(kind)
     assert out.dtype == dtype
-    assert torch.equal(out, products.run(kind))  # tickets were reset to zero
+    assert torch.equal(out, products.run(kind))  # counters were reset to zero
     assert_close(out, products.expected(kind), TOLERANCE[dtype], kind)
 
 
@@ -56,15 +56,15 @@ def test_result_is_bitwise_independent_of_other_rows(
 ) -> None:
     """Independent of the number of rows and of the tiling, except for the parts of K."""
     products = Products(320, 128, 320, dtype)
-    any_tiling(parts=3, part=128, apart=True)
+    any_tiling(parts=3, part=128, split_k=True)
     together = products.run(kind)
     for first, count in ((0, 1), (2, 3), (0, 17), (60, 65), (100, 130)):
-        for apart in (True, False):
-            any_tiling(parts=3, part=128, apart=apart)
+        for split_k in (True, False):
+            any_tiling(parts=3, part=128, split_k=split_k)
             rows = slice(first, first + count)
-            assert torch.equal(products.run(kind, rows), together[rows]), (rows, apart)
+            assert torch.equal(products.run(kind, rows), together[rows]), (rows, split_k)
     for rows_, width, block_k in ((64, 64, 64), (128, 16, 64), (256, 64, 64), (128, 128, 64), (64, 32, 128)):
-        any_tiling(parts=3, part=128, apart=False, rows=rows_, width=width, block_k=block_k)
+        any_tiling(parts=3, part=128, split_k=False, rows=rows_, width=width, block_k=block_k)
         assert torch.equal(products.run(kind, slice(0, 70)), together[:70]), (rows_, width)
 
 
@@ -73,14 +73,14 @@ def test_result_is_bitwise_independent_of_other_rows(
     ("N", "K"), [(1024, 2048), (4096, 1024), (576, 576), (151936, 1024), (24576, 4096), (960, 576), (8, 16)]
 )
 def test_parts_of_k_depend_only_on_weight_shape(N: int, K: int, arch: str) -> None:
-    parts, part = product.parts_of(N, K, arch)
+    parts, part = product.split_k_parts(N, K, arch)
     assert part % (128 if K % 128 == 0 else 64) == 0
     assert (parts - 1) * part < K <= parts * part
     for T in (1, 16, 33, 64, 65, 320, 4096):
         chosen = product.choose_tiling(T, N, K, arch, 2)
         assert (chosen.parts, chosen.part) == (parts, part)
         assert part % chosen.block_k == 0
-        assert not chosen.apart or parts > 1
+        assert not chosen.split_k or parts > 1
 
 
 @pytest.mark.parametrize(

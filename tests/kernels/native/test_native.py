@@ -111,7 +111,7 @@ def test_compiled_library_is_cached_and_repaired(fresh: Path, monkeypatch: pytes
     monkeypatch.setattr(native, "_compile", run)
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))
     monkeypatch.setattr(native, "SOURCES", [path for path in native.SOURCES if path.name == "ngram.cpp"])
-    file = native.built(fresh)
+    file = native.compiled_library(fresh)
     file.write_bytes(b"truncated")
     assert native.library() is not None
     assert list(fresh.glob("*")) == [file]
@@ -120,7 +120,7 @@ def test_compiled_library_is_cached_and_repaired(fresh: Path, monkeypatch: pytes
     assert native.library() is not None
     assert 0 < count == len(calls)
     monkeypatch.setenv("CXX", "no-such-compiler")  # the compiler may have been removed
-    assert native.built(fresh) == file
+    assert native.compiled_library(fresh) == file
     monkeypatch.setenv("CXX", "no-such-compiler -march=x86-64-v3")
     with pytest.raises(FileNotFoundError, match="no-such-compiler not found"):
-        native.built(fresh)
+        native.compiled_library(fresh)

@@ -83,7 +83,7 @@ def test_avx2_and_avx512_are_bitwise_identical(
     actual = []
     for name in ("AVX2", "AVX-512"):
         library = ctypes.CDLL(str(built_for(PROCESSORS[name][0])))
-        monkeypatch.setattr(native, "library", lambda insist=False, library=library: library)
+        monkeypatch.setattr(native, "library", lambda required=False, library=library: library)
         actual.append(packed.linear(x, packed.pack(weight)))
     assert (actual[0] != 0).float().mean() > 0.2
     assert torch.equal(*actual)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanospec.kernels import EXACT, REJECTION, TYPICAL, launch
-from nanospec.kernels.batch import Batch, rows_of
+from nanospec.kernels.batch import Batch, iter_rows
 from nanospec.kernels.sampling import accept, noise, sample
 from nanospec.kernels.sampling.accept import DELTA, EPSILON, TILE
 from nanospec.kernels.sampling.scan import scan
@@ -333,7 +333,7 @@ def test_kernel_entropy_and_log_probs(seed: int, V: int, form: str) -> None:
     result = scan(Inputs.of(logits, table, batch), batch.max_q_len)
     log_p, entropy, seen = torch.empty(logits.shape), torch.empty(len(logits)), 0
     _all[(batch.max_q_len, batch.num_rows)](result, log_p, entropy)
-    for row in rows_of(batch):
+    for row in iter_rows(batch):
         for place in range(len(row.ids)):
             t = row.start + place
             scores, _ = scores_of(logits, table, batch, row, place)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.kernels import NAN_TOKEN
-from nanospec.kernels.batch import Batch, rows_of
+from nanospec.kernels.batch import Batch, iter_rows
 from nanospec.kernels.sampling import noise, sample
 from nanospec.kernels.sampling.scores import MAX_VOCAB
 from nanospec.kernels.speculation import verify
@@ -102,7 +102,7 @@ def check(
         logits[first, rng.sample(range(V), 2)] = 100.0
     targets = implementation(logits, table, batch)
     assert (targets.dtype, targets.shape) == (torch.int32, (batch.num_tokens,))
-    for row in rows_of(batch):
+    for row in iter_rows(batch):
         for place in range(len(row.ids)):
             t, drafts = row.start + place, row.drafts_to(place)
             scores, position = logits[t].double().numpy(), int(batch.positions[t]) + 1

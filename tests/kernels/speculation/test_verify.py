@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanospec.kernels import LENGTH, MAX_STOP_IDS, NAN, OWN, RUNNING, STOPPED
+from nanospec.kernels import FROM_TARGET, LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.speculation import report, verify
 from nanospec.kernels.speculation.proposal import Proposal
@@ -122,7 +122,7 @@ def check(q_len: list[int], seed: int, tree: bool, uniform: bool, commit: Commit
         assert verdict.path[b].tolist() == path + [0] * rest
         assert emitted(verdict)[b].tolist() == run + [-1] * rest
         kept = append(expected, rows[b], run)
-        source = [int(proposal.source[b, place - 1]) for place in path[1:]] + [OWN]
+        source = [int(proposal.source[b, place - 1]) for place in path[1:]] + [FROM_TARGET]
         by, match_len = int(proposal.drafter[b]), int(proposal.match_len[b])
         code = int(expected.finished[rows[b]]) if rows[b] >= 0 else RUNNING
         drafted, accepted = max(n - 1, 0), max(len(path) - 1, 0)

@@ -15,7 +15,7 @@ from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.estimates import StepCosts
 from nanospec.drafters.medusa import CONTENDERS, Heads, MedusaDrafter, tree_paths
 from nanospec.engine.engine import Engine
-from nanospec.kernels import GENERATED, OWN, launch
+from nanospec.kernels import FROM_TARGET, GENERATED, launch
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.sampling import noise
@@ -199,7 +199,7 @@ def test_perfect_heads_are_always_accepted(mode: str, width: int) -> None:
     assert request.output_ids == cycle(8, 41)
     depth = 3 if width == 1 else 2  # of a tree with six nodes
     assert request.stats.num_steps <= 2 + -(-40 // (depth + 1)) + 2
-    assert set(request.draft_sources) == {OWN, GENERATED}
+    assert set(request.draft_sources) == {FROM_TARGET, GENERATED}
     assert request.stats.by_drafter.keys() == {"medusa"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.messages import logprobs_by_id
 from nanospec.engine.request import Limits, Request, check_request, derive_seed
-from nanospec.kernels import LENGTH, MAX_STOP_IDS, OWN, RUNNING, STOPPED
+from nanospec.kernels import FROM_TARGET, LENGTH, MAX_STOP_IDS, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob, Piece
 from nanospec.text import as_int
@@ -35,7 +35,7 @@ def request_for(tokenizer: Tokenizer | None, **params: object) -> Request:
 
 
 def step(tokens: list[int], finished: int = RUNNING, accepted: int = 0, source: int = -1) -> RowReport:
-    sources = [source + i if i < accepted and source >= 0 else OWN for i in range(len(tokens))]
+    sources = [source + i if i < accepted and source >= 0 else FROM_TARGET for i in range(len(tokens))]
     return RowReport(tokens, accepted, accepted, 0, 0, finished, sources)
 
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from nanospec.config import SamplingParams
 from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan, Scheduler
-from nanospec.kernels import LENGTH, NO_DRAFTER, OWN, RUNNING, STOPPED
+from nanospec.kernels import FROM_TARGET, LENGTH, NO_DRAFTER, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 
 SIZE = 4  # tokens per block
@@ -115,7 +115,7 @@ class Simulation:
         finished = LENGTH if len(new) == room else STOPPED if self.rng.random() < 0.03 else RUNNING
         if finished != RUNNING:
             self.ended.add(request)
-        return RowReport(new, drafts, accepted, 0, 0, finished, [OWN] * len(new))
+        return RowReport(new, drafts, accepted, 0, 0, finished, [FROM_TARGET] * len(new))
 
     def collect(self, flight: list[tuple[Request, RowReport]]) -> None:
         """Process the results of a step; occasionally cut its tokens as at a stop string."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanospec.engine.request import Request
 from nanospec.extras.tracing.trace import Record
-from nanospec.kernels import GENERATED, OWN
+from nanospec.kernels import FROM_TARGET, GENERATED
 
 
 def record_of(request: Request) -> Record:
@@ -18,7 +18,7 @@ def check(request: Request) -> None:
     assert [token for step in steps for token in step.tokens] == request.output_ids
     sources = []
     for step in steps:
-        own = [OWN] * (len(step.tokens) - len(step.accepted))
+        own = [FROM_TARGET] * (len(step.tokens) - len(step.accepted))
         sources += [step.sources[place - 1] for place in step.accepted] + own
         assert len(own) <= 1
         assert [step.drafts[place - 1] for place in step.accepted] == step.tokens[: len(step.accepted)]
