@@ -148,7 +148,7 @@ def test_logprobs_as_dict() -> None:
         (8, 0, {}, "8 tokens"),
         (0, 0, {}, "The prompt is empty"),
         (1, MAX_STOP_IDS, {}, None),
-        (1, MAX_STOP_IDS + 1, {}, f"are {MAX_STOP_IDS + 1} ids, but the limit is {MAX_STOP_IDS}"),
+        (1, MAX_STOP_IDS + 1, {}, f"total {MAX_STOP_IDS + 1} ids, but the limit is {MAX_STOP_IDS}"),
         (1, 0, {"logit_bias": {4: 1.0}}, "logit_bias contains token id 4; ids are integers from 0 to 3"),
         (1, 0, {"acceptance": "exact"}, None),
         (1, 0, {"acceptance": "typical"}, "requires an engine started with"),
