@@ -87,7 +87,7 @@ def over_k(folder: Path) -> Any:
     settings = results["settings"]
     note = (
         "Solid: tokens per step. Dashed: time per step. Both are relative to a step without speculation; the "
-        "gap between them is the speed-up, and a circle marks the best K. Below each name: the speed-up of "
+        "gap between them is the speedup, and a circle marks the best K. Below each name: the speedup of "
         f"automatic K. {source(['over_k'], results['environment'])} {results['model']} in bf16, n-gram "
         f"lookup, greedy; at least {settings['prompts']} prompts of each kind, {settings['max_tokens']} "
         f"tokens each, prefill excluded. Medians of {settings['rounds']} rounds; all K took turns."

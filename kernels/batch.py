@@ -189,7 +189,7 @@ class Batch:
         return (i < self.q_len[:, None]).flatten().nonzero().squeeze(1)
 
     @cached_property
-    def cached(self) -> Tensor:
+    def with_slot(self) -> Tensor:
         """Flat indices of the tokens that have a slot, [n] int64."""
         return (self.slots >= 0).nonzero().squeeze(1)
 

@@ -67,7 +67,7 @@ def forced(backend: Backend | None = None, architecture: str | None = None) -> I
 
 
 def arch(tensor: Tensor) -> str:
-    """Return the entry of ARCHITECTURES to tune for: gfx942 for any AMD GPU, sm_90 for a tensor on a CPU."""
+    """Return the entry of ARCHITECTURES to tune for: the nearest older one, gfx942 on AMD, sm_90 on a CPU."""
     return _target or (_device_arch(tensor.device.index or 0) if tensor.is_cuda else "sm_90")
 
 

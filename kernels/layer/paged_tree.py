@@ -50,8 +50,8 @@ def _attend_tree(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.
             k, v = load_rows(keys, place, C), load_rows(values, place, C)
             place = locate_path(batch, blocks, step + 1, first_per_node, num_nodes, work, C)  # ahead
             tile, node = tile_and_node(step, first_per_node, num_nodes)
-            visible_from = tl.where((step < first_per_node) | (column_node == node), position, -1)
-            s = mask(scores(k, query, C), tile, visible_from, work, C)
+            query_position = tl.where((step < first_per_node) | (column_node == node), position, -1)
+            s = mask(scores(k, query, C), tile, query_position, work, C)
             state = add_tile(state, s, v, sizes.scale, C)
         total = end_unit(partials, unit, total, state, work, C)
     store_output(partials, operands.out, total, work, C)

@@ -259,11 +259,11 @@ struct Attention {
 };
 
 // The division of a batch into pieces, which is the same for all layers. If there are too few pieces for all threads,
-// they run `apart`: each span is a separate piece.
+// `split_spans` is set: each span is a separate piece.
 struct Plan {
     std::vector<Piece> pieces;
     std::vector<long> first;  // index in `pieces` of the first part of each whole piece, followed by the total number
-    bool apart;
+    bool split_spans;
     long rows = 0;  // maximum number of rows of a piece
 
     Plan(const Model& model, const Batch& batch, int threads) {
@@ -279,10 +279,10 @@ struct Plan {
                     rows = std::max(rows, count * group);
                 }
         const long count = whole.size(), bytes = spans * rows * sizeof(Partial);
-        apart = count < spans && count < 4 * threads && bytes <= MAX_PARTIAL_BYTES;
+        split_spans = count < spans && count < 4 * threads && bytes <= MAX_PARTIAL_BYTES;
         for (Piece p : whole) {
             first.push_back(pieces.size());
-            const long end = p.end, step = apart ? SPAN : end;
+            const long end = p.end, step = split_spans ? SPAN : end;
             for (; p.begin < end; p.begin += step) {
                 p.end = std::min(p.begin + step, end);
                 pieces.push_back(p);
@@ -294,10 +294,10 @@ struct Plan {
 
 inline void attention(Team& team, const Attention& attend, const Plan& plan, Attention::Scratch& at, Partial* parts) {
     team.each(plan.pieces.size(), [&](long i, long next) {
-        attend(plan.pieces[i], plan.pieces[next], at, plan.apart ? parts + i * plan.rows : at.total);
-        if (!plan.apart) attend.write(plan.pieces[i], at.total);
+        attend(plan.pieces[i], plan.pieces[next], at, plan.split_spans ? parts + i * plan.rows : at.total);
+        if (!plan.split_spans) attend.write(plan.pieces[i], at.total);
     });
-    if (!plan.apart) return;
+    if (!plan.split_spans) return;
     team.each(plan.first.size() - 1, [&](long i, long) {
         Partial* total = parts + plan.first[i] * plan.rows;
         const Piece& p = plan.pieces[plan.first[i]];

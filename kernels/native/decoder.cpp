@@ -1,4 +1,4 @@
-// `Model.forward` of models/decoder.py for bfloat16 on a CPU, in one call: every thread runs all layers.
+// `Model.forward` of models/decoder.py for bfloat16 on a CPU, in one call: the threads share each layer.
 // The specification is in decoder.py, rope_cache.py and attention.py.
 //
 // The result of a token is bitwise independent of other rows, of tokens that it does not attend to, and of the number of
@@ -109,7 +109,7 @@ extern "C" void nanospec_forward(const Forward* args) {
     const long T = batch.num_tokens, H = m.hidden, D = m.head_dim;
     const Buffer x(T, H), normed(T, H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
     const Plan plan(m, batch, args->threads);
-    const std::unique_ptr<Partial[]> parts(plan.apart ? new Partial[plan.pieces.size() * plan.rows] : nullptr);
+    const std::unique_ptr<Partial[]> parts(plan.split_spans ? new Partial[plan.pieces.size() * plan.rows] : nullptr);
     run(args->threads, PHASES * m.num_layers + 2, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
         const FpuMode mode;

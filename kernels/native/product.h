@@ -21,7 +21,7 @@ constexpr Multiply<Matrix> MULTIPLY[] = {
     OF<Matrix, 7>, OF<Matrix, 8>, OF<Matrix, 9>, OF<Matrix, 10>, OF<Matrix, 11>, OF<Matrix, 12>,
 };
 
-constexpr long MAX_REGISTER_ROWS = std::size(MULTIPLY<Strip>) - 1;  // their sums, 2 vectors each, fit
+constexpr long MAX_REGISTER_ROWS = std::size(MULTIPLY<Strip>) - 1;  // sums of 2 vectors fit in registers
 
 // Returns whether AMX is used for this number of pairs of rows of a matrix; if so, for any number of rows of x.
 template <class Matrix>

@@ -128,7 +128,7 @@ def draw(scan, query, best):
 
 @triton.jit
 def _open_groups(scan, query, weighing, floor):
-    """Open groups until the tokens above all closed groups reach the target, or min-p drops the closed."""
+    """Open groups until the tokens above all closed ones reach the target, or min-p drops all closed ones."""
     g = tl.arange(0, triton.next_power_of_2(scan.GROUPS))
     groups = scan.groups + query.line.to(tl.int64) * scan.GROUPS
     key = order_key(tl.load(groups + g, g < scan.GROUPS, other=float("-inf"))).to(tl.uint64) << 32

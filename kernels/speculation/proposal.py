@@ -4,7 +4,7 @@ Node 0 of a row is its last committed token; nodes 1 .. num_drafts are its draft
 follows the previous one. In a tree, `parents` gives the node that each draft follows. Parents come before
 their children, so the first n drafts of a tree form a tree too. Siblings are different tokens.
 
-`lay_out` builds that batch, padded to K + 1 tokens per row or packed (`batch.py`). It validates the drafts:
+`lay_out` builds the batch, padded to K + 1 tokens per row or packed (`batch.py`). It validates the drafts:
 those beyond the request's `max_len` are dropped, as are all from the first one that is outside the vocabulary
 or whose parent does not precede it. Inactive (-1) and finished rows get q_len 0 and request row -1, so that
 later operations skip them. The position of a tree node follows from its depth, and its mask from its

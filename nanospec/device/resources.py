@@ -126,7 +126,7 @@ def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] =
     """Return (number of KV cache blocks, max_model_len) for this model on this machine. The size of a block
     includes the K/V of the same tokens in the caches of the drafters.
 
-    An unset max_model_len is reduced to fit. Raises ValueError if it exceeds a limit or memory is too small.
+    An unset max_model_len is reduced to fit. Raises ValueError if it exceeds a limit, or without memory.
     """
     limit, limited_by = model.config.max_position_embeddings, "model"
     for drafter in drafters:

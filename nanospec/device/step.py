@@ -85,21 +85,21 @@ class Step:
         rows: Tensor,
         k: int,
         requested: Sequence[Extension] = (),
-        num_to_verify: NumToVerify | None = None,
+        count_drafts: NumToVerify | None = None,
         model_k: int = MAX_DRAFTS,
     ) -> StepResult:
         """Run a step over the request `rows` [B] int32, -1 for padding, with at most `k` drafts each. The
         `requested` extensions take part, along with those that always do. The step is padded unless
-        `num_to_verify` is given; then it is packed and the last drafter proposes at most `model_k` drafts."""
-        table, packed = self.table, num_to_verify is not None
+        `count_drafts` is given; then it is packed and the last drafter proposes at most `model_k` drafts."""
+        table, packed = self.table, count_drafts is not None
         extensions = [each for each in self.extensions if each.always or each in requested]
         with self.stages["propose"]:
             times = self.draft_times if packed else None
             proposal = methods.propose(self.drafters, table, rows, k, min(k, model_k), times)
             for extension in extensions if k else ():
                 proposal = extension.propose(table, rows, proposal)
-            if num_to_verify is not None and k:
-                proposal = _truncate(rows, proposal, num_to_verify)
+            if count_drafts is not None and k:
+                proposal = _truncate(rows, proposal, count_drafts)
             batch = lay_out(table, rows, proposal, packed)
         with self.stages["forward"]:
             hidden = self.model.forward(batch, self.kv_cache)
@@ -120,8 +120,8 @@ class Step:
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
 
-def _truncate(rows: Tensor, proposal: Proposal, num_to_verify: NumToVerify) -> Proposal:
+def _truncate(rows: Tensor, proposal: Proposal, count_drafts: NumToVerify) -> Proposal:
     """Return the proposal with the number of drafts of each row reduced by the policy."""
     columns = rows, proposal.drafter.clamp(min=0), proposal.num_drafts, proposal.match_len.clamp(min=0)
-    kept = num_to_verify(list(map(RowProposal, *(column.tolist() for column in columns))))
+    kept = count_drafts(list(map(RowProposal, *(column.tolist() for column in columns))))
     return proposal._replace(num_drafts=torch.tensor(kept, dtype=torch.int32, device=rows.device))

@@ -8,7 +8,7 @@
 
 They are called by the host (`engine.py`), which does not compute with tensors. Arguments are plain data
 (`messages.py`), so that the same calls can be sent to several workers. The exceptions are the pending step
-passed to `fetch`, and `num_to_verify`, a host function that a packed step calls once it has drafts.
+passed to `fetch`, and `count_drafts`, a host function that a packed step calls once it has drafts.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Worker:
 
     @with_device
     @torch.inference_mode()
-    def step(self, inputs: StepInput, num_to_verify: NumToVerify) -> PendingStep:
-        """Queue a step. Unless captured, `num_to_verify` returns how many drafts to verify for each row."""
+    def step(self, inputs: StepInput, count_drafts: NumToVerify) -> PendingStep:
+        """Queue a step. If it is packed, `count_drafts` returns how many drafts to verify for each row."""
         for row_blocks in inputs.new_blocks:
             self._set_blocks(*row_blocks)
         rows, num_top, graphs = inputs.rows, inputs.logprobs, self.graphs
@@ -139,7 +139,7 @@ class Worker:
             extension.send(value, bucket.k if bucket else inputs.k)
         if graphs is None or bucket is None:
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
-            result = self._step(on_device, inputs.k, tuple(requested), num_to_verify, inputs.model_k)
+            result = self._step(on_device, inputs.k, tuple(requested), count_drafts, inputs.model_k)
         else:
             with self.stages["propose"]:
                 for drafter in self.drafters:

@@ -1,7 +1,7 @@
 """Share an engine between threads.
 
 Requests of all threads are batched: a thread that waits for results locks the engine and runs one step for
-all. Holding this lock is a *turn*; unfinished requests are accessed only in one. Ctrl-C waits for its end.
+all. Holding the lock is a *turn*: unfinished requests are accessed only in turns; Ctrl-C waits for the end.
 If a step fails, the device is in an unknown state, so all requests are aborted. Requests whose stream was
 closed are aborted in the next turn.
 """

@@ -79,7 +79,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def default_heads(model_folder: Path) -> Path:
-    """Return the path of a model's Medusa heads, `heads/NAME.safetensors`. Raises FileNotFoundError."""
+    """Return a model's `heads/NAME.safetensors` in a weights folder or the package."""
     for folder in (*weights_folders(), PACKAGE):
         path = folder / "heads" / f"{model_folder.name}.safetensors"
         if path.is_file():

@@ -35,7 +35,7 @@ class Bundle(NamedTuple):
     cpus: int
     gpus: int
     threads: int | None  # in each process of the replica; None on a GPU
-    replicas_per_machine: int  # number of replicas on one machine, including this one
+    replicas_per_machine: int
 
 
 def load(folder: Path, model: str, bundle: Bundle, options: dict[str, Any], **more: Any) -> LLM:

@@ -36,8 +36,8 @@ UNIT = 16  # alignment of a shard's intermediate size and vocabulary, for full v
 
 
 class RowParallelLinear(Linear):
-    """A row-parallel linear layer: each rank multiplies by its `part` [N, K / ranks] of the weight, and the
-    partial products are added. The bias is on one rank; the others have zeros."""
+    """A row-parallel linear layer (by rows of weight.T): each rank multiplies by its `part` [N, K / ranks] of
+    the weight, and the partial products are added. The bias is on one rank; the others have zeros."""
 
     def __init__(self, part: Linear, group: Group) -> None:
         super().__init__(part.weight, part.bias)

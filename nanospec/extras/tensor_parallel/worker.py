@@ -86,9 +86,9 @@ class Rank(Worker):
         with self._all("prefill", chunks):
             super().prefill(chunks)
 
-    def step(self, inputs: StepInput, num_to_verify: NumToVerify = lambda proposals: []) -> PendingStep:
+    def step(self, inputs: StepInput, count_drafts: NumToVerify = lambda proposals: []) -> PendingStep:
         with self._all("step", inputs):
-            return super().step(inputs, lambda p: self.group.broadcast_object(lambda: num_to_verify(p)))
+            return super().step(inputs, lambda p: self.group.broadcast_object(lambda: count_drafts(p)))
 
     def fetch(self, pending: PendingStep) -> list[RowResult]:
         assert self.job is not None  # only the leader fetches results

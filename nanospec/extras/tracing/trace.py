@@ -36,7 +36,7 @@ class StepRecord:
         method, match_len: the name of the drafter; the length of its n-gram match, 0 for other drafters.
         drafts, sources, parents: all drafts; see `Proposal`. In a chain, the parents are 0, 1, 2, ...
         verified: the number of verified drafts, which are the first ones.
-        accepted: 1-based indices into `drafts` of the accepted ones, root first.
+        accepted: 1-based indices into `drafts` of the accepted ones, in order of depth.
         reason: what determined `verified`: "off", "end" (only one token was left to generate), "no match",
             "fixed", "pays", "does not pay" or "probe".
         expected_speedup: the estimated tokens per ms of the whole step, relative to a step without drafts;

@@ -23,7 +23,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 # Triton's interpreter supports one thread at a time.
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "triton"), (1, "naive"), (2, "naive"), (3, "naive")])
-def test_summed_weight_matches_whole_weight(ranks: int, backend: str) -> None:
+def test_row_parallel_weight_matches_whole_weight(ranks: int, backend: str) -> None:
     """Gathering and adding in slices are bitwise identical."""
     h, weight, x, bias = normal(5, 48), normal(40, 48, seed=1), normal(5, 40, seed=2), normal(40, seed=3)
     norm, columns = Norm(torch.ones(40), 1e-5), 48 // ranks

@@ -25,10 +25,10 @@ class DeviceRecorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices: list[torch.device] = []
         self.depth = 0
-        monkeypatch.setattr(resources, "use_device", self._current)
+        monkeypatch.setattr(resources, "use_device", self._use_device)
 
     @contextmanager
-    def _current(self, device: torch.device) -> Iterator[None]:
+    def _use_device(self, device: torch.device) -> Iterator[None]:
         self.devices.append(device)
         self.depth += 1
         yield
@@ -62,7 +62,7 @@ def test_worker_runs_on_its_device(options: dict[str, Any], monkeypatch: pytest.
     assert entered.depth == 0
 
 
-def test_current_sets_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_device_sets_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     entered_devices: list[torch.device] = []
 
     @contextmanager

@@ -87,7 +87,7 @@ def test_padded_step_does_not_time_its_drafter() -> None:
         step(torch.empty(8, dtype=torch.int32, device="meta"), 4)
 
 
-def test_cut_passes_offers_to_policy() -> None:
+def test_truncate_passes_proposals_to_policy() -> None:
     offered: list[RowProposal] = []
 
     def num_to_verify(offers: list[RowProposal]) -> list[int]:

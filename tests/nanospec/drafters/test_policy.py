@@ -65,7 +65,7 @@ def usual_k(policy: Policy, rows: int, steps: int = 100) -> int:
 
 
 def to_verify(policy: Policy, drafts: Sequence[int], match: int = 3, waiting: bool = True) -> list[int]:
-    """Return the number of drafts taken in a packed step of rows 0, 1, ..."""
+    """Return the number of drafts to verify in a packed step of rows 0, 1, ..."""
     choose(policy, len(drafts), waiting=waiting)
     return policy.num_to_verify(
         [RowProposal(row, NGRAM if n else NO_DRAFTER, n, match) for row, n in enumerate(drafts)]
@@ -253,7 +253,7 @@ def test_limits_missing_ks_and_new_requests() -> None:
     st.integers(0, 100),
     st.booleans(),
 )
-def test_cut_never_exceeds_offers(
+def test_num_to_verify_never_exceeds_offers(
     counts: list[tuple[int, int]], ms: list[float], seed: int, waiting: bool
 ) -> None:
     policy, rng = packed(ms), random.Random(seed)
@@ -268,7 +268,7 @@ def test_cut_never_exceeds_offers(
             policy.observe(offer.row, report(n, rng.randint(0, n), match=offer.match_len))
 
 
-def test_cut_takes_drafts_that_pay() -> None:
+def test_num_to_verify_takes_drafts_that_pay() -> None:
     for ms, accepted, taken in ((CHEAP, 8, 16), (SLOPED, 0, 0), (LINEAR, 4, 0)):
         policy = packed(ms)
         observe_row(policy, 0, accepted, drafted=8)
@@ -281,7 +281,7 @@ def test_cut_takes_drafts_that_pay() -> None:
     st.lists(st.floats(0.0, 9.0), min_size=len(SIZES), max_size=len(SIZES)),
     st.integers(0, 5000),
 )
-def test_cut_is_optimal_for_the_batch(
+def test_num_to_verify_is_optimal_for_the_batch(
     rows: list[tuple[int, int, int]], more: list[float], context: int
 ) -> None:
     """Compare with adding the drafts one by one, likeliest first."""
@@ -454,7 +454,7 @@ def lines(call: Callable[[], Any]) -> int:
     return count
 
 
-def test_choose_and_cut_are_cheap() -> None:
+def test_choose_and_num_to_verify_are_cheap() -> None:
     """For 64 rows with 16 drafts each; a draft costs half as much as a row."""
     policy, rng = captured(HALF), random.Random(0)
     for row in range(64):

@@ -125,7 +125,7 @@ def test_block_hashes_depend_on_tokens_and_salt() -> None:
     assert len(plain.hashes(16)) == 3
 
 
-def test_seed_of() -> None:
+def test_derive_seed() -> None:
     step = 0x9E3779B97F4A7C15
     lowest, highest = -(2**63), 2**63 - 1
     assert [derive_seed(seed, 0, 9) for seed in (lowest, -1, 0, 7, highest)] == [lowest, -1, 0, 7, highest]
