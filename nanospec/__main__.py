@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -25,7 +26,8 @@ def command() -> NoReturn:
     except KeyboardInterrupt:  # during the import of `main`, or a second one while it exits
         pass
     finally:
-        _handle((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C at this moment
+            _handle((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
     sys.exit(status)
 
 

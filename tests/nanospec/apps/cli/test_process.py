@@ -49,6 +49,17 @@ def interrupted(argv):
 
 main._run = interrupted
 """
+RESTORING = """
+restore = process._handle
+
+def handle(numbers, action):
+    if action is signal.SIG_DFL:
+        send_signal()
+    restore(numbers, action)
+
+process._handle = handle
+sys.argv = ["run.py", "fetch", "no-such-model"]
+"""
 LEAVING = """
 from nanospec.apps.cli import main
 
@@ -67,6 +78,7 @@ END = "\nprocess.command()\n"
 CASES = {  # script, exit status as a shell reports it, start of stderr, number of files left
     "while-importing": (IMPORTING, 130, "", 0),
     "while-python-ends": (ENDING, 130, "python run.py: unknown model 'no-such-model'", 0),
+    "while-restoring-handlers": (RESTORING, 2, "python run.py: unknown model 'no-such-model'", 0),
     "while-reporting-the-first": (TWICE, 130, "", 0),
     "terminated": (LEAVE.replace("AGAIN", ""), 143, "", 0),
     "terminated-twice": (LEAVE.replace("AGAIN", "send_signal(signal.SIGTERM)"), 143, "", 1),
