@@ -86,10 +86,9 @@ def groups(part: str, cpu: bool) -> list[Group]:
         return Group(name, (f"bench/{script}.py", *options), limit)
 
     if part == "tests":  # none in a dry run: they require a GPU
-        tests = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+        tests = [] if cpu else sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
         plugin = ("-q", "--tb=short", "-p", "bench.gpu_tests", "-p", "no:cacheprovider", "-o", "timeout=0")
         found = [Group(path.stem, ("-m", "pytest", str(path), *plugin), 480, alone=False) for path in tests]
-        found = [] if cpu else found
     elif cpu:
         few = ("--shape", "tiny", "--batches", "1", "2", "--repeats", "1")
         return {

@@ -126,7 +126,7 @@ class Auto(Strategy):
         drafter = (NGRAM if n else NO_DRAFTER for n in drafts)
         self.offers = list(map(RowProposal, batch.rows, drafter, drafts, batch.match()))
         if self.costs.packed:
-            drafts = self.policy.num_to_verify(self.offers)
+            drafts = self.policy.count_drafts(self.offers)
         return drafts, step_ms(self.costs, self.k, drafts)
 
     def observe(self, drafted: list[int], accepted: list[int], ended: list[int]) -> None:

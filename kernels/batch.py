@@ -210,7 +210,7 @@ class Row(NamedTuple):
     parents: list[int]  # parent of each node
 
     def children(self, node: int) -> list[int]:
-        """Return the nodes whose parent is `node`, in ascending order."""
+        """Return the children of `node` in ascending order."""
         return [c for c in range(1, len(self.ids)) if self.parents[c] == node]
 
     def drafts_to(self, node: int) -> list[int]:
@@ -222,7 +222,7 @@ class Row(NamedTuple):
         return ids
 
     def walk(self, targets: Tensor | Sequence[int]) -> Iterator[int]:
-        """Yield the nodes that verification visits: after each, the first child whose token is its target.
+        """Yield the path of verification: from each node, the first child whose token is its target.
 
         The target of a node (`targets` [T], by flat index) is read after the node is yielded, so the caller
         may draw it at that point.

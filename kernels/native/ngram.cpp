@@ -16,8 +16,8 @@ struct Lookup {
     const int* rows;
 };
 
-// Returns the best match of the last min_n to max_n tokens of a text whose next token is not in `used`: its length (0
-// if there is none) and the index of the next token.
+// Returns the length of the best match for the last min_n to max_n tokens of a text, and the index of the token after
+// it; {0, 0} without a match. Matches that are followed by a token in `used` are skipped.
 std::pair<int, int> best_match(const int* text, int length, int min_n, int max_n, const std::vector<int>& used) {
     std::pair<int, int> best{0, 0};
     for (int p = 1; p < length; p++) {

@@ -51,7 +51,7 @@ struct Row {
 
     int parent(int node) const { return parents ? parents[node] : node - 1; }
 
-    // Returns the first child of `node` whose token is `token`, or 0 if there is none.
+    // Returns the first child of `node` with this token, or 0.
     int next(int node, int token) const {
         if (!parents) return node + 1 < n && ids[node + 1] == token ? node + 1 : 0;
         for (int c = 1; c < n; c++)
@@ -59,7 +59,7 @@ struct Row {
         return 0;
     }
 
-    // Calls target(node) for the nodes that verification visits: after each, the child whose token is its target.
+    // Calls target(node) for each node on the path of verification: the next is the first child with the returned token.
     template <class Target>
     void walk(Target target) const {
         for (int count = 0, node = 0; count < n; count++) {  // ends even if parents form a cycle

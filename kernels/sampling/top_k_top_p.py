@@ -31,8 +31,8 @@ TILE = tl.constexpr(1024)  # tokens per iteration
 
 
 def naive(scores: Tensor, s: int, table: Table) -> Tensor:
-    """Return the threshold, 0-d float32: request row s keeps the tokens whose score (`scores` [V] float32) is
-    at least this; -inf keeps all. Requires a temperature above 0 and a finite maximum score."""
+    """Return the threshold (0-d float32) of request row s: it keeps the tokens with a score (`scores` [V]
+    float32) of at least this; -inf keeps all. Requires a temperature above 0 and a finite maximum score."""
     temperature, top_k, top_p, min_p = (
         column[s].item() for column in (table.temperature, table.top_k, table.top_p, table.min_p)
     )
@@ -154,7 +154,7 @@ def _search(scan, query, opened, weighing, min_key, is_share):
     """Return the largest key such that the open tokens with at least this key, and at least `min_key`,
     reach the target weight: a radix search from the highest bits down, with 16 pivots per step.
 
-    If `is_share`, the target is a fraction of the weight of all tokens whose key is at least `min_key`.
+    If `is_share`, the target is a fraction of the weight of all tokens with keys of at least `min_key`.
     """
     steps = 8
     if scan.inputs.logits.dtype.element_ty == tl.bfloat16:
@@ -174,7 +174,7 @@ def _search(scan, query, opened, weighing, min_key, is_share):
 
 @triton.jit
 def _weigh(scan, query, opened, weighing, pivots, min_key):
-    """Return for each pivot the weight of the open tokens whose key is at least the pivot and `min_key`."""
+    """Return, for each pivot, the weight of the open tokens with keys of at least the pivot and `min_key`."""
     above = tl.zeros([PIVOTS], tl.float32)
     for first in range(0, opened.count * scan.GROUP, TILE):
         _, scores = _load_open(scan, query, opened, first)

@@ -101,8 +101,8 @@ def native(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) -
 
 @triton.jit
 def _best_match(text, length, min_n, max_n, used, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the best match of min_n to max_n tokens whose next token is not in `used`, as its packed length
-    and index, or -1 if there is none."""
+    """Return the best match of min_n to max_n tokens, as its packed length and index, or -1 without a match.
+    Matches that are followed by a token in `used` are skipped."""
     p, best = tl.arange(0, BLOCK), tl.full([BLOCK], -1, tl.int32)
     for _ in range(0, length, BLOCK):
         # Number of tokens before p that equal the last tokens of the text.

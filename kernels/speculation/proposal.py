@@ -6,7 +6,7 @@ their children, so the first n drafts of a tree form a tree too. Siblings are di
 
 `lay_out` builds the batch, padded to K + 1 tokens per row or packed (`batch.py`). It validates the drafts:
 those beyond the request's `max_len` are dropped, as are all from the first one that is outside the vocabulary
-or whose parent does not precede it. Inactive (-1) and finished rows get q_len 0 and request row -1, so that
+or has no earlier parent. Inactive (-1) and finished rows get q_len 0 and request row -1, so that
 later operations skip them. The position of a tree node follows from its depth, and its mask from its
 ancestors. `lay_out_text` is `Batch.from_grid` in one launch: a batch of tokens of the rows' own texts, for
 drafters that run a model. Kernel: one program per row and 1024 cache blocks.

@@ -86,7 +86,7 @@ class RowResult(NamedTuple):
 
 
 class PendingStep(NamedTuple):
-    """A queued step, whose results may not be available yet. `report` waits for it, see `decode`."""
+    """A queued step. `report` waits for it and returns the report of its rows, see `decode`."""
 
     report: Callable[[], list[list[int]]]
     logprobs: Logprobs | None

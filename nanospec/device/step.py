@@ -34,8 +34,8 @@ from ..models.decoder import Model
 from .extension import Extension
 from .messages import STAGES, Stopwatch
 
-NumToVerify = Callable[[list[RowProposal]], list[int]]
-"""Type of `Policy.num_to_verify`, which returns the number of drafts to verify for each row."""
+CountDrafts = Callable[[list[RowProposal]], list[int]]
+"""Type of `Policy.count_drafts`, which returns the number of drafts to verify for each row."""
 
 
 class StepResult(NamedTuple):
@@ -85,7 +85,7 @@ class Step:
         rows: Tensor,
         k: int,
         requested: Sequence[Extension] = (),
-        count_drafts: NumToVerify | None = None,
+        count_drafts: CountDrafts | None = None,
         model_k: int = MAX_DRAFTS,
     ) -> StepResult:
         """Run a step over the request `rows` [B] int32, -1 for padding, with at most `k` drafts each. The
@@ -120,7 +120,7 @@ class Step:
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
 
-def _truncate(rows: Tensor, proposal: Proposal, count_drafts: NumToVerify) -> Proposal:
+def _truncate(rows: Tensor, proposal: Proposal, count_drafts: CountDrafts) -> Proposal:
     """Return the proposal with the number of drafts of each row reduced by the policy."""
     columns = rows, proposal.drafter.clamp(min=0), proposal.num_drafts, proposal.match_len.clamp(min=0)
     kept = count_drafts(list(map(RowProposal, *(column.tolist() for column in columns))))

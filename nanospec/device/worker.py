@@ -31,7 +31,7 @@ from .extension import Extension
 from .graphs import KS, StepGraphs
 from .messages import Admission, PendingStep, RowResult, StepInput, write_row
 from .resources import max_drafts, plan_cache, used_memory, with_device
-from .step import NumToVerify, Step
+from .step import CountDrafts, Step
 from .timing import Barrier, step_costs
 
 
@@ -128,7 +128,7 @@ class Worker:
 
     @with_device
     @torch.inference_mode()
-    def step(self, inputs: StepInput, count_drafts: NumToVerify) -> PendingStep:
+    def step(self, inputs: StepInput, count_drafts: CountDrafts) -> PendingStep:
         """Queue a step. If it is packed, `count_drafts` returns how many drafts to verify for each row."""
         for row_blocks in inputs.new_blocks:
             self._set_blocks(*row_blocks)

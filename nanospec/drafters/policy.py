@@ -2,7 +2,7 @@
 tokens per ms.
 
 A *captured* step has one K for all rows, which `choose` returns before drafts are proposed. The cost of a
-*packed* step depends on the number of drafts of each row, so `num_to_verify` selects the most likely drafts
+*packed* step depends on the number of drafts of each row, so `count_drafts` selects the most likely drafts
 of all rows after they are proposed; `choose` then only limits how many drafts a model generates.
 
 Step costs are measured; acceptance is estimated from earlier steps (`estimates.py`). Drafts that are never
@@ -41,13 +41,13 @@ class Policy:
     def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> tuple[int, int]:
         """Return K of the next step and the maximum number of drafts of the last drafter.
 
-        `limits` is the maximum number of drafts of each row; `drafter_limits` the same, but 0 for rows whose
-        drafts do not come from drafters. `context` is the total number of tokens of the rows, `waiting`
+        `limits` is the maximum number of drafts of each row; `drafter_limits` the same, but 0 for rows with
+        drafts from an extension. `context` is the total number of tokens of the rows, `waiting`
         whether requests wait for a row.
         """
         return max(limits.values()), max(drafter_limits.values())
 
-    def num_to_verify(self, proposals: Sequence[RowProposal]) -> list[int]:
+    def count_drafts(self, proposals: Sequence[RowProposal]) -> list[int]:
         """Return the number of drafts to verify for each row of a packed step."""
         return [each.num_drafts for each in proposals]
 
@@ -86,7 +86,7 @@ class AutoPolicy(Policy):
         chosen = larger if self._probing else best
         return (max_k, chosen) if self.costs.packed else (chosen, chosen)
 
-    def num_to_verify(self, proposals: Sequence[RowProposal]) -> list[int]:
+    def count_drafts(self, proposals: Sequence[RowProposal]) -> list[int]:
         B, cost = len(proposals), partial(self.costs.cost, len(proposals), context=self._context)
         plain, gains = cost(B), dict[int, list[float]]()
         # A draft less likely than this cannot raise the tokens per ms of any step, so it is not considered.

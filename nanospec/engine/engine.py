@@ -196,7 +196,7 @@ class Engine:
             extra=[each.plan(requests, [min(n, k) for n in limits.values()]) for each in self.extensions],
         )
         self.metrics.num_forward_steps += 1
-        pending = self.worker.step(inputs, self.policy.num_to_verify)
+        pending = self.worker.step(inputs, self.policy.count_drafts)
         states = [each.on_queued(inputs.rows) for each in self.extensions]
         return QueuedStep(requests, inputs.rows, k, pending, states)
 

@@ -33,7 +33,7 @@ CONTEXT = 1024  # cached tokens whose keys and values a step reads
 BLOCK, CPU_SIDE, GPU_SIDE = 512 << 20, 1024, 8192  # bytes to read; sizes of the square matrices to multiply
 REPEATS = 5
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-MAX_TOKENS, WINDOW = 128, 512  # of the answer whose speedup is measured; the context length it needs
+MAX_TOKENS, WINDOW = 128, 512  # length of the measured answer, and the context length that it needs
 ACCEPTANCES, DRAFTS = (0.3, 0.5, 0.7, 0.9), 4
 
 

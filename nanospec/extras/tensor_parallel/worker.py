@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...device.graphs import StepGraphs
 from ...device.messages import Admission, PendingStep, RowResult, StepInput
-from ...device.step import NumToVerify
+from ...device.step import CountDrafts
 from ...device.timing import Barrier
 from ...device.worker import Worker
 from ...drafters import Drafter
@@ -86,7 +86,7 @@ class Rank(Worker):
         with self._all("prefill", chunks):
             super().prefill(chunks)
 
-    def step(self, inputs: StepInput, count_drafts: NumToVerify = lambda proposals: []) -> PendingStep:
+    def step(self, inputs: StepInput, count_drafts: CountDrafts = lambda proposals: []) -> PendingStep:
         with self._all("step", inputs):
             return super().step(inputs, lambda p: self.group.broadcast_object(lambda: count_drafts(p)))
 

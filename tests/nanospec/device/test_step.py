@@ -90,11 +90,11 @@ def test_padded_step_does_not_time_its_drafter() -> None:
 def test_truncate_passes_proposals_to_policy() -> None:
     offered: list[RowProposal] = []
 
-    def num_to_verify(offers: list[RowProposal]) -> list[int]:
+    def count_drafts(offers: list[RowProposal]) -> list[int]:
         offered.extend(offers)
         return [2, 0]
 
     drafts = torch.zeros(2, 4, dtype=torch.int32)
     proposal = Proposal(drafts, ints(3, 0), drafts, ints(5, 0), ints(1, NO_DRAFTER))
-    assert _truncate(ints(7, 4), proposal, num_to_verify).num_drafts.tolist() == [2, 0]
+    assert _truncate(ints(7, 4), proposal, count_drafts).num_drafts.tolist() == [2, 0]
     assert offered == [RowProposal(7, 1, 3, 5), RowProposal(4, 0, 0, 0)]

@@ -67,7 +67,7 @@ def usual_k(policy: Policy, rows: int, steps: int = 100) -> int:
 def to_verify(policy: Policy, drafts: Sequence[int], match: int = 3, waiting: bool = True) -> list[int]:
     """Return the number of drafts to verify in a packed step of rows 0, 1, ..."""
     choose(policy, len(drafts), waiting=waiting)
-    return policy.num_to_verify(
+    return policy.count_drafts(
         [RowProposal(row, NGRAM if n else NO_DRAFTER, n, match) for row, n in enumerate(drafts)]
     )
 
@@ -253,7 +253,7 @@ def test_limits_missing_ks_and_new_requests() -> None:
     st.integers(0, 100),
     st.booleans(),
 )
-def test_num_to_verify_never_exceeds_offers(
+def test_count_drafts_never_exceeds_offers(
     counts: list[tuple[int, int]], ms: list[float], seed: int, waiting: bool
 ) -> None:
     policy, rng = packed(ms), random.Random(seed)
@@ -262,13 +262,13 @@ def test_num_to_verify_never_exceeds_offers(
     ]
     for _ in range(6):
         choose(policy, len(offers), waiting=waiting)
-        taken = policy.num_to_verify(offers)
+        taken = policy.count_drafts(offers)
         for offer, n in zip(offers, taken, strict=True):
             assert 0 <= n <= offer.num_drafts
             policy.observe(offer.row, report(n, rng.randint(0, n), match=offer.match_len))
 
 
-def test_num_to_verify_takes_drafts_that_pay() -> None:
+def test_count_drafts_takes_drafts_that_pay() -> None:
     for ms, accepted, taken in ((CHEAP, 8, 16), (SLOPED, 0, 0), (LINEAR, 4, 0)):
         policy = packed(ms)
         observe_row(policy, 0, accepted, drafted=8)
@@ -281,7 +281,7 @@ def test_num_to_verify_takes_drafts_that_pay() -> None:
     st.lists(st.floats(0.0, 9.0), min_size=len(SIZES), max_size=len(SIZES)),
     st.integers(0, 5000),
 )
-def test_num_to_verify_is_optimal_for_the_batch(
+def test_count_drafts_is_optimal_for_the_batch(
     rows: list[tuple[int, int, int]], more: list[float], context: int
 ) -> None:
     """Compare with adding the drafts one by one, likeliest first."""
@@ -296,7 +296,7 @@ def test_num_to_verify_is_optimal_for_the_batch(
     gains = [gain for offer in offers for gain in policy.estimator.gains(offer)]
     totals = accumulate(sorted(gains, reverse=True), initial=float(B))
     rates = [total / policy.costs.cost(B, B + n, context) for n, total in enumerate(totals)]
-    policy.num_to_verify(offers)
+    policy.count_drafts(offers)
     assert policy.expected_speedup == pytest.approx(max(rates) / rates[0])
 
 
@@ -307,7 +307,7 @@ def test_long_contexts_favor_drafts() -> None:
         policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 514.0}, attention=(0.01, 0.0)))
         observe_row(policy, 0, accepted=4, drafted=5)
         choose(policy, 1, context=context)
-        [taken[context]] = policy.num_to_verify([RowProposal(0, NGRAM, 16, 3)])
+        [taken[context]] = policy.count_drafts([RowProposal(0, NGRAM, 16, 3)])
     assert 0 < taken[0] < taken[4000]
 
 
@@ -378,7 +378,7 @@ def drafted_steps(policy: AutoPolicy, B: int, right: bool, steps: int) -> list[i
     for _ in range(steps):
         k = choose(policy, B, 8)
         drafter = MODEL if k else NO_DRAFTER
-        drafts = policy.num_to_verify([RowProposal(row, drafter, k, 0) for row in range(B)])
+        drafts = policy.count_drafts([RowProposal(row, drafter, k, 0) for row in range(B)])
         for row, n in enumerate(drafts):
             policy.observe(row, report(n, n if right else 0, MODEL, match=0))
         result.append(sum(drafts))
@@ -454,7 +454,7 @@ def lines(call: Callable[[], Any]) -> int:
     return count
 
 
-def test_choose_and_num_to_verify_are_cheap() -> None:
+def test_choose_and_count_drafts_are_cheap() -> None:
     """For 64 rows with 16 drafts each; a draft costs half as much as a row."""
     policy, rng = captured(HALF), random.Random(0)
     for row in range(64):
@@ -465,4 +465,4 @@ def test_choose_and_num_to_verify_are_cheap() -> None:
         policy.observe(row, report(1, int(rng.random() < 0.3), match=1 + row % 3))
     choose(policy, 64)
     offers = [RowProposal(row, NGRAM, 16, 1 + row % 3) for row in range(64)]
-    assert 64 < lines(lambda: policy.num_to_verify(offers)) < 64 * 40
+    assert 64 < lines(lambda: policy.count_drafts(offers)) < 64 * 40

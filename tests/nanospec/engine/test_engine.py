@@ -252,7 +252,7 @@ def test_nothing_is_proposed_without_speculation(model: Model, k: K, monkeypatch
     def fail(*args: object) -> None:
         raise AssertionError("proposing work was done")
 
-    for kind, name in ((NgramDrafter, "propose"), (AutoPolicy, "num_to_verify")):
+    for kind, name in ((NgramDrafter, "propose"), (AutoPolicy, "count_drafts")):
         monkeypatch.setattr(kind, name, fail)
     engine = make_engine(model, k)
     [request] = run(engine, [Job([1, 2, 1, 2, 1], SamplingParams(temperature=0, max_tokens=9))])
