@@ -1,12 +1,13 @@
 """The mutations of `mutants.py`: typical slips and off-by-one errors.
 
 A mutation replaces the source of one expression or statement. Strings, annotations, decorators, `strict=` and
-hints to the compiler are not mutated.
+hints to the compiler are not mutated. In C++, operators, integers and assignments are found by their spelling.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,6 +25,17 @@ OPPOSITES = (
     ("floor", "ceil"), ("zeros", "ones"),
 )  # fmt: skip
 NAMES = {a: b for pair in OPPOSITES for a, b in (pair, pair[::-1])}
+CPP = {
+    " < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ", " + ": " - ",
+    " - ": " + ", " * ": " + ", " / ": " * ", " % ": " / ", " && ": " || ", " || ": " && ", " << ": " >> ",
+    " >> ": " << ", " += ": " = ", "min(": "max(", "max(": "min(", "if (!": "if (", "continue;": ";", "break;": ";",
+}  # fmt: skip
+CPP_TOKEN = re.compile(
+    "|".join(map(re.escape, CPP)) + r"|(?<![\w.\"])\d+(?![\w.\"])|(?<=^ )[\w.\[\]>-]+ = [^;{]*;", re.M
+)
+CPP_SKIPPED = re.compile(
+    r"//.*|^\s*(#|template|static_assert|using|asm).*|\"[^\"\n]*\"|<\w+>|operator.*", re.M
+)
 HINTS = {"strict", "num_warps", "num_stages", "sem", "cache_modifier", "eviction_policy", "input_precision"}
 
 
@@ -53,9 +65,18 @@ def apply(source: str, defect: Defect) -> str:
     return (data[: defect.start] + defect.after.encode() + data[defect.end :]).decode()
 
 
-def defects(source: str) -> list[Defect]:
-    """Return all mutations of a source file, in order."""
-    return sorted(set(_Finder(source).mutations))
+def defects(source: str, is_python: bool = True) -> list[Defect]:
+    """Return all mutations of a Python or C++ source file, in order."""
+    return sorted(set(_Finder(source).mutations if is_python else _cpp_defects(source)))
+
+
+def _cpp_defects(source: str) -> Iterator[Defect]:
+    skipped = {i for match in CPP_SKIPPED.finditer(source) for i in range(*match.span())}
+    for match in CPP_TOKEN.finditer(source):
+        if match.start() not in skipped:
+            text, start, end = match[0], *(len(source[:i].encode()) for i in match.span())
+            after = str(int(text) + 1) if text.isdigit() else CPP.get(text, ";")
+            yield Defect(start, end, "C++", after)
 
 
 class _Finder(ast.NodeVisitor):

@@ -46,6 +46,10 @@ SPECULATION = "tests/kernels/speculation/test_"
 ENGINE, DEVICE, DRAFTERS = (f"tests/nanospec/{name}/test_" for name in ("engine", "device", "drafters"))
 GRAMMAR, SPLIT = (f"tests/nanospec/extras/{name}/test_" for name in ("grammar", "tensor_parallel"))
 BATCH, SERVE = "tests/nanospec/apps/batch/test_", "tests/nanospec/apps/serve/test_"
+CLI, CLUSTER = (f"tests/nanospec/apps/{name}/test_" for name in ("cli", "cluster"))
+MODELS, TEXT = (f"tests/nanospec/{name}/test_" for name in ("models", "text"))
+KERNELS, NATIVE = "tests/kernels/test_", "tests/kernels/native/test_"
+TRACING = "tests/nanospec/extras/tracing/test_"
 HOST = [ENGINE + "engine_edges.py", ENGINE + "engine.py"]
 GUIDED = [
     GRAMMAR + "guided.py::test_" + name
@@ -137,6 +141,55 @@ TESTS: dict[str, list[str]] = {
     ],
     "nanospec/apps/serve/loop.py": [SERVE + "loop.py", SERVE + "event_loop.py"],
     "nanospec/apps/serve/requests.py": [SERVE + "api.py", SERVE + "security.py", SERVE + "loop.py"],
+    "nanospec/apps/serve/gate.py": [SERVE + "security.py", SERVE + "faults.py"],
+    "nanospec/apps/serve/": [SERVE + "api.py", SERVE + "security.py", SERVE + "loop.py", SERVE + "faults.py"],
+    "nanospec/apps/serve/settings.py": [CLI + "serve.py"],
+    "nanospec/apps/openai_format.py": [BATCH + "openai.py", SERVE + "api.py"],
+    "nanospec/apps/options.py": [CLI + "main.py", CLI + "serve.py"],
+    "nanospec/apps/training.py": ["tests/nanospec/apps/test_training.py"],
+    "nanospec/apps/cli/": [
+        CLI + name for name in ("main.py", "chat.py", "fetch.py", "serve.py", "process.py")
+    ],
+    "nanospec/apps/cli/explain.py": [CLI + "explain.py", CLI + "main.py"],
+    "nanospec/apps/cli/fetch.py": [CLI + "fetch.py"],
+    "nanospec/apps/cli/serve.py": [CLI + "serve.py"],
+    "nanospec/apps/cluster/": [CLUSTER + name for name in ("routing.py", "start.py", "front.py", "batch.py")],
+    "nanospec/config.py": ["tests/nanospec/test_config.py", "tests/nanospec/test_sampling_params.py"],
+    "nanospec/llm.py": ["tests/nanospec/test_llm.py"],
+    "nanospec/outputs.py": ["tests/nanospec/test_outputs.py", "tests/nanospec/test_llm.py"],
+    "nanospec/device/resources.py": [DEVICE + "resources.py", DEVICE + "memory.py"],
+    "nanospec/engine/locking.py": [ENGINE + "locking.py"],
+    "nanospec/extras/tracing/": [TRACING + "trace.py", TRACING + "recorder.py"],
+    "nanospec/extras/": GUIDED,
+    "nanospec/models/": [MODELS + name for name in ("names.py", "config.py", "weights.py", "decoder.py")],
+    "nanospec/models/cpu.py": [MODELS + "cpu.py"],
+    "nanospec/models/gguf.py": [MODELS + "gguf.py"],
+    "nanospec/models/families/": [MODELS + "config.py", MODELS + "families.py", MODELS + "gguf.py"],
+    "nanospec/text/": [TEXT + "tokenizer.py", TEXT + "chat.py", TEXT + "inputs.py"],
+    "kernels/batch.py": ["tests/kernels/test_batch.py", SPECULATION + "proposal.py", MODELS + "cpu.py"],
+    "kernels/launch.py": [
+        "tests/kernels/native/test_native.py",
+        LAYER + "residual.py",
+        KERNELS + "engine.py",
+    ],
+    "kernels/table.py": [SPECULATION + "ngram.py", KERNELS + "transfer.py"],
+    "kernels/transfer.py": [KERNELS + "transfer.py"],
+    "kernels/layer/linear.py": [LAYER + "linear.py", LAYER + "parts.py"],
+    "kernels/layer/paged.py": [LAYER + "attention.py"],
+    "kernels/layer/residual.py": [LAYER + "residual.py"],
+    "kernels/layer/rope_cache.py": [LAYER + "rope.py"],
+    "kernels/layer/split_kv.py": [LAYER + "attention.py"],
+    "kernels/speculation/kv_move.py": [SPECULATION + "kv_move.py"],
+    "kernels/native/__init__.py": [NATIVE + "native.py"],
+    "kernels/native/packed.py": [NATIVE + "packed.py", MODELS + "cpu.py"],
+    "kernels/native/amx.h": [NATIVE + "packed.py"],
+    "kernels/native/arithmetic.h": [NATIVE + "packed.py", MODELS + "cpu.py"],
+    "kernels/native/product.h": [NATIVE + "packed.py", MODELS + "cpu.py"],
+    "kernels/native/threads.h": [KERNELS + "threads.py", NATIVE + "packed.py"],
+    "kernels/native/sampling.cpp": [SAMPLING + "sample.py", SAMPLING + "accept.py"],
+    "kernels/native/ngram.cpp": [SPECULATION + "ngram.py"],
+    "kernels/native/step": [SPECULATION + "verify.py", SPECULATION + "proposal.py", MODELS + "cpu.py"],
+    "kernels/native/": [MODELS + "cpu.py", DEVICE + "compiled_step.py"],
 }
 
 
@@ -257,7 +310,7 @@ def _wait(child: int, limit: float) -> tuple[int, Any, bool]:
 
 def sampled(file: str, source: str, sample: int, seed: int) -> list[Defect]:
     """Return the sampled mutants of a file, in source order."""
-    chosen = defects(source)
+    chosen = defects(source, file.endswith(".py"))
     if 0 < sample < len(chosen):
         chosen = sorted(random.Random(f"{seed} {file}").sample(chosen, sample))
     return chosen
@@ -266,7 +319,9 @@ def sampled(file: str, source: str, sample: int, seed: int) -> list[Defect]:
 def survivors(file: str, source: str, earlier: Sequence[dict[str, Any]]) -> list[Defect]:
     """Return the surviving mutants of an earlier run whose source lines still exist."""
     kept = [{name: line[name] for name in IDENTITY} for line in earlier if line["outcome"] in OPEN]
-    return [defect for defect in defects(source) if identity(file, defect, source) in kept]
+    return [
+        defect for defect in defects(source, file.endswith(".py")) if identity(file, defect, source) in kept
+    ]
 
 
 OPEN = ("survived", "unknown")
@@ -326,6 +381,7 @@ def main() -> None:
     earlier = json.loads(args.again.read_text())["mutants"] if args.again else []
     lines = [line for line in earlier if line["outcome"] not in OPEN and line["file"] in args.files]
     with tempfile.TemporaryDirectory(prefix="mutants") as name:
+        os.environ["XDG_CACHE_HOME"] = f"{name}/.cache"  # of compiled C++ mutants
         copy_checkout(Path(name))
         for file in args.files:
             source = (ROOT / file).read_text()
