@@ -1,7 +1,7 @@
 """The mutations of `mutants.py`: typical slips and off-by-one errors.
 
 A mutation replaces the source of one expression or statement. Strings, annotations, decorators, `strict=` and
-hints to the compiler are not mutated. In C++, operators, integers and assignments are found by their spelling.
+hints to the compiler are not mutated. In C++, operators, integers and assignments are found by pattern.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ NAMES = {a: b for pair in OPPOSITES for a, b in (pair, pair[::-1])}
 CPP = {
     " < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ", " + ": " - ",
     " - ": " + ", " * ": " + ", " / ": " * ", " % ": " / ", " && ": " || ", " || ": " && ", " << ": " >> ",
-    " >> ": " << ", " += ": " = ", "min(": "max(", "max(": "min(", "if (!": "if (", "continue;": ";", "break;": ";",
+    " >> ": " << ", " += ": " = ", "min(": "max(", "max(": "min(", "if (!": "if (",
+    "continue;": ";", "break;": ";",
 }  # fmt: skip
 CPP_TOKEN = re.compile(
     "|".join(map(re.escape, CPP)) + r"|(?<![\w.\"])\d+(?![\w.\"])|(?<=^ )[\w.\[\]>-]+ = [^;{]*;", re.M
