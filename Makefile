@@ -28,7 +28,7 @@ INSTALL = $(if $(LOCKED),$(INSTALL_LOCKED),$(INSTALL_NEWEST))
 SEEDS  ?= 1000
 AS     := engine
 
-.PHONY: help run test test-models test-ray simulate lint gpu peers wheels wheel sbom lock audit pictures clean mutants faults statistics fuzz test-long
+.PHONY: help run test test-quick test-models test-ray simulate lint gpu peers wheels wheel sbom lock audit pictures clean mutants faults statistics fuzz test-long
 .DELETE_ON_ERROR:
 
 help:
@@ -38,9 +38,14 @@ run: $(DONE)run  ## install into .venv, download the default model, run a demo
 	@$(BIN)/nanospec fetch $(MODEL)
 	@$(BIN)/nanospec --demo
 
-test: $(DONE)test  ## run all tests that need no GPU (kernels run in Triton's interpreter)
+PYTEST := TRITON_INTERPRET=1 $(BIN)/python -m pytest --ignore tests/gpu
+test: $(DONE)test  ## run the tests; no GPU needed, as kernels run in Triton's interpreter
 	@$(BIN)/nanospec fetch $(MODEL)
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/gpu $(ARGS)
+	@echo "Running the tests takes about 6 minutes on 2 cores."
+	@$(PYTEST) -n 2 --dist worksteal $(ARGS)
+
+test-quick: $(DONE)test  ## run the tests without the slow ones, in one minute
+	@$(PYTEST) -n 2 --dist worksteal -m "not (slow or long or model2 or ray or faults or statistics)" $(ARGS)
 
 test-models: $(DONE)test  ## run the tests that need a second, larger model
 	@$(BIN)/python -m tests.second_model

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.interpreted import order_programs_by
+from tests.progress import pytest_configure, pytest_sessionfinish  # noqa: F401
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 
