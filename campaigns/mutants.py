@@ -94,11 +94,7 @@ TESTS: dict[str, list[str]] = {
     "kernels/sampling/": [SAMPLING + "sample.py", LOGPROBS],
     "nanospec/engine/blocks.py": [ENGINE + "blocks.py", ENGINE + "scheduler.py"],
     "nanospec/engine/scheduler.py": [ENGINE + "scheduler.py", HOST[0]],
-    "nanospec/engine/request.py": [
-        ENGINE + "request.py",
-        "tests/nanospec/test_sampling_params.py",
-        HOST[0],
-    ],
+    "nanospec/engine/request.py": [ENGINE + "request.py", HOST[0]],
     "nanospec/engine/engine.py": [*GUIDED, SIMULATED, MEMORY, *HOST, POLICY[1], DRAFTERS + "acceptance.py"],
     "nanospec/device/step.py": [DEVICE + "step.py", DEVICE + "compiled_step.py", *GUIDED[:2], POLICY[1]],
     "nanospec/device/worker.py": [
@@ -154,7 +150,7 @@ TESTS: dict[str, list[str]] = {
     "nanospec/apps/cli/fetch.py": [CLI + "fetch.py"],
     "nanospec/apps/cli/serve.py": [CLI + "serve.py"],
     "nanospec/apps/cluster/": [CLUSTER + name for name in ("routing.py", "start.py", "front.py", "batch.py")],
-    "nanospec/config.py": ["tests/nanospec/test_config.py", "tests/nanospec/test_sampling_params.py"],
+    "nanospec/config.py": ["tests/nanospec/test_config.py"],
     "nanospec/llm.py": ["tests/nanospec/test_llm.py"],
     "nanospec/outputs.py": ["tests/nanospec/test_outputs.py", "tests/nanospec/test_llm.py"],
     "nanospec/device/resources.py": [DEVICE + "resources.py", DEVICE + "memory.py"],
