@@ -56,13 +56,13 @@ def resolve_model(name_or_path: str | Path) -> Path:
         raise ValueError(f"model={shown(name_or_path)} must be a folder, or the name or hub id of a model.")
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     for folder in (path, *(parent / name for parent in weights_folders())):
-        if name and (folder / "config.json").is_file():
+        if name and os.path.isfile(folder / "config.json"):  # False, unlike Path's, if a name is too long
             return folder
-    if path.is_file():
+    if os.path.isfile(path):
         convert = f"convert it: {program()} convert FILE FOLDER"
         hint = convert if path.suffix == ".gguf" else "use the folder that contains it"
         raise FileNotFoundError(f"{name} is a file, but a model must be a folder; {hint}.")
-    if name and path.is_dir():
+    if name and os.path.isdir(path):
         problem = f"the folder {shown(name)} is not a model, as it has no config.json"
         raise FileNotFoundError(f"{problem}; a model has config.json, tokenizer.json and *.safetensors.")
     why = f"it is not a folder, not a name in weights/ or {cache_folder()}, and not a hub id 'org/name'"

@@ -171,9 +171,10 @@ def test_unknown_devices_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_cuda_build(device: Any) -> torch.device:  # it takes a number for a GPU, even without one
         return real(f"cuda:{device}" if isinstance(device, int) else device)
 
+    names: list[Any] = ["gpu", "mps", "cuda:x", 3]
     for build in (real, in_cuda_build):
         monkeypatch.setattr(torch, "device", build)
-        for name in ("gpu", "mps", "cuda:x", 3):
+        for name in names:
             with pytest.raises(ValueError, match=r"use 'auto', 'cpu' or 'cuda'"):
                 resolve_device(name)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nanospec import models
-from nanospec.models import available_models, default_heads, resolve_model
+from nanospec.models import available_models, default_heads, download, resolve_model
 
 
 @pytest.fixture
@@ -31,19 +33,20 @@ def put(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def test_resolve_model_search_order(places: dict[str, Path]) -> None:
+def test_search_order(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in reversed(places.values()):
         put(folder, "mine")
         assert resolve_model("mine") == folder / "mine"
     other = put(places["cache"], "org/other")
     assert resolve_model("org/other") == other
     assert resolve_model(other) == other
+    put(places["named"], ".hidden")
     assert available_models() == ["mine", "org/other"]
     path = put(places["here"].parent, "mine")
     assert resolve_model("mine").samefile(path)
-
-
-def test_default_heads_search_order(places: dict[str, Path]) -> None:
+    monkeypatch.delenv("NANOSPEC_WEIGHTS")
+    (places["checkout"].parent / "run.py").unlink()  # an installed package
+    assert models.weights_folders() == [places["here"], places["cache"]]
     with pytest.raises(FileNotFoundError, match="train them with: nanospec train --model mine"):
         default_heads(Path("mine"))
     for folder in (models.PACKAGE, places["cache"], places["here"]):
@@ -52,27 +55,47 @@ def test_default_heads_search_order(places: dict[str, Path]) -> None:
         assert default_heads(Path("mine")) == folder / "heads" / "mine.safetensors"
 
 
-@pytest.mark.parametrize(
-    ("started", "typed"),
-    [("bin/nanospec", "nanospec"), ("run.py", "python run.py"), ("mine.py", "python -m nanospec")],
-)
-def test_messages_name_the_invoked_command(started: str, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", [started])
-    with pytest.raises(FileNotFoundError, match=f"Download one with: {typed} fetch NAME"):
-        resolve_model("nothing")
+def test_download_from_the_hub(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(hub_id: str, *, local_dir: Path | None, **options: Any) -> str:
+        assert options.pop("etag_timeout") == 10
+        assert options == {"allow_patterns": models.FILES, "ignore_patterns": models.NOT_FILES}
+        return str(local_dir or places["here"].parent / hub_id)
+
+    monkeypatch.setitem(
+        models.sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download)
+    )
+    target = put(places["here"].parent, "target")
+    assert download("org/name", target) == target
+    with pytest.raises(FileNotFoundError, match=r"be downloaded from the hub \(it has no config\.json\)"):
+        resolve_model("org/name")
 
 
-def test_resolve_model_errors(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_models_are_reported(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "download", lambda name: (_ for _ in ()).throw(OSError("unreachable\nmore")))
     put(places["named"], "mine")
     (places["named"] / "empty").mkdir()
-    (places["named"] / "m.gguf").touch()
+    for file in ("m.gguf", "m.bin"):
+        (places["named"] / file).touch()
     for name, message in {
-        "nothing": r"unknown model 'nothing': .* models: mine\. Download one with: nanospec fetch NAME",
+        "nothing": r"unknown model 'nothing': it is not a folder, .* Available models: mine\. Download one",
         "": "unknown model ''",
+        "x" * 1024: "unknown model 'xxx",
         "org/name": r"unknown model 'org/name': .* downloaded from the hub \(unreachable more\)\. Available",
         str(places["named"] / "empty"): r"has no config\.json",
         str(places["named"] / "m.gguf"): r"is a file, .* convert it: nanospec convert FILE FOLDER",
+        str(places["named"] / "m.bin"): r"is a file, .* use the folder that contains it",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             resolve_model(name)
+    invalid: list[Any] = [None, "x" * 1025]
+    for value in invalid:
+        with pytest.raises(ValueError, match="must be a folder, or the name or hub id of a model"):
+            resolve_model(value)
+    for started, typed in (
+        ("bin/nanospec", "nanospec"),
+        ("run.py", "python run.py"),
+        ("x", "python -m nanospec"),
+    ):
+        monkeypatch.setattr("sys.argv", [started])
+        with pytest.raises(FileNotFoundError, match=f"Download one with: {typed} fetch NAME"):
+            resolve_model("nothing")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,49 +20,79 @@ from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model, resolve_dtype
 from tests.tiny import ModelRunner, checkpoint, tiny_config
 
-IDS = torch.arange(20)
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+Tensors = dict[str, Tensor]
 
 
 def logits(model: Model) -> Tensor:
-    return ModelRunner(model, 1, 32).step({0: IDS})[0]
+    return ModelRunner(model, 1, 32).step({0: torch.arange(20)})[0]
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+    return load_model(folder, dtype, "cpu")
+
+
+def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
+    """Rewrite the tensors of a one-file checkpoint."""
+    tensors = {name: t.clone() for name, t in load_file(folder / FILE).items()}
+    change(tensors)
+    save_file(tensors, folder / FILE)
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("original"), "llama")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same checkpoint in one file and in several."""
+    folder = tmp_path_factory.mktemp("originals")
+    checkpoint(folder / "shards", "llama", max_shard_size="100KB")
+    return {"file": checkpoint(folder / "file", "llama"), "shards": folder / "shards"}
 
 
 @pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
+def folder(originals: dict[str, Path], tmp_path: Path) -> Path:
     """A checkpoint of one file that the test may modify."""
-    return Path(shutil.copytree(original, tmp_path / "model"))
+    return Path(shutil.copytree(originals["file"], tmp_path / "model"))
 
 
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    """The same checkpoint in several files."""
-    return checkpoint(tmp_path / "sharded", "llama", max_shard_size="100KB")
+def test_file_layouts(originals: dict[str, Path], folder: Path) -> None:
+    expected = logits(load(originals["file"]))
+    assert len(list(originals["shards"].glob("*.safetensors"))) > 2
+    assert torch.equal(logits(load(originals["shards"])), expected)
+    other = (folder / FILE).rename(folder / "consolidated.safetensors")
+    model = load(folder)
+    with other.open("r+b") as stream:  # in place, visible through a memory mapping
+        stream.write(bytes(other.stat().st_size))
+    assert torch.equal(logits(model), expected)
 
 
-@pytest.fixture
-def expected(original: Path) -> Tensor:
-    return logits(load_model(original, torch.float32, "cpu"))
+def test_dtypes(folder: Path) -> None:
+    for stored in (torch.float32, torch.bfloat16, torch.float16):
+        tensors = {name: tensor.to(stored) for name, tensor in load_file(folder / FILE).items()}
+        save_file(tensors, folder / FILE)
+        table = load_file(folder / FILE)[EMBEDDING]
+        assert table.dtype == stored
+        for wanted in (torch.float32, torch.bfloat16):
+            model = load(folder, wanted)
+            assert torch.equal(model.embedding, table.to(wanted))
+            assert logits(model).dtype == wanted
 
 
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Rewrite the tensors of a one-file checkpoint."""
-    tensors = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+def test_tensors_that_are_not_needed_are_ignored(folder: Path, tmp_path: Path) -> None:
+    tied = checkpoint(tmp_path / "tied", "qwen2-tied")
+    expected = logits(load(folder)), logits(load(tied))
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    edit(folder, lambda tensors: tensors.update(frequencies))
+    edit(tied, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].clone()}))
+    assert torch.equal(logits(load(folder)), expected[0])
+    assert torch.equal(logits(load(tied)), expected[1])
 
 
-def load(folder: Path) -> Model:
-    return load_model(folder, torch.float32, "cpu")
+# ---- errors ----------------------------------------------------------------------------------------
 
 
-def load_error(folder: Path, kind: Any = ValueError) -> str:
+def load_error(folder: Path) -> str:
     """Check that loading fails with a one-line message, and return it."""
-    with pytest.raises(kind) as caught:
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
         load(folder)
     message = str(caught.value)
     assert message.endswith(".")
@@ -70,38 +100,8 @@ def load_error(folder: Path, kind: Any = ValueError) -> str:
     return message
 
 
-def test_shards(sharded: Path, expected: Tensor) -> None:
-    assert not (sharded / "model.safetensors").exists()
-    assert len(list(sharded.glob("*.safetensors"))) > 2
-    assert torch.equal(logits(load(sharded)), expected)
-
-
-def test_other_file_name(folder: Path, expected: Tensor) -> None:
-    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
-    assert torch.equal(logits(load(folder)), expected)
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16], ids=str)
-def test_dtypes(folder: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
-    edit(folder, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
-    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    model = load_model(folder, wanted, "cpu")
-    assert table.dtype == stored
-    assert torch.equal(model.embedding, table.to(wanted))
-    assert logits(model).dtype == wanted
-
-
-def test_weights_do_not_alias_the_file(folder: Path, expected: Tensor) -> None:
-    model = load(folder)
-    file = folder / "model.safetensors"
-    with file.open("r+b") as stream:  # in place, visible through a memory mapping
-        stream.write(bytes(file.stat().st_size))
-    assert torch.equal(logits(model), expected)
-
-
 def test_all_mismatches_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(tensors: dict[str, Tensor]) -> None:
+    def spoil(tensors: Tensors) -> None:
         del tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
         tensors["model.norm.weight"] = torch.zeros(65)
@@ -110,11 +110,13 @@ def test_all_mismatches_are_reported(folder: Path, monkeypatch: pytest.MonkeyPat
 
     edit(folder, spoil)
     monkeypatch.setattr(weights, "Model", None)  # nothing is loaded before the check
-    message = load_error(folder)
-    assert "1 tensor(s) missing: model.layers.1.mlp.up_proj.weight" in message
-    assert "1 tensor(s) unexpected: model.layers.0.self_attn.q_proj.bias" in message
-    assert "of the wrong shape: model.norm.weight [65] instead of [64]" in message
-    assert "not stored as F32, BF16, F16: model.layers.2.mlp.down_proj.weight I8" in message
+    assert load_error(folder) == (
+        f"The weights in {folder} do not fit its config.json: "
+        "1 tensor(s) missing: model.layers.1.mlp.up_proj.weight; "
+        "1 tensor(s) unexpected: model.layers.0.self_attn.q_proj.bias; "
+        "1 tensor(s) of the wrong shape: model.norm.weight [65] instead of [64]; "
+        "1 tensor(s) not stored as F32, BF16, F16: model.layers.2.mlp.down_proj.weight I8."
+    )
 
 
 def test_long_lists_and_names_are_truncated(folder: Path) -> None:
@@ -127,21 +129,8 @@ def test_long_lists_and_names_are_truncated(folder: Path) -> None:
     assert len(message) < 1000
 
 
-def test_ignored_extra_tensors(folder: Path, expected: Tensor) -> None:
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    edit(folder, lambda tensors: tensors.update(extra))
-    assert torch.equal(logits(load(folder)), expected)
-
-
-def test_lm_head_next_to_tied_embedding(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path, "qwen2-tied")
-    expected = logits(load(folder))
-    edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert torch.equal(logits(load(folder)), expected)
-
-
 def test_broken_files(folder: Path) -> None:
-    file = folder / "model.safetensors"
+    file = folder / FILE
     whole = file.read_bytes()
     pointer = b"version https://git-lfs.github.com/spec/v1\n" * 3
     for content in (*(whole[:size] for size in (0, 4, 100, -1)), b"\xff" * 1000, pointer):
@@ -149,79 +138,80 @@ def test_broken_files(folder: Path) -> None:
         assert f"{file} is not a valid safetensors file" in load_error(folder)
 
 
-def test_missing_files(folder: Path) -> None:
-    for other in ("nowhere", "config.json"):
-        assert "a model folder needs a config.json" in load_error(folder / other, FileNotFoundError)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "found pytorch_model.bin" in load_error(folder, FileNotFoundError)
-    (folder / "pytorch_model.bin").unlink()
-    assert load_error(folder, FileNotFoundError).endswith("safetensors file; download the model again.")
-    (folder / "config.json").unlink()
-    assert "needs a config.json" in load_error(folder, FileNotFoundError)
+def duplicate(folder: Path) -> None:
+    """Copy the tensors of a shard to another."""
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    save_file(load_file(first) | load_file(second), second)
 
 
-def test_several_files_without_an_index(folder: Path) -> None:
-    shutil.copy(folder / "model.safetensors", folder / "a.safetensors")
-    (folder / "model.safetensors").rename(folder / "b.safetensors")
-    assert "2 safetensors files but neither" in load_error(folder)
+def indexed(content: object) -> Callable[[Path], object]:
+    return lambda folder: (folder / INDEX).write_text(json.dumps(content))
 
 
-def test_missing_shard(sharded: Path) -> None:
-    files = sorted(sharded.glob("*.safetensors"))
-    files[1].unlink()
-    message = load_error(sharded, FileNotFoundError)
-    assert f"lacks 1 of the {len(files)} shards" in message
-    assert files[1].name in message
+FOLDERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no-folder": ("file", shutil.rmtree, r"needs a config\.json"),
+    "no-config": ("file", lambda it: (it / "config.json").unlink(), r"needs a config\.json"),
+    "pickle": (
+        "file",
+        lambda it: (it / FILE).rename(it / "model.bin"),
+        r"no \*\.safetensors file \(found model\.bin; convert to safetensors first\); download",
+    ),
+    "no-weights": ("file", lambda it: (it / FILE).unlink(), "safetensors file; download the model again"),
+    "no-index": ("shards", lambda it: (it / INDEX).unlink(), r"has \d safetensors files but neither model\."),
+    "no-shard": (
+        "shards",
+        lambda it: max(it.glob("*.safetensors")).unlink(),
+        r"lacks 1 of the (\d+) shards in model\.safetensors\.index\.json: model-0*\1-of-0*\1\.safetensors;",
+    ),
+    "same-tensor": ("shards", duplicate, "has tensors that another shard has too: "),
+    "broken-index": ("shards", lambda it: (it / INDEX).write_text("{"), "is not valid JSON"),
+    "empty-index": ("shards", indexed({}), "must have a 'weight_map'"),
+    "number": ("shards", indexed({"weight_map": {"a": 1}}), "lacks 1 of the 1 shards .*: 1;"),
+    "outside": ("shards", indexed({"weight_map": {"a": "../a.safetensors"}}), r"json: \.\./a\.safetensors;"),
+    "absolute": ("shards", indexed({"weight_map": {"a": "/etc/passwd"}}), "json: /etc/passwd;"),
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{", "is not valid JSON"),
-        ("{}", "must have a 'weight_map'"),
-        ('{"weight_map": {"a": 1}}', "lacks 1 of the 1 shards .*: 1;"),
-        ('{"weight_map": {"a": "../a.safetensors"}}', "index.json: ../a.safetensors;"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "index.json: /etc/passwd;"),
-    ],
-    ids=["broken", "empty", "number", "outside", "absolute"],
-)
-def test_bad_index(sharded: Path, content: str, words: str) -> None:
-    (sharded / "model.safetensors.index.json").write_text(content)
-    assert re.search(words, load_error(sharded, (ValueError, FileNotFoundError)))
+@pytest.mark.parametrize("case", FOLDERS)
+def test_incomplete_folders_are_rejected(case: str, originals: dict[str, Path], tmp_path: Path) -> None:
+    kind, change, words = FOLDERS[case]
+    folder = Path(shutil.copytree(originals[kind], tmp_path / "model"))
+    change(folder)
+    assert re.search(words, load_error(folder))
 
 
-def test_tensor_in_two_shards(sharded: Path) -> None:
-    files = sorted(sharded.glob("*.safetensors"))
-    save_file(load_file(files[0]) | load_file(files[1]), files[1])
-    assert "has tensors that another shard has too: " in load_error(sharded)
+# ---- dtypes ----------------------------------------------------------------------------------------
 
 
 def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(dtype="float16")
-    assert resolve_dtype("float32", config, "cpu") == torch.float32
-    assert resolve_dtype("bfloat16", config, "cpu") == torch.bfloat16
-    assert resolve_dtype("float16", config, "cuda") == torch.float16
-    assert resolve_dtype("auto", config, "cuda:1") == torch.float16
-    assert resolve_dtype("auto", tiny_config(dtype="bfloat16"), "cuda") == torch.bfloat16
-    monkeypatch.setattr(weights, "fast_in_bfloat16", lambda: True)
-    assert resolve_dtype("auto", config, torch.device("cpu")) == torch.bfloat16
-    monkeypatch.setattr(weights, "fast_in_bfloat16", lambda: False)
-    assert resolve_dtype("auto", config, "cpu") == torch.float32
+    half, brain = tiny_config(dtype="float16"), tiny_config(dtype="bfloat16")
+    for name, config, device, expected in (
+        ("float32", half, "cpu", torch.float32),
+        ("bfloat16", half, "cpu", torch.bfloat16),
+        ("float16", brain, "cuda", torch.float16),
+        ("auto", half, "cuda:1", torch.float16),
+        ("auto", brain, "cuda", torch.bfloat16),
+    ):
+        assert resolve_dtype(name, config, device) == expected
+    for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(weights, "fast_in_bfloat16", lambda fast=fast: fast)
+        assert resolve_dtype("auto", half, torch.device("cpu")) == expected
     with pytest.raises(ValueError, match="not supported on a CPU"):
-        resolve_dtype("float16", config, "cpu")
+        resolve_dtype("float16", half, "cpu")
     with pytest.raises(ValueError, match="'int8' must be 'auto' or one of 'float32'"):
-        resolve_dtype("int8", config, "cpu")
+        resolve_dtype("int8", half, "cpu")
 
 
-@pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT", "SVE256"])
-@pytest.mark.parametrize("compiles", [True, False])
-def test_fast_in_bfloat16(monkeypatch: pytest.MonkeyPatch, capability: str, compiles: bool) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(launch, "library", lambda: object() if compiles else None)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
-    for native in (False, True):
-        probe = partial(bool, native)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", probe, raising=False)
-        assert weights.fast_in_bfloat16() == (native or (compiles and capability.startswith("AVX")))
-        with launch.forced("naive"):
-            assert weights.fast_in_bfloat16() == native
+def test_fast_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, compiles, brain, amx in itertools.product(
+        ("AVX512", "AVX2", "DEFAULT", "SVE256"), (True, False), (True, False), (True, False)
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+            patch.setattr(launch, "library", lambda c=compiles: object() if c else None)
+            for probe, answer in (("_is_avx512_bf16_supported", brain), ("_is_amx_tile_supported", amx)):
+                patch.setattr(torch.cpu, probe, lambda answer=answer: answer, raising=False)
+            by_pytorch = brain or amx
+            assert weights.fast_in_bfloat16() == (by_pytorch or (compiles and capability.startswith("AVX")))
+            with launch.forced("naive"):
+                assert weights.fast_in_bfloat16() == by_pytorch
