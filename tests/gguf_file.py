@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from nanospec.models.gguf import TENSOR_NAMES
+from tests.tiny import tiny_config
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, INTERMEDIATE = 4, 2, 8, 2, 48
 HIDDEN = HEADS * HEAD_DIM
@@ -17,49 +17,34 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>"]
 TOKENS = [*SPECIAL, *"abcdefgh0123", "Ġ", "ab", "[PAD]"]
 TYPES = [3, 3, 3, 4, *[1] * 14, 5]
 VOCAB = len(TOKENS)
-NAMES = {hf: name for name, hf in TENSOR_NAMES.items()}
+NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
 
 
-def permute(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Permute q and k rows as llama.cpp does for llama models (convert_hf_to_gguf.py)."""
-    halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
-    return halves.swapaxes(1, 2).reshape(rows.shape)
-
-
-def tensors(architecture: str, tied: bool, seed: int = 0) -> dict[str, np.ndarray]:
+def tensors(architecture: str, tied: bool) -> dict[str, np.ndarray]:
     """Return random weights of a tiny model by Hugging Face name."""
-    rng = np.random.default_rng(seed)
-    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
-    for i in range(LAYERS):
-        layer = f"model.layers.{i}."
-        for name, rows, columns in [
-            ("self_attn.q_proj", q, HIDDEN),
-            ("self_attn.k_proj", kv, HIDDEN),
-            ("self_attn.v_proj", kv, HIDDEN),
-            ("self_attn.o_proj", HIDDEN, q),
-            ("mlp.gate_proj", INTERMEDIATE, HIDDEN),
-            ("mlp.up_proj", INTERMEDIATE, HIDDEN),
-            ("mlp.down_proj", HIDDEN, INTERMEDIATE),
-        ]:
-            shapes[f"{layer}{name}.weight"] = (rows, columns)
-            if architecture == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
-                shapes[f"{layer}{name}.bias"] = (rows,)
-        shapes[f"{layer}input_layernorm.weight"] = (HIDDEN,)
-        shapes[f"{layer}post_attention_layernorm.weight"] = (HIDDEN,)
-    shapes["model.norm.weight"] = (HIDDEN,)
-    if not tied:
-        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    rng = np.random.default_rng(0)
+    config = tiny_config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        qkv_bias=architecture == "qwen2",
+        tie_word_embeddings=tied,
+    )
+    shapes = config.parameter_shapes()
     return {name: rng.standard_normal(shape).astype(np.float32) * 0.3 for name, shape in shapes.items()}
 
 
-def gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a Hugging Face tensor."""
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, rest = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[rest]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
+def stored_layout(name: str, values: np.ndarray) -> np.ndarray:
+    """Permute rows of q and k as llama.cpp does for llama models (convert_hf_to_gguf.py)."""
+    num_heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
+    if num_heads is None:
+        return values
+    halves = values.reshape(num_heads, 2, HEAD_DIM // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
 
 
 def write_gguf(
@@ -91,17 +76,13 @@ def write_gguf(
     edit(writer)
     weights = tensors(architecture, tied)
     for name, values in weights.items():
-        stored = values
-        if architecture == "llama" and "q_proj" in name:
-            stored = permute(values, HEADS)
-        if architecture == "llama" and "k_proj" in name:
-            stored = permute(values, KV_HEADS)
+        stored = stored_layout(name, values) if architecture == "llama" else values
+        theirs = str(NAMES.get_name(name, try_suffixes=(".weight", ".bias")))
         kind = gguf.GGMLQuantizationType.Q8_0
         if quantized and values.ndim == 2 and values.shape[1] % 32 == 0:
-            stored = gguf.quants.quantize(stored, kind)
-            writer.add_tensor(gguf_name(name), stored, raw_dtype=kind)
+            writer.add_tensor(theirs, gguf.quants.quantize(stored, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(name), stored)
+            writer.add_tensor(theirs, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
