@@ -6,8 +6,8 @@ import os
 import random
 import re
 import signal
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from nanospec.kernels.native import packed
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import CompiledModel, computed_by, model_class
-from nanospec.models.decoder import GetWeight, Model
+from nanospec.models.decoder import Model
 from tests.processors import built_for, compiled_for, other_library
 from tests.random_weights import random_weights
 from tests.tiny import GEMMA, ModelRunner, tiny_config, tiny_model
@@ -42,10 +42,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qk-norm-window9": {"qk_norm": True, "windows": (9, None), "head_dim": 64, "num_heads": 2},
     "group16-window20": {"windows": (20, 20), "num_heads": 16, "num_kv_heads": 1, "head_dim": 32},
     "window300": {"windows": (300, 300), "head_dim": 32},
-    "rows-4-kb-apart": {"hidden_size": 2048, "intermediate_size": 2048, "head_dim": 32},
+    "rows-4-kb-apart": {"hidden_size": 2048, "head_dim": 32, "num_layers": 1},
     **GEMMA,
     "group20-d256": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 256, "num_layers": 1},
 }  # fmt: skip
+TOLERANCE = 0.014  # PyTorch in bfloat16: up to 0.013
 Change = Callable[[str, Tensor], Tensor]
 
 
@@ -53,26 +54,20 @@ def config_of(name: str) -> ModelConfig:
     return tiny_config(**{"intermediate_size": 96, "max_position_embeddings": 1024, **MODELS[name]})
 
 
-def weights(config: ModelConfig, change: Change | None) -> GetWeight:
+def unchanged(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def compiled(config: ModelConfig, change: Change = unchanged) -> CompiledModel:
     get = random_weights(config, BF16, "cpu", 0)
-    return get if change is None else lambda name: change(name, get(name))
+    return CompiledModel(config, BF16, "cpu", lambda name: change(name, get(name)))
 
 
-def compiled(config: ModelConfig, change: Change | None = None) -> CompiledModel:
-    return CompiledModel(config, BF16, "cpu", weights(config, change))
-
-
-def in_pytorch(config: ModelConfig, change: Change | None = None) -> Model:
-    """Return a model with the same weights in PyTorch."""
-    with forced("naive"):
-        return Model(config, BF16, "cpu", weights(config, change))
-
-
-def exact(config: ModelConfig, change: Change | None = None) -> Model:
+def exact(config: ModelConfig, change: Change = unchanged) -> Model:
     """Return a model with the same weights in float64."""
-    get = weights(config, change)
+    get = random_weights(config, BF16, "cpu", 0)
     with forced("naive"):
-        return Model(config, torch.float64, "cpu", lambda name: get(name).double())
+        return Model(config, torch.float64, "cpu", lambda name: change(name, get(name)).double())
 
 
 @cache
@@ -100,27 +95,25 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_accuracy_matches_pytorch(model: Model, block_size: int) -> None:
+def test_accuracy(model: Model) -> None:
     """Prompts longer than a span, one or several tokens, packed and padded."""
     steps: list[dict[str, Any]] = [
         {"chunks": {0: tokens(model, 330), 1: tokens(model, 5, 1), 2: tokens(model, 255, 2)}},
         {"chunks": {0: tokens(model, 1, 3), 1: tokens(model, 13, 4), 2: tokens(model, 3, 5)}},
         {"chunks": {1: tokens(model, 2, 6), 0: tokens(model, 7, 7)}, "pad_to": 9},
     ]
-    ours = ModelRunner(model, 3, 640, block_size)
-    theirs, wanted = (ModelRunner(make(model.config), 3, 640, block_size) for make in (in_pytorch, exact))
+    runner, other, wanted = (
+        ModelRunner(model, 3, 640, 16),
+        ModelRunner(model, 3, 640, 64),
+        ModelRunner(exact(model.config), 3, 640),
+    )
     for step in steps:
-        actual = ours.step(**step)
+        actual, same = runner.step(**step), other.step(**step)
         with forced("naive"):
-            other, expected = theirs.step(**step), wanted.step(**step)
+            expected = wanted.step(**step)
         for row, logits in expected.items():
-            assert error(actual[row], logits) < min(max(1.3 * error(other[row], logits), 0.01), 0.05)
-
-
-@pytest.mark.usefixtures("other_library")
-def test_other_processors(model: Model) -> None:
-    test_accuracy_matches_pytorch(model, 16)
+            assert torch.equal(actual[row], same[row])
+            assert error(actual[row], logits) < TOLERANCE
 
 
 def test_gates_far_from_zero() -> None:
@@ -129,44 +122,53 @@ def test_gates_far_from_zero() -> None:
             tensor[::3], tensor[1::3] = -200, 200
         return tensor
 
-    config = config_of("mqa-d80-biases")
-    model = compiled(config, change)
-    wanted, runner, ids = (
-        ModelRunner(exact(config, change), 1, 64),
-        ModelRunner(model, 1, 64),
-        tokens(model, 9),
-    )
+    config, ids = config_of("mqa-d80-biases"), torch.arange(9)
+    actual = ModelRunner(compiled(config, change), 1, 64).step({0: ids})[0]
     with forced("naive"):
-        expected = wanted.step({0: ids})[0]
-    assert error(runner.step({0: ids})[0], expected) < 0.03
+        expected = ModelRunner(exact(config, change), 1, 64).step({0: ids})[0]
+    assert error(actual, expected) < 0.03
 
 
-def first_values(runner: ModelRunner) -> Tensor:
-    """Return the values of the first layer and row, with heads of 32: [heads, 20, 32]."""
+def first_values(scale: float, ids: Tensor) -> Tensor:
+    """Run a model with scaled weights of v on 20 tokens, the last embedding of which is NaN, and return
+    the cached values of the first layer and row, with heads of 32: [heads, 20, 32]."""
+    model = compiled(config_of("gqa"), lambda name, tensor: tensor * (scale if "v_proj" in name else 1))
+    model.embedding[ids[-1]] = torch.nan
+    runner = ModelRunner(model, 1, 64)
+    runner.step({0: ids})
     tiles = runner.cache[runner.table.block_table[0, :2].long(), 0, :, 1, 0]  # [2, heads, 16, 32] as
     return tiles.view(2, -1, 8, 32, 2).permute(1, 0, 2, 4, 3).flatten(1, 3)[:, :20]
 
 
 def test_overflowing_values_are_clamped_in_the_cache() -> None:
     """So that multiplying them by 0 gives 0; NaN becomes 0."""
-    model = compiled(config_of("gqa"), lambda name, tensor: tensor * (3e38 if "v_proj" in name else 1))
-    runner, ids = ModelRunner(model, 1, 64), tokens(model, 20)
-    model.embedding[ids[-1]] = torch.nan
-    runner.step({0: ids})
-    values = first_values(runner)
+    values = first_values(3e38, torch.arange(20))
     assert (values.min(), values.max()) == (torch.finfo(BF16).min, torch.finfo(BF16).max)
     assert not values[:, -1].any()
 
 
-@pytest.mark.usefixtures("other_library")
 def test_underflowing_values_are_zero() -> None:
-    model = compiled(config_of("gqa"), lambda name, tensor: tensor * (1e-38 if "v_proj" in name else 1))
-    runner = ModelRunner(model, 1, 64)
-    runner.step({0: tokens(model, 20)})
-    assert not first_values(runner).any()
+    assert not first_values(1e-38, torch.arange(20)).any()
 
 
-@settings(max_examples=25)
+@pytest.mark.usefixtures("other_library")
+def test_other_processors() -> None:
+    test_underflowing_values_are_zero()
+    for name in MODELS:
+        test_accuracy(build_model(name))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
 def test_results_are_bitwise_independent_of_the_batch(window_model: Model, seed: int) -> None:
     """Chunks of any size, other rows, padding and threads give the results of chunks of 64 bitwise."""
@@ -174,20 +176,17 @@ def test_results_are_bitwise_independent_of_the_batch(window_model: Model, seed:
     text, runner = tokens(model, length), ModelRunner(window_model, 4, 704)
     expected = torch.cat([runner.step({0: part})[0] for part in text.split(64)])
     runner = ModelRunner(model, 4, 704)
-    threads = torch.get_num_threads()
-    try:
-        while (start := runner.length[0]) < length:
-            torch.set_num_threads(rng.randint(1, 4))
-            n = min(rng.choice([1, 2, 5, 12, 13, 63, 200, 400]), length - start)
-            others = rng.sample([1, 2, 3], rng.randint(0, 3))
-            chunks = {row: tokens(model, rng.choice([1, 3, 11])) for row in others}
-            chunks[0] = text[start : start + n]
-            pad = n + rng.randint(0, 3) if len(chunks) == 1 and n < 60 else None
+    while (start := runner.length[0]) < length:
+        n = min(rng.choice([1, 2, 5, 12, 13, 63, 200, 400]), length - start)
+        chunks = {
+            row: tokens(model, rng.choice([1, 3, 11])) for row in rng.sample([1, 2, 3], rng.randint(0, 3))
+        }
+        chunks[0] = text[start : start + n]
+        pad = n + rng.randint(0, 3) if len(chunks) == 1 and n < 60 else None
+        with threads(rng.randint(1, 4)):
             logits = runner.step(chunks, pad_to=pad)[0]
-            runner.length[1:] = [0, 100, 300]  # whatever the cache holds there
-            assert torch.equal(logits, expected[start : start + n]), (start, n)
-    finally:
-        torch.set_num_threads(threads)
+        runner.length[1:] = [0, 100, 300]  # whatever the cache holds there
+        assert torch.equal(logits, expected[start : start + n]), (start, n)
 
 
 # ---- trees ---------------------------------------------------------------------------------------
@@ -218,9 +217,10 @@ def paths_of(parents: list[int]) -> list[list[int]]:
     return [path for path in paths if path[-1] not in inner]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "rows-4-kb-apart"])
-@settings(max_examples=8)
-@given(seed=st.integers(0, 2**32))
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from([name for name in MODELS if name != "rows-4-kb-apart"]), seed=st.integers(0, 2**32)
+)
 def test_tree_nodes_match_chains_bitwise(name: str, seed: int) -> None:
     """Next to other trees, at boundaries of tiles, blocks and spans, on any number of threads."""
     model, rng = build_model(name), random.Random(seed)
@@ -242,12 +242,8 @@ def test_tree_nodes_match_chains_bitwise(name: str, seed: int) -> None:
     parents = torch.tensor(trees, dtype=torch.int32)
     proposal = Proposal(drafts, torch.tensor(count, dtype=torch.int32), drafts, nothing, nothing, parents)
     batch = lay_out(runner.table, torch.arange(3, dtype=torch.int32), proposal, packed=rng.random() < 0.5)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(rng.randint(1, 3))
+    with threads(rng.randint(1, 3)):
         logits = model.logits(model.forward(batch, runner.cache))
-    finally:
-        torch.set_num_threads(threads)
     for row, start in enumerate(batch.q_start.tolist()):
         paths = paths_of(trees[row][: count[row]])
         for path in rng.sample(paths, min(len(paths), 3)):
@@ -277,11 +273,10 @@ def test_masked_entries_have_no_effect(model: Model) -> None:
     prompt, drafts = tokens(model, 270) % bad, tokens(model, 6, 1) % bad
     with_nan = drafts.clone()
     with_nan[3] = bad
+    clean = ModelRunner(broken, 3, 640)
+    clean.cache.zero_()
     results = []
-    for poison, ids in ((False, drafts), (True, drafts), (True, with_nan)):
-        runner = ModelRunner(broken, 2, 640)
-        runner.cache[:, :, :, 0] = torch.nan if poison else 0
-        runner.cache[:, :, :, 1] = torch.finfo(BF16).max if poison else 0
+    for runner, ids in (clean, drafts), (poisoned(broken, 16), drafts), (poisoned(broken, 16), with_nan):
         runner.step({0: prompt})
         results.append(runner.step({0: ids})[0])
     assert results[0].isfinite().all()
@@ -299,46 +294,33 @@ def test_hidden_states_avoid_4_kb_stride() -> None:
         assert model.forward(batch, runner.cache).stride() == (stride, 1)
 
 
-def test_pytorch_matmul_is_unaffected(window_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_matmul_is_unaffected(window_model: Model) -> None:
     """PyTorch may use the same AMX registers with another tile shape in the same thread."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     x, weight = torch.randn(130, 256).to(BF16), torch.randn(96, 256).to(BF16)
     strips, expected, results = packed.pack(weight), x @ weight.T, []
-    for _ in range(3):
-        runner = ModelRunner(window_model, 1, 64)
-        runner.table.tokens[0, :5] = tokens(window_model, 5)
-        hidden = window_model.forward(Batch.from_chunks(runner.table, [Chunk(0, 0, 5)]), runner.cache)
-        assert torch.equal(x @ weight.T, expected)
-        results.append((hidden, packed.linear(x, strips)))
-        assert torch.equal(x @ weight.T, expected)
-    for hidden, product in results[1:]:
-        assert torch.equal(hidden, results[0][0])
+    with threads(1):
+        for _ in range(3):
+            logits = ModelRunner(window_model, 1, 64).step({0: tokens(window_model, 5)})[0]
+            assert torch.equal(x @ weight.T, expected)
+            results.append((logits, packed.linear(x, strips)))
+            assert torch.equal(x @ weight.T, expected)
+    for logits, product in results[1:]:
+        assert torch.equal(logits, results[0][0])
         assert torch.equal(product, results[0][1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forked_process_has_its_own_threads(window_model: Model) -> None:
     """Only with small tensors, since PyTorch's threads do not survive a fork."""
-    ids, threads = tokens(window_model, 9), torch.get_num_threads()
+    ids = tokens(window_model, 9)
     ours, childs = ModelRunner(window_model, 1, 32), ModelRunner(window_model, 1, 32)
-    torch.set_num_threads(3)
-    try:
+    with threads(3):
         expected = ours.step({0: ids})[0]  # starts the threads
         if not (child := os.fork()):
+            signal.alarm(60)  # in case it hangs
             right = torch.equal(childs.step({0: ids})[0], expected)
             os._exit(0 if right and len(os.listdir("/proc/self/task")) == 3 else 1)
-        for _ in range(600):
-            result, status = os.waitpid(child, os.WNOHANG)
-            if result:
-                break
-            time.sleep(0.1)
-        else:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            pytest.fail("hangs")
-        assert os.waitstatus_to_exitcode(status) == 0
-    finally:
-        torch.set_num_threads(threads)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_computed_by(window_model: Model) -> None:

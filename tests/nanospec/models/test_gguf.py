@@ -81,7 +81,7 @@ def test_pre_tokenizers(tmp_path: Path, pre: str) -> None:
     assert composed == (pre == "qwen2")
 
 
-UNSUPPORTED: dict[str, tuple[Callable[[gguf.GGUFWriter], Any], str]] = {
+UNSUPPORTED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "pre": (lambda w: w.add_tokenizer_pre("gpt-4o"), "'gpt-4o' is not supported"),
     "tokenizer": (lambda w: w.add_tokenizer_model("llama"), "tokenizer 'llama' with"),
     "rope-scaling": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "RoPE scaling 'yarn'"),
