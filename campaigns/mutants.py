@@ -132,8 +132,8 @@ TESTS: dict[str, list[str]] = {
     "nanospec/apps/batch/": [
         BATCH + "run.py",
         BATCH + "openai.py",
-        "tests/nanospec/apps/cli/test_main.py::test_prompt_from_stdin",
-        "tests/nanospec/apps/cli/test_main.py::test_batch_writes_all_results_and_resumes",
+        CLI + "main.py::test_prompt_from_stdin",
+        CLI + "generate.py::test_batch_writes_all_results_and_resumes",
     ],
     "nanospec/apps/serve/loop.py": [SERVE + "loop.py", SERVE + "event_loop.py"],
     "nanospec/apps/serve/requests.py": [SERVE + "api.py", SERVE + "security.py", SERVE + "loop.py"],
@@ -143,12 +143,11 @@ TESTS: dict[str, list[str]] = {
     "nanospec/apps/openai_format.py": [BATCH + "openai.py", SERVE + "api.py"],
     "nanospec/apps/options.py": [CLI + "main.py", CLI + "serve.py"],
     "nanospec/apps/training.py": ["tests/nanospec/apps/test_training.py"],
-    "nanospec/apps/cli/": [
-        CLI + name for name in ("main.py", "chat.py", "fetch.py", "serve.py", "process.py")
-    ],
-    "nanospec/apps/cli/explain.py": [CLI + "explain.py", CLI + "main.py"],
+    "nanospec/apps/cli/": [CLI + name for name in ("console.py", "main.py", "generate.py", "chat.py")],
+    "nanospec/apps/cli/explain.py": [CLI + "explain.py"],
     "nanospec/apps/cli/fetch.py": [CLI + "fetch.py"],
     "nanospec/apps/cli/serve.py": [CLI + "serve.py"],
+    "nanospec/__main__.py": [CLI + "process.py"],
     "nanospec/apps/cluster/": [CLUSTER + name for name in ("routing.py", "start.py", "front.py", "batch.py")],
     "nanospec/config.py": ["tests/nanospec/test_config.py"],
     "nanospec/llm.py": ["tests/nanospec/test_llm.py"],

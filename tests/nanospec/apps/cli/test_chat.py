@@ -1,5 +1,4 @@
-"""Interactive chat: conversation history, commands, and terminal input. A paste is one message and is never
-truncated."""
+"""Interactive chat: conversation history, commands and terminal input."""
 
 from __future__ import annotations
 
@@ -8,30 +7,23 @@ import json
 import os
 import pty
 import re
+import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nanospec.apps.cli.chat import Chat
+from nanospec.apps.cli.chat import Chat, typed_messages
 from nanospec.apps.cli.console import Console
 from nanospec.config import SamplingParams
 from nanospec.outputs import Piece
 
 Messages = list[dict[str, str]]
-CODE = """\
-import json, sys
-from nanospec.apps.cli.console import Console
-from nanospec.apps.cli.chat import typed_messages
-for message in typed_messages(Console({})):
-    print("GOT" + json.dumps(message) + "TOG", flush=True)
-print("ENDED", flush=True)
-"""
 PASTE = "def f():\n    return '日本語'\n" + "x" * 6000
 
 
@@ -103,42 +95,37 @@ def test_chat_requires_chat_template() -> None:
         Chat(llm, SamplingParams(), Console(io.StringIO()))
 
 
-# ---- in a terminal -----------------------------------------------------------------------------
+def echo_messages() -> None:
+    """Print each typed message between GOT and TOG, then exit."""
+    with open(0) as sys.stdin, open(1, "w") as sys.stdout:
+        for message in typed_messages(Console()):
+            print(f"GOT{json.dumps(message)}TOG", flush=True)
+        print("ENDED", flush=True)
 
 
 class Terminal:
-    """A process attached to a pseudo-terminal; with `stream`, its prompts go to that stream."""
+    """A forked process that runs `echo_messages` in a pseudo-terminal."""
 
-    def __init__(self, stream: str = "") -> None:
-        code = CODE.format(stream)
-        self.master, slave = pty.openpty()
-        env = {**os.environ, "TERM": "xterm"}
-        out = subprocess.PIPE if stream else slave
-        command = [sys.executable, "-c", code]
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=out, stderr=slave, env=env, start_new_session=True
-        )
-        os.close(slave)
+    def __init__(self) -> None:
+        self.pid, self.terminal = pty.fork()
+        if self.pid == 0:
+            try:
+                echo_messages()
+            finally:
+                os._exit(0)
         self.wait(">")  # the prompt
 
-    def wait(self, pattern: str, seconds: float = 60) -> str:
+    def wait(self, pattern: str) -> str:
         """Read until `pattern` appears and return everything read."""
-        os.set_blocking(self.master, False)
-        deadline, result = time.monotonic() + seconds, ""
-        while not re.search(pattern, result, re.DOTALL):
-            assert time.monotonic() < deadline, f"{pattern!r} is not in {result!r}"
-            try:
-                result += os.read(self.master, 1 << 16).decode(errors="replace")
-            except BlockingIOError:
-                time.sleep(0.01)
-            except OSError:  # the process has ended
-                break
-        return result
+        result = b""
+        while not re.search(pattern, result.decode(errors="replace"), re.DOTALL):
+            assert select.select([self.terminal], [], [], 60)[0], f"{pattern!r} is not in {result!r}"
+            result += os.read(self.terminal, 1 << 16)
+        return result.decode(errors="replace")
 
     def type(self, text: str) -> None:
-        os.set_blocking(self.master, True)
         for at in range(0, len(text), 500):  # a terminal's input buffer is small
-            os.write(self.master, text[at : at + 500].encode())
+            os.write(self.terminal, text[at : at + 500].encode())
             time.sleep(0.02)
 
     def message(self, text: str) -> str:
@@ -147,45 +134,34 @@ class Terminal:
         seen = self.wait("GOT.*TOG.*>")  # and the next prompt
         return str(json.loads(seen[seen.rindex("GOT") + 3 : seen.rindex("TOG")]))
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.master)
+    def interrupt(self, pattern: str) -> None:
+        """Send Ctrl-C once the process waits for input; readline does not notice an earlier one."""
+        state = Path(f"/proc/{self.pid}/stat")
+        while state.read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.01)
+        os.kill(self.pid, signal.SIGINT)
+        self.wait(pattern)
 
 
-@pytest.fixture
-def terminals() -> Iterator[list[Terminal]]:
-    opened: list[Terminal] = []
-    yield opened
-    for terminal in opened:
-        terminal.close()
-
-
-def pasted(text: str) -> str:
-    return f"\x1b[200~{text}\x1b[201~\r".replace("\n", "\r")
-
-
-def test_readline_lines_pastes_and_history(terminals: list[Terminal]) -> None:
+def test_lines_pastes_and_history_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paste is one message and is never truncated."""
     readline = pytest.importorskip("readline")
-    terminals.append(terminal := Terminal())
-    text = "x" * 6000 if "libedit" in readline.__doc__ else PASTE
-    assert terminal.message(pasted(text) if text == PASTE else text + "\r") == text
-    assert terminal.message("日本語\\\rtwo\r") == "日本語\ntwo"
-    assert terminal.message("\x1b[A\r") == "two"
-    terminal.type("half\\\r")
-    terminal.wait(r"\. ")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.wait("Ctrl-C again.*>")
-    assert terminal.message("whole\r") == "whole"
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.wait("Ctrl-C again.*>")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.wait("ENDED")
-
-
-def test_json_mode_prompts_on_stderr(terminals: list[Terminal]) -> None:
-    terminals.append(Terminal("sys.stderr"))
-    terminals[0].type("a\r")
-    out = terminals[0].process.stdout
-    assert out is not None
-    assert out.readline() == b'GOT"a"TOG\n'
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    try:
+        if "libedit" in readline.__doc__:
+            assert terminal.message("x" * 6000 + "\r") == "x" * 6000
+        else:
+            assert terminal.message(f"\x1b[200~{PASTE}\x1b[201~\r".replace("\n", "\r")) == PASTE
+        assert terminal.message("日本語\\\rtwo\r") == "日本語\ntwo"
+        assert terminal.message("\x1b[A\r") == "two"
+        terminal.type("half\\\r")
+        terminal.wait(r"\. ")
+        terminal.interrupt("Ctrl-C again.*>")
+        assert terminal.message("whole\r") == "whole"
+        terminal.interrupt("Ctrl-C again.*>")
+        terminal.interrupt("ENDED")
+    finally:
+        os.kill(terminal.pid, signal.SIGKILL)
+        os.waitpid(terminal.pid, 0)
+        os.close(terminal.terminal)

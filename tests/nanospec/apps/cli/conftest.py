@@ -1,0 +1,26 @@
+"""The command line in this process, with a tiny model that spells the alphabet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanospec.apps.cli.main import main
+from tests.nanospec.test_llm import folder
+
+__all__ = ["folder"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line: (exit status, standard output, standard error)."""
+
+    def run(*args: str | Path) -> tuple[int, str, str]:
+        small = ["--model", str(folder), "--dtype", "float32", "--kv-cache-memory", str(1 << 20)]
+        status = main([*small, *map(str, args)])
+        return status, *capsys.readouterr()
+
+    return run
