@@ -1,8 +1,6 @@
-"""`ReplayWorker` outputs the reference text."""
+"""`ReplayWorker` outputs the reference text, with and without drafts, in packed and captured steps."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
@@ -18,41 +16,32 @@ from tests.drive import Job, run
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model
 
-PROMPT = [5, 6, 7, 8, 9] * 3
+TEXTS: dict[tuple[int, ...], list[int]] = {
+    (5, 6, 7, 8, 9) * 3: [5, 6, 7, 8, 9, 5, 6, 1],
+    (1, 2): [3, 4, 3, 4, 3, 4, 3, 4],
+}
 
 
-def config_of(k: int, eager: bool, **options: Any) -> EngineConfig:
+@pytest.mark.parametrize(
+    ("k", "mode"), [(0, "packed"), (4, "packed"), (0, "captured"), (4, "captured"), (2, "tape")]
+)
+def test_replay_outputs_reference(k: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on Triton kernels, with a capture that freezes host values as a CUDA graph does."""
+    texts, size, backend = TEXTS, 4, "auto"
+    if mode == "tape":
+        texts, size, backend = {(5, 6, 5): [6, 5, 6, 1]}, 1, "triton"
+        monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
     spec = SpecConfig(num_speculative_tokens=k)
-    return EngineConfig(
-        **{"spec": spec, "max_num_seqs": 4, "max_model_len": 200, "enforce_eager": eager, **options}
-    )
-
-
-def replay(config: EngineConfig, texts: dict[tuple[int, ...], list[int]], **shape: Any) -> Engine:
-    model = tiny_model(**shape)
-    drafters = load_drafters(config.spec, Target(model))
-    return Engine(config, ReplayWorker(config, model, drafters, texts))
-
-
-@pytest.mark.parametrize("eager", [True, False], ids=["packed", "captured"])
-@pytest.mark.parametrize("k", [0, 4])
-def test_replay_outputs_reference_with_drafts(k: int, eager: bool) -> None:
-    texts = {tuple(PROMPT): [5, 6, 7, 8, 9, 5, 6, 7, 1, 2, 3], (1, 2): [3, 4, 3, 4, 3, 4, 3, 4, 3, 4, 3]}
-    engine = replay(config_of(k, eager), texts)
-    params = SamplingParams(temperature=0, max_tokens=11)
-    requests = run(engine, [Job(list(prompt), params) for prompt in texts])
+    config = EngineConfig(spec=spec, max_num_seqs=size, max_model_len=32, enforce_eager=mode == "packed")
+    with launch.forced(backend):  # type: ignore[arg-type]
+        model = tiny_model(num_layers=1)
+        drafters = load_drafters(spec, Target(model))
+        engine = Engine(config, ReplayWorker(config, model, drafters, texts))
+        jobs = [
+            Job([*prompt], SamplingParams(temperature=0, max_tokens=len(text)))
+            for prompt, text in texts.items()
+        ]
+        requests = run(engine, jobs)
     for request, text in zip(requests, texts.values(), strict=True):
         assert request.output_ids == text
         assert (request.stats.num_accepted > 0) == (k > 0)
-
-
-def test_replay_in_step_captured_before_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Triton kernels, with a capture that freezes host values as a CUDA graph does."""
-    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    text = [5, 6, 7, 8, 9, 5, 6, 1]
-    config = config_of(2, False, max_num_seqs=1, max_model_len=48)
-    with launch.forced("triton"):
-        engine = replay(config, {tuple(PROMPT): text}, num_layers=1)
-        [request] = run(engine, [Job(PROMPT, SamplingParams(temperature=0, max_tokens=8))])
-    assert request.output_ids == text
-    assert request.stats.num_accepted > 0
