@@ -8,22 +8,20 @@ import pytest
 import torch
 
 from nanospec.kernels.speculation.report import PIECE, logprobs
+from tests.kernels.batches import ints
 from tests.util import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
 
 
-@pytest.mark.parametrize("num_top", [0, 1, 5])
-@pytest.mark.parametrize(
-    ("V", "dtype"), [(5, torch.float16), (63, torch.float32), (1000, torch.float16), (9001, torch.float32)]
-)
+@pytest.mark.parametrize("num_top", [0, 5])
+@pytest.mark.parametrize(("V", "dtype"), [(5, torch.float16), (63, torch.float32), (9001, torch.float32)])
 def test_matches_float64(V: int, dtype: torch.dtype, num_top: int) -> None:
     generator = torch.Generator().manual_seed(V)
     # All values differ, so that top ids are unique.
     logits = torch.stack([torch.randperm(V, generator=generator) for _ in range(4)])
     logits = (logits * (8.0 / V) - 4).to(dtype)
-    index = torch.tensor([3, 0, 3], dtype=torch.int32)
-    tokens = torch.tensor([2, -1, 4], dtype=torch.int32)
+    index, tokens = ints(3, 0, 3), ints(2, -1, 4)
     result = logprobs(logits, index, tokens, num_top)
     x = logits[index.long()].double()
     expected = x.log_softmax(-1)
@@ -37,23 +35,18 @@ def test_matches_float64(V: int, dtype: torch.dtype, num_top: int) -> None:
     assert result.rank.dtype == result.top_ids.dtype == torch.int32
 
 
-def test_certain_token_has_logprob_zero() -> None:
-    logits = torch.full((1, 100), -math.inf)
-    logits[0, 7] = 3.0
-    result = logprobs(logits, torch.tensor([0]), torch.tensor([7]), 3)
-    assert (float(result.own), int(result.rank), float(result.top[0, 0])) == (0.0, 1, 0.0)
-    assert len(set(result.top_ids[0].tolist())) == 3
-
-
 def test_ties_are_ordered_by_token_id() -> None:
-    logits = torch.zeros(2, 5000)
+    logits = torch.zeros(3, 5000)
     logits[0, [11, 4500]] = 1.0
     logits[1] = -3.0
     logits[1, [4999, 3, 70]] = torch.tensor([-0.0, 0.0, -0.5])
-    index = torch.arange(2, dtype=torch.int32)
+    logits[2] = -math.inf
+    logits[2, 7] = 3.0
     for n in (1, 2, 3, 4):  # the first ids do not depend on n
-        result = logprobs(logits, index, torch.tensor([0, 0]), n)
-        assert result.top_ids.tolist() == [[11, 4500, 0, 1][:n], [3, 4999, 70, 0][:n]]
+        result = logprobs(logits, ints(0, 1, 2), ints(0, 0, 7), n)
+        expected = [11, 4500, 0, 1], [3, 4999, 70, 0], [7, 0, 1, 2]
+        assert result.top_ids.tolist() == [ids[:n] for ids in expected]
+    assert (float(result.own[2]), int(result.rank[2]), float(result.top[2, 0])) == (0.0, 1, 0.0)  # certain
 
 
 def test_result_is_bitwise_independent_of_other_rows() -> None:
@@ -64,7 +57,7 @@ def test_result_is_bitwise_independent_of_other_rows() -> None:
     torch.set_num_threads(2)
     try:
         together = logprobs(logits.float(), rows, tokens, 2)
-        for n in (1, 2, 7):
+        for n in (1, 7):
             parts = [logprobs(logits.float(), rows[i : i + n], tokens[i : i + n], 2) for i in range(0, N, n)]
             for joined, whole in zip(map(torch.cat, zip(*parts)), together):
                 assert torch.equal(joined, whole)
