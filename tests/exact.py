@@ -105,14 +105,11 @@ def prefix_counts(outputs: Mapping[Output, float], n: int) -> Counter[Output]:
 
 
 class Fit(NamedTuple):
-    """Goodness of fit: Pearson's X^2, its degrees of freedom and p-value; total variation, and its ratio to
-    the expectation for the same number of independent draws."""
+    """Goodness of fit: Pearson's X^2, its degrees of freedom and p-value."""
 
     x2: float
     freedom: int
     p: float
-    tv: float
-    ratio: float
 
 
 LEAST = 5.0  # outputs with smaller expected counts are pooled
@@ -122,8 +119,6 @@ def fit(result: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit
     """Return the fit of counts to probabilities; an impossible output gives p = 0."""
     n, p = round(sum(result.values())), np.array([*expected.values()])
     counts = np.array([result.get(output, 0) for output in expected], dtype=np.float64)
-    tv = float(np.abs(counts / n - p).sum() + (n - counts.sum()) / n) / 2
-    ratio = tv / max(expected_tv(n, p), 1e-300)
     rare = n * p < LEAST
     o, e = (np.append(x[~rare], x[rare].sum()) for x in (counts, n * p))
     if len(e) > 1 and e[-1] < LEAST:
@@ -132,8 +127,7 @@ def fit(result: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit
             x[least] += x[-1]
         o, e = o[:-1], e[:-1]
     x2, freedom = float(((o - e) ** 2 / e).sum()), len(e) - 1
-    possible = counts.sum() == n
-    return Fit(x2, freedom, tail(x2, freedom) if possible else 0.0, tv, ratio)
+    return Fit(x2, freedom, tail(x2, freedom) if counts.sum() == n else 0.0)
 
 
 def least_p(result: Mapping[Output, float], expected: Mapping[Output, float]) -> float:
@@ -144,27 +138,15 @@ def least_p(result: Mapping[Output, float], expected: Mapping[Output, float]) ->
     return min(one.p for one in fits) * longest
 
 
+def combined_p(fits: Sequence[Fit]) -> float:
+    """Return the p-value of independent fits together."""
+    p = tail(sum(one.x2 for one in fits), sum(one.freedom for one in fits))
+    return p if all(one.p > 0 for one in fits) else 0.0
+
+
 def tail(x2: float, freedom: int) -> float:
     """Return the p-value of X^2 with the given degrees of freedom."""
     if freedom == 0:
         return 1.0
     a, x = torch.tensor([freedom, x2], dtype=torch.float64) / 2
     return float(torch.special.gammaincc(a, x))
-
-
-def expected_tv(n: int, p: np.ndarray) -> float:
-    """Return the mean total variation of n draws from p: half the sum of E|X / n - p| (De Moivre)."""
-    q = torch.from_numpy(p[(p > 0) & (p < 1)])
-    m = (n * q).floor() + 1
-    log_binomial = (
-        torch.lgamma(torch.tensor(n + 1.0).double()) - torch.lgamma(m + 1) - torch.lgamma(n - m + 1)
-    )
-    terms = (2 * m).log() + log_binomial + m * q.log() + (n - m + 1) * (1 - q).log()
-    return float(terms.exp().sum()) / n / 2
-
-
-def combined(fits: Sequence[Fit]) -> Fit:
-    """Combine independent fits: sums of X^2 and of its degrees of freedom, means of the others."""
-    x2, freedom = sum(one.x2 for one in fits), sum(one.freedom for one in fits)
-    p = tail(x2, freedom) if all(one.p > 0 for one in fits) else 0.0
-    return Fit(x2, freedom, p, *(float(np.mean([one[i] for one in fits])) for i in (3, 4)))

@@ -194,32 +194,27 @@ def engine_for(models: Models, name: str, rule: str = "rejection", **options: An
     return make_engine(models.model, setup.k, spec=fields, **given, **settings)
 
 
-class OutputCounts(NamedTuple):
-    """Counts of outputs among a sixteenth, a quarter and all of the requests, and the numbers of drafted and
-    accepted tokens."""
+class Drawn(NamedTuple):
+    """Counts of outputs, and the numbers of drafted and accepted tokens."""
 
-    outputs: tuple[Counter[Output], ...]
+    outputs: Counter[Output]
     drafted: int
     accepted: int
 
 
 def draw(
     engines: Sequence[Engine], cells: Sequence[SamplingParams], samples: int, first_seed: int = 0
-) -> list[OutputCounts]:
+) -> list[Drawn]:
     """Draw `samples` outputs for each of the cells in mixed batches, each request with its own seed, using
     the engines in turn."""
-    sizes = (samples // 16, samples // 4, samples)
-    counts = [tuple(Counter[Output]() for _ in sizes) for _ in cells]
-    sums = [[0, 0] for _ in cells]
+    counts, sums = [Counter[Output]() for _ in cells], [[0, 0] for _ in cells]
     each = max(2048 // len(cells), 1)
     for start in range(0, samples, each):
         numbers = [(c, i) for i in range(start, min(start + each, samples)) for c in range(len(cells))]
         jobs = [Job(PROMPT, replace(cells[c], seed=first_seed + c * samples + i)) for c, i in numbers]
         requests = run(engines[start // each % len(engines)], jobs)
-        for (c, i), request in zip(numbers, requests, strict=True):
-            for counter, size in zip(counts[c], sizes, strict=True):
-                if i < size:
-                    counter[tuple(request.output_ids)] += 1
+        for (c, _), request in zip(numbers, requests, strict=True):
+            counts[c][tuple(request.output_ids)] += 1
             sums[c][0] += request.stats.num_drafted
             sums[c][1] += request.stats.num_accepted
-    return [OutputCounts(own, *both) for own, both in zip(counts, sums, strict=True)]
+    return [Drawn(own, *both) for own, both in zip(counts, sums, strict=True)]
