@@ -11,13 +11,14 @@ from bench import which_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = which_torch.INDEX
+EXTRA = f"--extra-index-url {INDEX}"
 
 
 @pytest.mark.parametrize(
     ("wanted", "pip", "index", "expected"),
     [
         ("auto", "99.1.0+cpu, 2.14.0, 2.13.0+cpu, 2.13.0, 2.12.0+cpu", "2.14.0+cpu", "torch==2.13.0+cpu"),
-        ("auto", "2.14.0, 2.13.0", "2.14.0+cpu, 2.14.0, 1.0+cpu", f"--extra-index-url {INDEX} torch==2.14.0+cpu"),
+        ("auto", "2.14.0, 2.13.0", "2.14.0+cpu, 2.14.0, 1.0+cpu", f"{EXTRA} torch==2.14.0+cpu"),
         ("cpu", "2.14.0", None, ""),
         ("cpu", "", "1.13.0+cpu", ""),
         ("cuda", "2.13.0+cpu", None, ""),
@@ -25,7 +26,7 @@ INDEX = which_torch.INDEX
         ("cpu on a GPU", "2.13.0+cpu", None, "torch==2.13.0+cpu"),
         ("cpu, installed", "2.13.0+cpu", None, ""),
     ],
-)  # fmt: skip
+)
 def test_choice(
     wanted: str,
     pip: str,
