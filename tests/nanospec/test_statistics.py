@@ -108,7 +108,8 @@ def test_references() -> None:
         x = rng.integers(0, 6, 7) / 2
         chances = next_token(x, (), (), params)
         assert [may_draw(x, token, params, 1e-9) for token in range(7)] == (chances > 0).tolist()
-    p, outputs = rng.dirichlet(np.ones(40)), [(i,) for i in range(40)]
+    p = rng.dirichlet(np.ones(40))
+    outputs: list[Output] = [(i,) for i in range(40)]
     expected = dict(zip(outputs, p))
     levels = np.array(
         [fit(dict(zip(outputs, counts)), expected).p for counts in rng.multinomial(500, p, size=800)]

@@ -155,7 +155,7 @@ def test_kernel_with_several_tiles_of_the_vocabulary() -> None:
     assert torch.equal(accept.launch(*case)[tokens], accept.naive(*case)[tokens])
 
 
-LIMITS = {  # by request row
+LIMITS: dict[str, Any] = {  # by request row
     "temperature": [0.5, 1.0, 1.0, 1.5, 0.5],
     "top_k": [0, 0, 5, 0, 7],
     "top_p": [1.0, 1.0, 1.0, 0.8, 0.9],

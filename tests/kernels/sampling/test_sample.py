@@ -161,7 +161,7 @@ def test_result_is_independent_of_the_batch(implementation: str) -> None:
         assert torch.equal(run(crowd, table, three)[n : 2 * n], together)
 
 
-LIMITS = {  # by request row
+LIMITS: dict[str, Any] = {  # by request row
     "temperature": [0.0, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8],
     "top_k": [0, 0, 20, 0, 20, 0, 3000],
     "top_p": [1.0, 1.0, 1.0, 0.9, 0.95, 1.0, 0.99],
