@@ -26,13 +26,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..serve.answers import event
-from ..serve.gate import Gate, HTTPError, draining, read_body
+from ..serve.gate import Bodies, Gate, HTTPError
 from ..serve.settings import ServeConfig
 from .routing import prefix_hashes
 
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
 NO_REPLICA = "No replica is available; try again in a few seconds."
 LOST = "The replica failed before this request was finished; try again in 5 seconds."
+DRAINING = "The server is shutting down and does not accept new requests."
 LINGER = 5.0  # seconds that it outlives its replicas, to report errors
 FLUSH = 1.0  # seconds to send the last bytes
 PAUSE = 0.002  # seconds per running response: 500 lists per second in all; Ray delivers about 700
@@ -49,7 +50,7 @@ class Front:
 
     def __init__(self, config: ServeConfig, ask: Callable[..., Any], metrics: Callable[[], Any]) -> None:
         self.config, self._ask, self._metrics = config, ask, metrics
-        self._answers: set[Any] = set()  # running
+        self._bodies, self._answers = Bodies(config), set[Any]()  # of running requests
         self._draining = self._is_over = False
 
     def asgi(self) -> ASGIApp:
@@ -72,13 +73,15 @@ class Front:
                 raise HTTPError(503, NO_REPLICA)
             await Response(merge_metrics(pages), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
         else:
-            await self._forward(scope, await read_body(Request(scope, receive), self.config), send)
+            async with self._bodies.read(Request(scope, receive)) as body:  # kept to retry
+                await self._forward(scope, body, send)
 
     async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
         state = scope["state"]
         prefixes = await asyncio.to_thread(prefix_hashes, body, state["salt"]) if body else []
         if self._draining:
-            raise draining(self.config.drain_timeout)
+            retry_after = str(int(self.config.drain_timeout) + 1)
+            raise HTTPError(503, DRAINING, headers={"retry-after": retry_after, "connection": "close"})
         headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
         headers.append((b"x-request-id", state["id"].encode()))  # assigned by the gate
         forwarded = {**{name: scope[name] for name in SCOPE if name in scope}, "headers": headers}

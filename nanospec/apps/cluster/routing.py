@@ -48,11 +48,14 @@ class Balancer:
     def __init__(self, slack: int) -> None:
         self.slack = slack
         self.running: Counter[str] = Counter()
-        self._sent: Counter[str] = Counter()
+        self._sent: dict[str, int] = {}  # requests by replica since replicas joined or left
         self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
 
     def choose(self, prefixes: Sequence[bytes], replicas: Collection[str]) -> str:
         """Return the replica for a request with these prefixes, and remember that it now caches them."""
+        if self._sent.keys() != set(replicas):  # a new replica does not catch up with the others
+            self._sent = dict.fromkeys(replicas, 0)
+            self.running += Counter()  # forgets replicas without requests
         least = min(self.running[replica] for replica in replicas)
         # Short prefixes, such as a shared system prompt, are ignored: such requests go to the idlest replica,
         # and soon all replicas have cached the prefix.
@@ -62,8 +65,7 @@ class Balancer:
         chosen = min(free or replicas, key=lambda r: (self.running[r], self._sent[r]))
         self._sent[chosen] += 1
         for prefix in reversed(prefixes):  # short ones last, to be evicted after longer ones
-            self._holders.setdefault(prefix, set()).add(chosen)
-            self._holders.move_to_end(prefix)
+            self._holders[prefix] = {chosen, *(self._holders.pop(prefix, set()) & set(replicas))}
         while len(self._holders) > MAX_REMEMBERED:
             self._holders.popitem(last=False)
         return chosen

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...outputs import Completion
 from ...text.tokenizer import Tokenizer
-from ..openai_format import CHAT, choice, counts, logprobs, response_header, usage
+from ..openai_format import CHAT, choice, counts, logprobs, usage
 from .gate import HTTPError
 from .jobs import Job, JobFailed
 from .requests import APIRequest
@@ -31,17 +31,11 @@ class Answer:
 
     request: APIRequest
     job: Job
-    request_id: str
-    model: str
+    head: dict[str, Any]  # the first fields of the response, or of each event
     tokenizer: Tokenizer
     timeout: float
     log_fields: dict[str, Any]
     done: list[Completion] = field(default_factory=list)  # finished outputs
-
-    def __post_init__(self) -> None:
-        url, streams = self.request.url, self.request.streams
-        answer_id = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{self.request_id}"
-        self._head = response_header(url, answer_id, self.model, streams)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         write = self._stream if self.request.streams else self._whole
@@ -83,7 +77,7 @@ class Answer:
         self.done.sort(key=lambda done: done.index)
         url, number = self.request.url, self.request.params.logprobs
         choices = [choice(url, done, number, self.tokenizer) for done in self.done]
-        return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
+        return JSONResponse({**self.head, "choices": choices, "usage": self._usage()})
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
@@ -106,7 +100,7 @@ class Answer:
                 continuous = "continuous_usage_stats" in include  # as in vLLM
                 so_far = counts(self.request.num_prompt_tokens, num_tokens.total())
                 more = {"usage": so_far if continuous else None, **more}
-            return event({**self._head, "choices": choices, **more})
+            return event({**self.head, "choices": choices, **more})
 
         async for delta in self.job:
             if delta is None:

@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,10 @@ from starlette.types import ASGIApp
 
 from ...llm import LLM
 from ...text import shown
-from ..openai_format import CHAT, COMPLETIONS, normalize_messages
+from ..openai_format import CHAT, COMPLETIONS, normalize_messages, response_header
 from .answers import Answer
-from .gate import Gate, HTTPError, read_body
-from .loop import EngineLoop, QueueFull
+from .gate import Bodies, Gate, HTTPError
+from .loop import EngineLoop
 from .metrics import ServerMetrics
 from .requests import bad_request, chat_prompt, read_json, read_request
 from .settings import ServeConfig
@@ -49,13 +51,16 @@ class App:
         self.responses: Counter[tuple[str, int]] = Counter()
         self.metrics = ServerMetrics(self.engine, model, self.responses)
         self.created = int(time.time())
+        self._bodies = Bodies(config)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._files = {path.name: path for path in PAGE.iterdir()}
 
     def asgi(self) -> ASGIApp:
         """Return the ASGI app, wrapped in the gate."""
-        posts = {CHAT: self.answer, COMPLETIONS: self.answer}
-        posts |= {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
+        posts: dict[str, Any] = {CHAT: self.answer, COMPLETIONS: self.answer}
+        fields = {"prompt", "messages", "chat_template_kwargs"}
+        posts["/tokenize"] = partial(self._read, self.tokenize, fields)
+        posts["/detokenize"] = partial(self._read, self.detokenize, {"tokens"})
         gets = {"/": self.page, "/page/{name}": self.page, "/health": self.health}
         gets |= {"/metrics": self.show_metrics, "/v1/models": self.models}
         gets["/v1/models/{name:path}"] = self.models
@@ -70,64 +75,62 @@ class App:
         """Answer a completion or a chat completion."""
         try:
             self.engine.check_capacity()
-            body = await self._body(request)
-            parsed = await self._read(read_request, self.llm, request.url.path, body)
+            parsed = await self._read(partial(read_request, self.llm, request.url.path), set(), request)
             salt = request.state.salt + parsed.salt
             salt = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
             job = self.engine.submit(parsed.prompts, parsed.params, parsed.streams, salt)
-        except QueueFull:
+        except asyncio.QueueFull:
             message = "The queue is full; try again in a second."
             raise HTTPError(429, message, headers={"retry-after": "1"}) from None
         except ValueError as error:
             raise HTTPError(400, str(error), "n") from None
-        tokenizer, timeout, state = self.llm.tokenizer, self.config.request_timeout, request.state
-        return Answer(parsed, job, state.id, self.model, tokenizer, timeout, state.log_fields)
+        url, state = request.url.path, request.state
+        answer_id = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{state.id}"
+        head = response_header(url, answer_id, self.model, parsed.streams)
+        return Answer(parsed, job, head, self.llm.tokenizer, self.config.request_timeout, state.log_fields)
 
-    async def _body(self, request: Request, allowed: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the body, a JSON object for this model. If `allowed` is set, other fields are an error."""
+    async def _read(self, parse: Callable[[dict[str, Any]], Any], allowed: set[str], request: Request) -> Any:
+        """Return `parse` of the body, a JSON object for this model. If `allowed` is set, other fields are an
+        error. The reader threads are reserved for completions."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPError(415, "Unsupported media type; send JSON with 'Content-Type: application/json'.")
-        data = await read_body(request, self.config)
-        body: dict[str, Any] = await self._read(read_json, data)
-        if allowed and (unknown := sorted(body.keys() - {"model", *allowed})):
-            raise HTTPError(400, f"unknown field {shown(unknown[0])}.", unknown[0], "unknown_field")
-        self._check_model(body.get("model") or self.model)
-        return body
+
+        def read() -> Any:
+            body = read_json(data)
+            self._check_model(body.get("model") or self.model)
+            try:
+                if allowed and (unknown := sorted(body.keys() - allowed - {"model"})):
+                    message = f"unknown field {shown(unknown[0])}."
+                    raise HTTPError(400, message, unknown[0], "unknown_field")
+                return parse(body)
+            except ValueError as error:
+                raise bad_request(error, body) from None
+
+        async with self._bodies.read(request) as data:
+            return await asyncio.get_running_loop().run_in_executor(None if allowed else self._readers, read)
 
     def _check_model(self, name: Any) -> None:
         if name != self.model:
             message = f"The model {shown(name)} does not exist. Available: {self.model!r}."
             raise HTTPError(404, message, "model", "model_not_found")
 
-    async def _read(self, *function: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._readers, *function)
-
-    async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, ("prompt", "messages", "chat_template_kwargs"))
+    def tokenize(self, body: dict[str, Any]) -> Response:
         prompt, messages = body.get("prompt"), body.get("messages")
         if isinstance(prompt, str) == (messages is not None):
-            raise HTTPError(400, "Send 'prompt' (a string) or 'messages' (a list), not both.", "prompt")
+            raise ValueError("Send 'prompt' (a string) or 'messages' (a list), not both.")
+        if isinstance(prompt, str):
+            ids = self.llm.tokenizer.encode(prompt)
+        else:
+            options = body.get("chat_template_kwargs") or {}
+            ids = chat_prompt(self.llm, normalize_messages(messages), options)
+        window = self.llm.engine.max_model_len
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": window})
 
-        def read() -> Response:
-            if isinstance(prompt, str):
-                ids = self.llm.tokenizer.encode(prompt)
-            else:
-                options = body.get("chat_template_kwargs") or {}
-                ids = chat_prompt(self.llm, normalize_messages(messages), options)
-            window = self.llm.engine.max_model_len
-            return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": window})
-
-        try:
-            return await asyncio.to_thread(read)  # the reader threads are reserved for completions
-        except ValueError as error:
-            raise bad_request(error, body) from None
-
-    async def detokenize(self, request: Request) -> Response:
-        tokens = (await self._body(request, ("tokens",))).get("tokens")
-        size = self.llm.engine.limits.vocab_size
+    def detokenize(self, body: dict[str, Any]) -> Response:
+        tokens, size = body.get("tokens"), self.llm.engine.limits.vocab_size
         if not isinstance(tokens, list) or any(type(t) is not int or not 0 <= t < size for t in tokens):
             raise HTTPError(400, f"tokens must be a list of token ids from 0 to {size - 1}.", "tokens")
-        text = await asyncio.to_thread(self.llm.tokenizer.decode, tokens, skip_special_tokens=False)
+        text = self.llm.tokenizer.decode(tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
     async def models(self, request: Request) -> Response:

@@ -10,6 +10,8 @@ import re
 import time
 import uuid
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,6 +28,8 @@ MONITORING = ("/health", "/metrics")  # not subject to the limit of connections
 LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)  # host names of this machine
 BAD_KEY = "Missing or invalid API key; send it as 'Authorization: Bearer KEY'."
 BAD_HOST = "This server only accepts requests to localhost; set --api-key or --host to allow other names."
+BUSY = "The server is reading too many large requests; try again in a second."
+MAX_BODIES = 32  # bodies of maximum size that may be read at once
 MAX_MESSAGE = 1500  # characters; messages may repeat client input
 ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
@@ -36,11 +40,9 @@ ERROR_TYPES = {
 class HTTPError(HTTPException):
     """An error response: the status, a message, and the invalid field and error code, if any."""
 
-    def __init__(
-        self, status: int, message: str, param: str = "", code: str = "", headers: Any = None
-    ) -> None:
-        message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
-        super().__init__(status, message, headers)
+    def __init__(self, status: int, text: str, param: str = "", code: str = "", headers: Any = None) -> None:
+        text = text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
+        super().__init__(status, text, headers)
         # The name comes from the client; it may be long or contain surrogates, which cannot be encoded.
         self.param = param[:100].encode(errors="replace").decode() or None
         self.code = code or None
@@ -54,33 +56,41 @@ class HTTPError(HTTPException):
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
-def draining(seconds: float) -> HTTPError:
-    """Return the error for new requests during a shutdown that takes up to `seconds`."""
-    message = "The server is shutting down and does not accept new requests."
-    return HTTPError(503, message, headers={"retry-after": str(int(seconds) + 1), "connection": "close"})
+class Bodies:
+    """The bodies of requests that are being read or parsed; `size` is their number of bytes so far."""
 
+    def __init__(self, config: ServeConfig) -> None:
+        self.config, self.size = config, 0
 
-async def read_body(request: Request, config: ServeConfig) -> bytes:
-    """Return the body of a request. Raises HTTPError if it is too large or takes too long to arrive."""
-    data, close = bytearray(), {"connection": "close"}
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Yield the body of a request, which counts until the end of the block. Raises HTTPError if it is too
+        large, takes too long to arrive, or exceeds the memory for all bodies."""
+        data, close, most = bytearray(), {"connection": "close"}, self.config.max_body
 
-    def check(size: int) -> None:
-        if size > config.max_body:
-            raise HTTPError(413, f"The body exceeds the limit of {config.max_body} bytes.", headers=close)
+        def check(size: int) -> None:
+            if size > most:
+                raise HTTPError(413, f"The body exceeds the limit of {most} bytes.", headers=close)
+            if self.size - len(data) + size > MAX_BODIES * most:
+                raise HTTPError(503, BUSY, headers={**close, "retry-after": "1"})
 
-    async def read() -> None:
-        async for part in request.stream():
-            data.extend(part)
-            check(len(data))
+        async def receive() -> None:
+            async for part in request.stream():
+                check(len(data) + len(part))
+                data.extend(part)
+                self.size += len(part)
 
-    check(int(request.headers.get("content-length", 0)))
-    try:
-        await asyncio.wait_for(read(), config.read_timeout)
-    except ClientDisconnect:
-        raise HTTPError(499, "The client disconnected.") from None
-    except asyncio.TimeoutError:
-        raise HTTPError(408, "Timed out while reading the body.", headers=close) from None
-    return bytes(data)
+        check(int(request.headers.get("content-length", 0)))
+        try:
+            try:
+                await asyncio.wait_for(receive(), self.config.read_timeout)
+            except ClientDisconnect:
+                raise HTTPError(499, "The client disconnected.") from None
+            except asyncio.TimeoutError:
+                raise HTTPError(408, "Timed out while reading the body.", headers=close) from None
+            yield bytes(data)
+        finally:
+            self.size -= len(data)
 
 
 class Gate:

@@ -21,15 +21,12 @@ class Lines(logging.Formatter):
         return json.dumps({**line, **error})
 
 
-def _is_news(record: logging.LogRecord) -> bool:  # requests cancelled by a shutdown are not logged
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
-
-
 def log_to_stderr(level: str) -> None:
     """Send the log lines of the server, and uvicorn's warnings, to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(Lines())
-    handler.addFilter(_is_news)
+    cancelled = asyncio.CancelledError  # raised in requests by a shutdown
+    handler.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], cancelled)))
     for name, minimum in (("nanospec.apps.serve", level.upper()), ("uvicorn", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

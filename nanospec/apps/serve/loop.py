@@ -26,10 +26,6 @@ from .logs import log
 MAX_FAILURES = 3  # consecutive failed steps after which the engine counts as broken
 
 
-class QueueFull(Exception):
-    """The limit of accepted outputs is reached."""
-
-
 class EngineLoop:
     """Runs the engine of an `LLM`, which must not be used otherwise in the meantime.
 
@@ -83,7 +79,7 @@ class EngineLoop:
         self, prompts: Sequence[list[int]], params: SamplingParams, streams: bool = False, salt: bytes = b""
     ) -> Job:
         """Queue prompts that have passed `Engine.check`. Only jobs with the same `salt` share cached blocks.
-        Raises QueueFull, or ValueError if the job alone exceeds the limit."""
+        Raises asyncio.QueueFull, or ValueError if the job alone exceeds the limit."""
         count = len(prompts) * params.n
         if count > self.limit:
             raise ValueError(f"The request has {count} outputs (prompts x n), but the limit is {self.limit}.")
@@ -97,9 +93,9 @@ class EngineLoop:
         return job
 
     def check_capacity(self, count: int = 1) -> None:
-        """Raise QueueFull unless `count` more outputs can be accepted."""
+        """Raise asyncio.QueueFull unless `count` more outputs can be accepted."""
         if self.num_outputs + count > self.limit:
-            raise QueueFull
+            raise asyncio.QueueFull
 
     def abort(self, job: Job) -> None:
         """Abort a job; see `Job.abort`."""

@@ -70,7 +70,7 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
             )
         if (count := len(params.logit_bias)) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
-        request = APIRequest(url, [], params, *_streaming(server_fields), salt=_salt(server_fields))
+        request = APIRequest(url, [], params, *_read_server_fields(server_fields))
         for task in tasks:
             if task.messages is not None:
                 ids = chat_prompt(llm, task.messages, server_fields.get("chat_template_kwargs", {}))
@@ -106,7 +106,7 @@ def bad_request(error: Exception, body: Mapping[str, Any]) -> HTTPError:
     return HTTPError(400, message, param, "unknown_field" if named else "")
 
 
-def _streaming(server_fields: Mapping[str, Any]) -> tuple[bool, frozenset[str]]:
+def _read_server_fields(server_fields: Mapping[str, Any]) -> tuple[bool, frozenset[str], bytes]:
     streams, options = server_fields.get("stream", False), server_fields.get("stream_options", {})
     if not isinstance(streams, bool):
         raise ValueError(f"stream={shown(streams)} must be true or false.")
@@ -115,11 +115,8 @@ def _streaming(server_fields: Mapping[str, Any]) -> tuple[bool, frozenset[str]]:
     if wrong := [n for n, value in options.items() if n not in STREAM_OPTIONS or not isinstance(value, bool)]:
         known = ", ".join(STREAM_OPTIONS)
         raise ValueError(f"stream_options: {shown(wrong[0])} is unknown or not a boolean; use {known}.")
-    return streams, frozenset(name for name, value in options.items() if value)
-
-
-def _salt(server_fields: Mapping[str, Any]) -> bytes:
     salt = server_fields.get("cache_salt", "")
     if not isinstance(salt, str) or len(salt) > 256:
         raise ValueError("cache_salt must be a string of at most 256 characters.")
-    return salt.encode("utf-8", "surrogatepass")
+    include = frozenset(name for name, value in options.items() if value)
+    return streams, include, salt.encode("utf-8", "surrogatepass")

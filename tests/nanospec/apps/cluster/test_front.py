@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanospec.apps.cluster.front import LOST, NO_REPLICA, Front, Sender, merge_metrics
+from nanospec.apps.cluster.front import DRAINING, LOST, NO_REPLICA, Front, Sender, merge_metrics
 from nanospec.apps.cluster.routing import prefix_hashes
-from nanospec.apps.serve.gate import draining
+
 from nanospec.apps.serve.settings import ServeConfig
 
 Ask = Callable[[dict[str, Any], bytes, Sequence[bytes]], AsyncIterator[dict[str, Any]]]
@@ -170,7 +170,7 @@ def test_drain_finishes_running_and_rejects_new_requests(ends: bool, monkeypatch
             return await running, refused
 
     finished, refused = asyncio.run(end())
-    assert (refused.status_code, refused.json()["error"]["message"]) == (503, draining(1).detail)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, DRAINING)
     first, last, _ = finished.text.split("\n\n")
     assert first == "data: first"
     assert last == "data: [DONE]" if ends else LOST in last

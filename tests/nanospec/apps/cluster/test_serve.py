@@ -22,7 +22,7 @@ import pytest
 from nanospec import LLM, SamplingParams
 from nanospec.apps.cli.serve import build_parser
 from nanospec.apps.cluster.start import Bundle
-from nanospec.apps.serve.gate import draining
+from nanospec.apps.cluster.front import DRAINING
 from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig
 from tests.nanospec.apps.cluster.test_batch import ROOT, children, needs_ray
@@ -201,7 +201,7 @@ def test_running_requests_finish_before_exit(served: Served) -> None:
     served.process.send_signal(signal.SIGINT)
     while (late := served.post({"prompt": "a", "max_tokens": 1})).status_code == 200:
         pass  # the signal has not been handled yet
-    assert (late.status_code, late.json()["error"]["message"]) == (503, draining(1).detail)
+    assert (late.status_code, late.json()["error"]["message"]) == (503, DRAINING)
     for thread in threads:
         thread.join(60)
     assert [response.status_code for response in result] == [200] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -76,14 +77,24 @@ class Served:
 
     def client(self, **options: Any) -> openai.OpenAI:
         """Return OpenAI's client, with retries disabled."""
-        given: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 20, **options}
-        return openai.OpenAI(base_url=f"{self.url}/v1", **given)
+        given: dict[str, Any] = {"api_key": "none", "max_retries": 0, **options}
+        http_client = httpx.Client(verify=False, timeout=20)  # reading certificates is slow
+        return openai.OpenAI(base_url=f"{self.url}/v1", http_client=http_client, **given)
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return httpx.request(method, self.url + path, timeout=20, verify=False, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=20, **options)
+        return self.ask("POST", path, json=body, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=20, **options)
+        return self.ask("GET", path, **options)
+
+    def stream(self, path: str, body: dict[str, Any], **options: bool) -> list[Any]:
+        """Return the events of a streamed response, without the last one, with `options` as stream_options."""
+        *events, end = events_of(self.post(path, {**body, "stream": True, "stream_options": options}).text)
+        assert end == "[DONE]", end
+        return events
 
     def connect(self) -> socket.socket:
         return socket.create_connection((self.host, self.port), timeout=20)
@@ -101,6 +112,12 @@ class Served:
         with self.llm.shared.turn():
             assert_idle(self.llm.engine)
         assert not self.app.engine._live
+
+
+def events_of(text: str) -> list[Any]:
+    """Return the data of server-sent events."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 @contextmanager
