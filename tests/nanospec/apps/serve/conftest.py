@@ -91,7 +91,7 @@ class Served:
         return self.ask("GET", path, **options)
 
     def stream(self, path: str, body: dict[str, Any], **options: bool) -> list[Any]:
-        """Return the events of a streamed response, without the last one, with `options` as stream_options."""
+        """Return the events of a streamed response before the last one; `options` are its stream_options."""
         *events, end = events_of(self.post(path, {**body, "stream": True, "stream_options": options}).text)
         assert end == "[DONE]", end
         return events

@@ -6,19 +6,13 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from mimetypes import guess_type
 from typing import Any
 
-import nanospec
+from nanospec.apps.serve.app import PAGE, PAGE_HEADERS
 
-PAGE = Path(nanospec.__file__).parent / "apps" / "serve" / "page"
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 MODEL = {
     "id": "tiny",
-    "object": "model",
-    "created": 0,
-    "owned_by": "nanospec",
     "max_model_len": 2048,
     "speculation": {"method": "ngram", "max_tokens": 4, "tokens": "auto"},
     "structured_output": True,
@@ -50,38 +44,31 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
-    def send(self, status: int, body: bytes, kind: str, **headers: str) -> None:
+    def send(self, body: bytes, kind: str, status: int = 200, headers: Any = ()) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
+        for name, value in {"content-type": kind, **dict(headers)}.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
-    def send_json(self, data: Any, status: int = 200, **headers: str) -> None:
-        self.send(status, json.dumps(data).encode(), "application/json", **headers)
-
-    def refuse(self, status: int, message: str, **headers: str) -> None:
-        self.send_json({"error": {"message": message}}, status, **headers)
+    def send_json(self, data: Any, status: int = 200, headers: Any = ()) -> None:
+        self.send(json.dumps(data).encode(), "application/json", status, headers)
 
     def is_allowed(self) -> bool:
-        if not self.server.key or self.headers.get("Authorization") == f"Bearer {self.server.key}":
+        if not self.server.key or self.headers.get("authorization") == f"Bearer {self.server.key}":
             return True
-        self.refuse(401, "This server needs an API key.")
+        self.send_json({"error": {"message": "This server needs an API key."}}, 401)
         return False
 
     def do_GET(self) -> None:
-        name = "index.html" if self.path == "/" else self.path.removeprefix("/page/")
-        if name in {file.name for file in PAGE.iterdir()}:
-            file = PAGE / name
-            self.send(200, file.read_bytes(), KINDS[file.suffix], Content_Security_Policy=POLICY)
-        elif self.path != "/v1/models":
-            self.refuse(404, f"There is no {self.path}.")
+        if self.path != "/v1/models":
+            file = PAGE / (self.path.removeprefix("/page/") if self.path != "/" else "index.html")
+            self.send(file.read_bytes(), guess_type(file)[0] or "", headers=PAGE_HEADERS)
         elif self.is_allowed():
             self.send_json({"object": "list", "data": [self.server.model]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if not self.is_allowed():
             return
         if self.path == "/tokenize":
@@ -96,8 +83,8 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, answer: Any, prompt_tokens: int) -> None:
         if isinstance(answer, tuple):
             status, headers, message = answer
-            return self.refuse(status, message, **headers)
-        self.send(200, b"", "text/event-stream")
+            return self.send_json({"error": {"message": message}}, status, headers)
+        self.send(b"", "text/event-stream")
         try:
             for line in events(answer, prompt_tokens):
                 self.wfile.write(line.encode())
@@ -126,27 +113,16 @@ def events(answer: list[Any], prompt_tokens: int) -> Iterator[str]:
 
 def step(*pieces: tuple[str, int], drafted: int = 0, rejected: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the chunk of one step; a piece is a token's text and its source, as in `outputs.Piece`."""
-    text = "".join(text for text, _ in pieces)
+    choice = {"index": 0, "delta": {"content": "".join(text for text, _ in pieces)}, "finish_reason": None}
     accepted = sum(source != -1 for _, source in pieces)
     speculation = {"index": 0, "pieces": pieces, "drafted": drafted, "accepted": accepted, "drafter": "ngram"}
-    if rejected:
-        speculation["rejected"] = rejected
-    return {
-        "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}],
-        "speculation": speculation,
-    }
+    return {"choices": [choice], "speculation": {**speculation, "rejected": rejected}}
 
 
 def end(tokens: int, steps: int, drafted: int, accepted: int, reason: str = "stop") -> list[dict[str, Any]]:
     """Return the last two chunks of an answer."""
-    speculation = {
-        "num_steps": steps,
-        "num_drafted": drafted,
-        "num_accepted": accepted,
-        "tokens_per_step": tokens / steps,
-        "acceptance_rate": accepted / max(drafted, 1),
-        "by_drafter": {},
-    }
-    usage = {"completion_tokens": tokens, "total_tokens": tokens, "speculation": speculation}
+    counts = {"num_steps": steps, "num_drafted": drafted, "num_accepted": accepted}
+    rates = {"tokens_per_step": tokens / steps, "acceptance_rate": accepted / max(drafted, 1)}
+    usage = {"completion_tokens": tokens, "total_tokens": tokens, "speculation": {**counts, **rates}}
     finish = {"index": 0, "delta": {}, "finish_reason": reason}
     return [{"choices": [finish]}, {"choices": [], "usage": usage}]

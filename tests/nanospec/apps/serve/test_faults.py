@@ -6,16 +6,16 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import os
 import random
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,44 +24,64 @@ from typing import Any
 import httpx
 import pytest
 
-from nanospec.apps.serve import jobs
+from nanospec.apps.openai_format import COMPLETIONS
+from nanospec.apps.serve import app as app_module
+from nanospec.apps.serve import gate, jobs
 from nanospec.apps.serve.app import App
 from nanospec.apps.serve.logs import log_to_stderr
 from nanospec.apps.serve.server import Server, listen, run
 from nanospec.apps.serve.settings import ServeConfig
-from tests.drive import MODES
+from tests.drive import MODES, assert_idle
 from tests.nanospec.apps.serve.conftest import Served, serving
 from tests.nanospec.test_llm import ALPHABET, after, folder, make
 
 __all__ = ["folder"]
 LONG = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 60, "ignore_eos": True, "n": 2}
 SHORT = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 5}
+JSON = {"content-type": "application/json"}
+both_modes = pytest.mark.parametrize("shared", MODES, indirect=True)
 
 
-@pytest.fixture(params=["plain", "as-on-gpu"])
-def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
-    """A server for this test alone, with short timeouts and a short queue."""
-    llm = make(folder, **MODES[request.param])
-    limits = {"max_queue": 12, "read_timeout": 0.4, "write_timeout": 0.5, "request_timeout": 5.0}
-    with serving(llm, **limits) as served:
+@pytest.fixture(scope="module")
+def shared(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+    limits = {"read_timeout": 0.4, "write_timeout": 0.5, "request_timeout": 5.0}
+    with serving(make(folder, **MODES[getattr(request, "param", "plain")]), **limits) as served:
         yield served
-        served.settle()
-        answers: list[Any] = []
-
-        def is_answered() -> bool:  # retried, since a busy machine may exceed these timeouts
-            answers.append(served.post("/v1/completions", SHORT))
-            return answers[-1].status_code == 200
-
-        served.wait_until(is_answered)
-        assert answers[-1].json()["choices"][0]["text"] == ALPHABET[4:9]
 
 
-def raw(body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> bytes:
-    """Return a request's bytes on the wire."""
-    data = json.dumps(body).encode()
+@pytest.fixture
+def server(shared: Served) -> Iterator[Served]:
+    """A server that must work again after the test."""
+    yield shared
+    shared.settle()
+    answers: list[Any] = []
+
+    def is_answered() -> bool:  # retried, since a busy machine may exceed these timeouts
+        answers.append(shared.post(COMPLETIONS, SHORT))
+        return answers[-1].status_code == 200
+
+    shared.wait_until(is_answered)
+    assert answers[-1].json()["choices"][0]["text"] == ALPHABET[4:9]
+    shared.wait_until(lambda: not shared.app._bodies.size)
+
+
+@pytest.fixture
+def limits(server: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that changes settings of the server during the test."""
+
+    def change(**settings: float) -> None:
+        for name, value in settings.items():
+            monkeypatch.setitem(server.app.config.__dict__, name, value)
+
+    return change
+
+
+def raw(body: dict[str, Any], length: int = 0, **headers: str) -> bytes:
+    """Return a request's bytes on the wire, with its body padded to `length` bytes."""
+    data = json.dumps(body).encode().ljust(length)
     fields = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data))}
     fields |= headers
-    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+    lines = [f"POST {COMPLETIONS} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
     return "\r\n".join(lines).encode() + data
 
 
@@ -71,12 +91,13 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["closes", "resets"])
-def test_disconnect_frees_blocks_before_next_step(server: Served, stream: bool, leave: Any) -> None:
-    engine = server.llm.engine
-    steps: list[int] = []
-    step = engine.step
+@both_modes
+@pytest.mark.parametrize(("stream", "leave"), [(False, socket.socket.close), (True, reset)])
+def test_disconnect_frees_blocks_before_next_step(
+    server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool, leave: Any
+) -> None:
+    engine, steps = server.llm.engine, list[int]()
+    step, aborted = engine.step, engine.metrics.num_aborted
 
     def counted() -> Any:
         steps.append(len(engine.scheduler.running))
@@ -85,20 +106,21 @@ def test_disconnect_frees_blocks_before_next_step(server: Served, stream: bool, 
             server.gate.clear()
         return actual
 
-    engine.step = counted  # type: ignore[method-assign]
-    connection = server.connect()
-    connection.sendall(raw({**LONG, "stream": stream}))
-    server.wait_until(lambda: not server.gate.is_set())
-    assert engine.scheduler.running
-    leave(connection)
-    server.wait_until(lambda: not server.app.engine.num_outputs)
-    before = len(steps)
-    engine.step = step  # type: ignore[method-assign]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", counted)
+        connection = server.connect()
+        connection.sendall(raw({**LONG, "stream": stream}))
+        server.wait_until(lambda: not server.gate.is_set())
+        assert engine.scheduler.running
+        leave(connection)
+        server.wait_until(lambda: not server.app.engine.num_outputs)
+        before = len(steps)
     server.settle()
     assert len(steps) - before <= 1  # the step in progress
-    assert engine.metrics.num_aborted == 2
+    assert engine.metrics.num_aborted == aborted + 2
 
 
+@both_modes
 def test_many_clients_disconnecting_at_random_times(server: Served) -> None:
     chance = random.Random(3)
 
@@ -110,109 +132,126 @@ def test_many_clients_disconnecting_at_random_times(server: Served) -> None:
         (reset if i % 3 else socket.socket.close)(connection)
 
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(visit, range(120)))
-    server.settle()
+        list(pool.map(visit, range(60)))
 
 
-def test_incomplete_requests_time_out(server: Served) -> None:
-    starts = [b"", b"GET", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n", raw(LONG)[:-20]]
-    connections = [server.connect() for _ in starts]
-    for connection, start in zip(connections, starts):
-        connection.sendall(start)
-    dripping = server.connect()  # an occasional byte does not extend the timeout
-    with pytest.raises(OSError):
-        any(dripping.sendall(b"G") or time.sleep(0.05) for _ in range(160))  # type: ignore[func-returns-value]
-    for connection in connections:
-        connection.settimeout(8)
-        try:
-            answer = connection.recv(1000)
-        except ConnectionResetError:
-            answer = b""
-        assert answer == b"" or b" 408 " in answer
+def answer(connection: socket.socket) -> bytes:
+    """Return the first bytes of the server's answer, or none if it has closed the connection."""
+    try:
+        return connection.recv(1000)
+    except ConnectionError:
+        return b""
+    finally:
         connection.close()
 
 
-def test_keep_alive(server: Served) -> None:
-    with httpx.Client(base_url=server.url) as client:
-        for _ in range(3):
-            assert client.post("/v1/completions", json=SHORT).status_code == 200
-            time.sleep(0.5)  # longer than the read timeout of a request
+def test_incomplete_or_invalid_requests_are_ended_but_idle_connections_are_not(server: Served) -> None:
+    incomplete = [b"", b"GET", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"]
+    invalid = [b"\x16\x03\x01\x02\x00\x01\x00\xfc", b"hello\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"A" * 200_000]
+    with httpx.Client(base_url=server.url, verify=False) as client:
+        client.post(COMPLETIONS, json=SHORT)
+        [idle] = server.server.server_state.connections
+        starts = [*incomplete, raw(LONG)[:-20], *invalid]
+        connections = [server.connect() for _ in starts]
+        for connection, start in zip(connections, starts):
+            with suppress(ConnectionError):
+                connection.sendall(start)
+        dripping = server.connect()  # an occasional byte does not extend the timeout
+        with pytest.raises(OSError):
+            any(dripping.sendall(b"G") or time.sleep(0.05) for _ in range(160))  # type: ignore[func-returns-value]
+        answers = [answer(connection) for connection in connections]
+        assert answers[3].startswith(b"HTTP/1.1 408 ")
+        assert all(data == b"" or b" 40" in data for data in answers)
+        assert idle in server.server.server_state.connections
 
 
-def test_slow_reader_is_disconnected_without_delaying_others(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_reader_is_disconnected_without_delaying_others(server: Served) -> None:
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     connection.connect((server.host, server.port))
-    body = {**LONG, "logprobs": 20, "n": 4, "max_tokens": 80}
-    body |= {"stream": True, "stream_options": {"include_drafts": True}}
-    for _ in range(40):  # more than the buffers of two sockets hold
-        connection.sendall(raw(body))
-    given = server.post("/v1/completions", SHORT)
-    assert given.status_code == 200
+    body = {**LONG, "logprobs": 20, "n": 4, "max_tokens": 80, "stream": True}
+    for _ in range(14):  # more than the buffers of two sockets hold
+        connection.sendall(raw(body | {"stream_options": {"include_drafts": True}}))
+    assert server.post(COMPLETIONS, SHORT).status_code == 200
     server.wait_until(lambda: not server.app.engine.num_outputs)
-    server.wait_until(lambda: not server.server.server_state.connections - {None}, 20)
+    server.wait_until(lambda: not server.server.server_state.connections, 20)
     connection.close()
 
 
 def test_idle_stream_sends_comments(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "QUIET_AFTER", 0.1)
+    monkeypatch.setattr(jobs, "QUIET_AFTER", 0.05)
     server.gate.clear()
-    threading.Timer(0.6, server.gate.set).start()
-    text = server.post("/v1/completions", {**SHORT, "stream": True}).text
-    assert text.startswith(": keep-alive\n\n")
+    threading.Timer(0.3, server.gate.set).start()
+    text = server.post(COMPLETIONS, {**SHORT, "stream": True}).text
+    assert text.startswith(": keep-alive\n\n" * 2)
     assert text.endswith("data: [DONE]\n\n")
 
 
-def test_connection_limit_still_answers_health(server: Served) -> None:
-    object.__setattr__(server.app.config, "max_connections", 2)
-    idle = [server.connect() for _ in range(3)]
+def test_connection_limit_still_answers_health(server: Served, limits: Any) -> None:
+    limits(max_connections=2)
+    server.wait_until(lambda: not server.server.server_state.connections)
+    idle = [server.connect()]
+    server.wait_until(lambda: len(server.server.server_state.connections) == 1)
+    assert server.post(COMPLETIONS, SHORT).status_code == 200
+    idle += [server.connect() for _ in range(2)]
     server.wait_until(lambda: len(server.server.server_state.connections) >= 3)
-    refused = server.post("/v1/completions", SHORT)
+    refused = server.post(COMPLETIONS, SHORT)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "Too many connections" in refused.json()["error"]["message"]
-    assert server.get("/health").status_code == 200
+    assert server.get("/health").status_code == server.get("/metrics").status_code == 200
+    idle += [server.connect() for _ in range(10)]
+    ended = [answer(server.connect()) for _ in range(2)]  # beyond 2 * 2 + 8 connections
+    assert ended == [b"", b""]
     for connection in idle:
         connection.close()
     server.wait_until(lambda: len(server.server.server_state.connections) <= 1)
 
 
-def test_full_queue_returns_retry_after(server: Served) -> None:
+def test_request_timeout(server: Served, limits: Any) -> None:
+    limits(request_timeout=0.2)
     server.gate.clear()
-    room = server.app.engine.limit
-    assert room == 4 + 12
-    never = server.post("/v1/completions", {**SHORT, "n": 16, "prompt": ["a", "b"]})
-    assert never.status_code == 400
-
-    def ask(n: int) -> httpx.Response:
-        return server.post("/v1/completions", {**SHORT, "n": n})
-
-    with ThreadPoolExecutor(4) as pool:
-        accepted = [pool.submit(ask, 5) for _ in range(3)]
-        server.wait_until(lambda: server.app.engine.num_outputs == 15)
-        refused = ask(2)
-        assert refused.status_code == 429
-        assert 1 <= int(refused.headers["retry-after"]) <= 60
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-        last = pool.submit(ask, 1)  # fits
-        server.wait_until(lambda: server.app.engine.num_outputs == 16)
-        server.gate.set()
-        for future in [*accepted, last]:
-            response = future.result()
-            assert {choice["text"] for choice in response.json()["choices"]} == {ALPHABET[4:9]}
-
-
-def test_request_timeout(server: Served) -> None:
-    object.__setattr__(server.app.config, "request_timeout", 0.3)
-    server.gate.clear()
-    given = server.post("/v1/completions", LONG)
-    assert given.status_code == 504
-    assert given.json()["error"]["type"] == "timeout_error"
-    streamed = server.post("/v1/completions", {**LONG, "stream": True})
+    given = server.post(COMPLETIONS, LONG)
+    assert (given.status_code, given.json()["error"]["type"]) == (504, "timeout_error")
+    streamed = server.post(COMPLETIONS, {**LONG, "stream": True})
     assert streamed.status_code == 200
     assert "longer than the server allows" in streamed.text
     assert "[DONE]" not in streamed.text
+
+
+def test_size_of_bodies_is_limited(server: Served, limits: Any) -> None:
+    limits(max_body=1000)
+    for size, status in ((1000, 200), (1001, 413)):
+        data = json.dumps(SHORT).encode().ljust(size)
+        for content in (data, (data[i : i + 100] for i in range(0, size, 100))):
+            assert server.ask("POST", COMPLETIONS, content=content, headers=JSON).status_code == status
+    lying = server.connect()
+    lying.sendall(raw(SHORT, **{"content-length": str(10**15)}))
+    assert b" 413 " in answer(lying)
+
+
+def test_bytes_of_all_bodies_are_limited(
+    server: Served, limits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count from their arrival until the request is parsed."""
+    limits(max_body=1000, read_timeout=20.0)
+    monkeypatch.setattr(gate, "MAX_BODIES", 2)
+    bodies, go, read_request = server.app._bodies, threading.Event(), app_module.read_request
+    monkeypatch.setattr(app_module, "read_request", lambda *args: (go.wait(20), read_request(*args))[1])
+    parsed, arriving, last = (server.connect() for _ in range(3))
+    parsed.sendall(raw(SHORT, 1000))
+    arriving.sendall(raw(SHORT, 999)[:-99])
+    server.wait_until(lambda: bodies.size == 1900)
+    for content in (b" " * 101, iter([b" " * 101])):  # with a length or in chunks
+        refused = server.ask("POST", COMPLETIONS, content=content, headers=JSON)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert bodies.size == 1900
+    last.sendall(raw({"prompt": "a", "max_tokens": 1}, 100))
+    server.wait_until(lambda: bodies.size == 2000)
+    arriving.close()
+    server.wait_until(lambda: bodies.size == 1100)
+    go.set()
+    assert b" 200 " in answer(parsed)
+    assert b" 200 " in answer(last)
 
 
 class Panic(BaseException):
@@ -220,19 +259,25 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("where", "nth", "error"),
+    ("shared", "where", "nth", "error"),
     [
-        ("step", 2, RuntimeError), ("fetch", 2, RuntimeError), ("prefill", 2, RuntimeError),
-        ("admit", 2, Panic), ("on_done", 1, RuntimeError), ("on_done", 3, RuntimeError),
-        ("add", 2, Panic), ("step", 1, Panic),
+        ("plain", "step", 2, RuntimeError),
+        ("plain", "prefill", 2, Panic),
+        ("plain", "on_done", 3, RuntimeError),
+        ("plain", "add", 2, Panic),
+        ("as-on-gpu", "fetch", 2, RuntimeError),
+        ("as-on-gpu", "admit", 2, Panic),
+        ("as-on-gpu", "on_done", 1, RuntimeError),
+        ("as-on-gpu", "step", 1, Panic),
     ],
-)  # fmt: skip
+    indirect=["shared"],
+)
 def test_exception_fails_running_requests_only(
-    server: Served, where: str, nth: int, error: type[BaseException]
+    server: Served, monkeypatch: pytest.MonkeyPatch, where: str, nth: int, error: type[BaseException]
 ) -> None:
     """During, before or after a step: the engine's thread survives, and every request is answered."""
     owners: dict[str, Any] = {"on_done": server.app.engine, "add": server.llm.engine.scheduler}
-    owner, calls = owners.get(where, server.llm.engine.worker), []
+    owner, calls = owners.get(where, server.llm.engine.worker), list[str]()
     own = getattr(owner, where)
 
     def failing(*values: Any, **named: Any) -> Any:
@@ -242,11 +287,11 @@ def test_exception_fails_running_requests_only(
         return own(*values, **named)
 
     server.gate.clear()
-    with ThreadPoolExecutor(6) as pool:
-        bodies = [{**LONG, "stream": i % 2 == 1, "prompt": after("abcd") + "x" * i} for i in range(6)]
-        actual = [pool.submit(server.post, "/v1/completions", body) for body in bodies]
-        server.wait_until(lambda: server.app.engine.num_outputs == 12)
-        setattr(owner, where, failing)
+    bodies = [{**LONG, "stream": i % 2 == 1, "prompt": after("abcd") + "x" * i} for i in range(4)]
+    with ThreadPoolExecutor(4) as pool, monkeypatch.context() as patch:
+        actual = [pool.submit(server.post, COMPLETIONS, body) for body in bodies]
+        server.wait_until(lambda: server.app.engine.num_outputs == 8)
+        patch.setattr(owner, where, failing)
         server.gate.set()
         responses = [future.result() for future in actual]
     failed = [r for r in responses if "engine failed" in r.text]
@@ -257,142 +302,82 @@ def test_exception_fails_running_requests_only(
             assert ("[DONE]" in response.text) == (response not in failed)
         else:
             assert response.status_code == (500 if response in failed else 200)
-    setattr(owner, where, own)
-    assert server.get("/health").status_code == 200
-    server.settle()
-
-
-def test_repeatedly_failing_engine_is_unhealthy(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(server.llm.engine.worker, "prefill", None)
-        for _ in range(3):
-            assert server.get("/health").status_code == 200
-            assert server.post("/v1/completions", SHORT).status_code == 500
-        health = server.get("/health")
-        assert (health.status_code, health.json()) == (503, {"status": "failed"})
-    assert server.post("/v1/completions", SHORT).status_code == 200
     assert server.get("/health").status_code == 200
 
 
-def test_large_bodies_are_rejected(server: Served) -> None:
-    object.__setattr__(server.app.config, "max_body", 10_000)
-    assert server.post("/v1/completions", {"prompt": "a" * 20_000}).status_code == 413
-
-    headers, chunks = {"content-type": "application/json"}, (b" " * 1000 for _ in range(100))
-    with suppress(httpx.WriteError, httpx.ReadError):  # the server closed the connection
-        chunked = httpx.post(f"{server.url}/v1/completions", content=chunks, headers=headers)
-        assert chunked.status_code == 413
-    lying = server.connect()
-    lying.sendall(raw(SHORT, **{"content-length": str(10**15)}))
-    assert b" 413 " in lying.recv(1000)
-    lying.close()
-
-
-def test_invalid_http(server: Served) -> None:
-    hello = b"\x16\x03\x01\x02\x00\x01\x00\xfc"  # of TLS
-    for data in (hello, b"hello\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"A" * 200_000):
-        connection = server.connect()
-        try:
-            connection.sendall(data)
-            answer = connection.recv(1000)
-        except ConnectionError:
-            answer = b""
-        assert answer == b"" or b" 400 " in answer or b" 40" in answer
-        connection.close()
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """What the server logs. Signals outside the server have no effect during the test."""
+    loggers = [logging.getLogger(name) for name in ("nanospec.apps.serve", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    numbers = signal.SIGTERM, signal.SIGHUP
+    handlers = [signal.signal(number, lambda *_: None) for number in numbers]
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    log_to_stderr("info")
+    yield sys.stderr  # type: ignore[misc]
+    for number, handler in zip(numbers, handlers):
+        signal.signal(number, handler)
+    for logger, (logger.handlers, logger.propagate, level) in zip(loggers, before):
+        logger.setLevel(level)
 
 
-SCRIPT = """
-import asyncio, signal, sys, time
-from nanospec import LLM
-from nanospec.apps.serve.app import App
-from nanospec.apps.serve.logs import log_to_stderr
-from nanospec.apps.serve.server import listen, run
-from nanospec.apps.serve.settings import ServeConfig
-log_to_stderr("error")
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-llm = LLM(sys.argv[1], dtype="float32", max_num_seqs=4, max_model_len=128)
-step = llm.engine.step
-def slow():
-    time.sleep(0.05)
-    return step()
-llm.engine.step = slow
-app = App(llm, ServeConfig(port=int(sys.argv[2]), drain_timeout=float(sys.argv[3])), "m")
-code = asyncio.run(run(app, listen(app.config)))
-pool = llm.engine.scheduler.pool
-print("free", len(pool.free) == pool.num_blocks, flush=True)
-sys.exit(code)
-"""
+def run_server(app: App, visit: Callable[[str], Any]) -> tuple[int, Any]:
+    """Run the server in this thread, and `visit` with its URL in another one; return both results."""
+    listener = listen(app.config)
+    with ThreadPoolExecutor(1) as pool:
+        visiting = pool.submit(visit, "http://{}:{}".format(*listener.getsockname()))
+        return asyncio.run(run(app, listener)), visiting.result(30)
 
 
 @pytest.mark.parametrize(
     ("seconds", "signals"),
     [(20, [signal.SIGTERM]), (20, [signal.SIGHUP]), (0.1, [signal.SIGTERM]), (20, [signal.SIGTERM] * 2)],
 )
-def test_signal_under_load(folder: Path, seconds: float, signals: list[signal.Signals]) -> None:
+def test_signal_under_load(
+    folder: Path, lines: io.StringIO, caplog: Any, seconds: float, signals: list[signal.Signals]
+) -> None:
     """With time to drain, all accepted requests are answered. Without it, or after a second signal, the
-    server ends at once: waiting requests get an error, incomplete ones are cut off, no traceback is shown."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), str(port), str(seconds)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
-    )  # fmt: skip
-    half = socket.socket()
-    try:
-        url, results = f"http://127.0.0.1:{port}", list[Any]()
-        for _ in range(2000):
-            with suppress(httpx.ConnectError):
+    server ends at once: waiting requests get an error, incomplete ones are cut off, no error is logged."""
+    llm = make(folder)
+    step = llm.engine.step
+    llm.engine.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]
+    app = App(llm, ServeConfig(port=0, drain_timeout=seconds), "m")
+    body = {**LONG, "num_speculative_tokens": 0, "max_tokens": 20}
+
+    def visit(url: str) -> list[httpx.Response]:
+        with ThreadPoolExecutor(3) as pool, socket.socket() as half:
+            ask = [pool.submit(httpx.post, url + COMPLETIONS, json=body, timeout=30) for _ in range(3)]
+            if len(signals) == 2:
+                half.connect((httpx.URL(url).host, httpx.URL(url).port))
+                half.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            while app.engine.num_outputs < 6 or not llm.engine.scheduler.running:
+                time.sleep(0.01)
+            for number in signals:
+                os.kill(os.getpid(), number)
+                time.sleep(0.15)
+            with pytest.raises(httpx.ConnectError):
                 httpx.get(url + "/health")
-                break
-            time.sleep(0.05)
+            return [each.result() for each in ask]
 
-        def ask() -> None:
-            body = {**LONG, "prompt": after("abcd"), "num_speculative_tokens": 0, "max_tokens": 100}
-            try:
-                results.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
-            except httpx.HTTPError as error:
-                results.append(error)
-
-        threads = [threading.Thread(target=ask) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        if len(signals) == 2:
-            half.connect(("127.0.0.1", port))
-            half.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-        time.sleep(0.5)
-        for number in signals:
-            process.send_signal(number)
-            time.sleep(0.1)
-        time.sleep(0.3)
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(url + "/health")
-        for thread in threads:
-            thread.join(30)
-        assert process.wait(20) == 0
-        assert process.stdout is not None
-        assert process.stdout.read() == "free True\n"
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-        if len(signals) == 1 and seconds > 1:
-            assert [len(r.json()["choices"]) for r in results] == [2, 2, 2]
-            assert all(c["finish_reason"] == "length" for r in results for c in r.json()["choices"])
-        else:
-            assert {getattr(r, "status_code", r) for r in results} == {503}
-    finally:
-        half.close()
-        process.kill()
-        process.wait()
+    code, results = run_server(app, visit)
+    assert code == 0
+    assert_idle(llm.engine)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert {json.loads(line)["level"] for line in lines.getvalue().splitlines()} == {"info"}
+    if len(signals) == 1 and seconds > 1:
+        choices = [response.json()["choices"] for response in results]
+        assert [[each["finish_reason"] for each in two] for two in choices] == [["length"] * 2] * 3
+    else:
+        assert {response.status_code for response in results} == {503}
 
 
 @pytest.mark.parametrize("cleans_up", [True, False], ids=["a rank is gone", "cannot clean up"])
 def test_server_ends_when_engine_is_dead(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, cleans_up: bool
+    folder: Path, lines: io.StringIO, monkeypatch: pytest.MonkeyPatch, cleans_up: bool
 ) -> None:
     """Until the server has ended, running and new requests are answered with an error."""
-    llm, messages, lines = make(folder), list[str](), io.StringIO()
+    llm = make(folder)
     app = App(llm, ServeConfig(port=0), "m")
-    listener = listen(app.config)
-    url = "http://{}:{}".format(*listener.getsockname())
     seen, on_tick = threading.Event(), Server.on_tick
 
     async def later(server: Server, counter: int) -> bool:
@@ -401,7 +386,8 @@ def test_server_ends_when_engine_is_dead(
     def fail(*_: Any) -> Any:
         raise RuntimeError("broken")
 
-    def end() -> None:
+    def visit(url: str) -> list[str]:
+        messages = []
         while not app.engine.is_alive:
             time.sleep(0.01)
         if cleans_up:
@@ -409,20 +395,14 @@ def test_server_ends_when_engine_is_dead(
         else:
             for name in ("step", "abort_all"):
                 monkeypatch.setattr(llm.engine, name, fail)
-            answers = [httpx.post(url + "/v1/completions", json=SHORT, timeout=20) for _ in range(2)]
-            messages.extend(
-                f"{actual.status_code}: {actual.json()['error']['message']}" for actual in answers
-            )
-        messages.append(httpx.get(url + "/health").json()["status"])
+            answers = [httpx.post(url + COMPLETIONS, json=SHORT, timeout=20) for _ in range(2)]
+            messages = [f"{each.status_code}: {each.json()['error']['message']}" for each in answers]
+        health = httpx.get(url + "/health")
+        messages.append(f"{health.status_code}: {health.json()['status']}")
         seen.set()
+        return messages
 
     monkeypatch.setattr(Server, "on_tick", later)
-    asking = threading.Thread(target=end)
-    asking.start()
-    monkeypatch.setattr(sys, "stderr", lines)
-    log_to_stderr("info")
-    assert asyncio.run(run(app, listener)) == 1
-    asking.join()
     failed = "500: The engine failed while processing this request; try again."
-    assert messages == [*([] if cleans_up else [failed] * 2), "failed"]
+    assert run_server(app, visit) == (1, [*([] if cleans_up else [failed] * 2), "503: failed"])
     assert lines.getvalue().count("Rank 1 is gone." if cleans_up else "restart the server") == 1

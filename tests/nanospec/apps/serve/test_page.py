@@ -45,8 +45,8 @@ def show(browser: Any, server: Fake) -> Iterator[Open]:
         if not sent.url.startswith((server.url, "data:")):
             wrong.append(sent.url)
 
-    def show(width: int = 1280, scheme: str = "light", expected: str = "nothing") -> Any:
-        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
+    def show(scheme: str = "light", expected: str = "nothing") -> Any:
+        contexts.append(browser.new_context(color_scheme=scheme))
         page = contexts[-1].new_page()
         page.set_default_timeout(10_000)
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -81,15 +81,16 @@ def answered(page: Any) -> None:
 
 
 def test_token_colors_show_their_source(show: Open, server: Fake) -> None:
-    server.answers = [[*ANSWER, *end(7, 4, 10, 3)]]
+    echo = step(("So", len("<user>" + PROMPT)), ("!", -1), drafted=1)  # copied from the answer itself
+    server.answers = [[*ANSWER, echo, *end(9, 5, 11, 4)]]
     page = show()
     assert "tiny · n-gram lookup · K auto" in page.inner_text("h1")
     send(page)
     answered(page)
-    assert texts_of(page, ".text .own") == ["So", ",", ".", " End"]
-    assert texts_of(page, ".text .copied") == [" to", " be"]
+    assert texts_of(page, ".text .own") == ["So", ",", ".", " End", "!"]
+    assert texts_of(page, ".text .copied") == [" to", " be", "So"]
     assert texts_of(page, ".text .generated") == [" well"]
-    assert texts_of(page, ".step.many") == [" to be or not,", " well."]
+    assert texts_of(page, ".step.many") == [" to be or not,", " well.", "So!"]
     assert texts_of(page, ".text .rejected") == [" or", " not", "a", "b", "c", "+2"]
     style = "element => getComputedStyle(element).%s"
     assert page.locator(".text .rejected").first.evaluate(style % "textDecorationLine") == "line-through"
@@ -97,17 +98,38 @@ def test_token_colors_show_their_source(show: Open, server: Fake) -> None:
     colours = {page.locator(f".text .{kind}").first.evaluate(style % "color") for kind in kinds}
     assert len(colours) == 4
     page.uncheck("#show-rejected")
-    assert page.inner_text(".text") == "So to be, well. End"
+    assert page.inner_text(".text") == "So to be, well. EndSo!"
     request = server.requests[0]
     assert request["messages"] == [{"role": "user", "content": PROMPT}]
     assert request["stream_options"] == {"include_usage": True, "include_drafts": True}
-    assert "num_speculative_tokens" not in request
-    assert "response_format" not in request
+    assert not {"num_speculative_tokens", "response_format"} & request.keys()
+    marked = "[...(CSS.highlights.get('source') ?? [])].map(String)"
+    page.locator(".text .copied").nth(0).hover()
+    until(page, f"{marked}.length === 1")
+    assert page.evaluate(marked) == ["t"]
+    assert "copied from token 12 (ngram); step 2: 3 tokens, 2 of 4 drafts accepted" in page.inner_text("#tip")
+    page.locator(".text .copied").nth(2).hover()
+    page.wait_for_selector(".t.source")
+    assert texts_of(page, ".t.source") == ["So"]
+    assert page.evaluate(marked) == []
+    page.locator(".text .generated").hover()
+    assert "accepted draft (ngram); step 3" in page.inner_text("#tip")
+    page.mouse.move(0, 0)
+    page.focus(".text")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert texts_of(page, ".t.pointed") == [" to"]
+    assert "copied from token 12" in page.inner_text("#status")
+    page.keyboard.press("Escape")
+    assert page.locator(".t.pointed").count() == 0
+    assert not page.locator("#tip").is_visible()
 
 
 def test_statistics_update_while_streaming(show: Open, server: Fake) -> None:
     gates = [threading.Event() for _ in range(2)]
+    parts = [step((" to", 11)), step((" be", 13), (",", -1), (" it", 3), (" is", -1))]
     server.answers = [[*ANSWER[:2], gates[0], *ANSWER[2:], gates[1], *end(7, 5, 11, 3, "length")]]
+    server.answers.append([*parts, *end(5, 2, 3, 3)])
     page = show()
     send(page)
     until(page, "document.getElementById('per-step').textContent === '2.0'")  # 4 tokens in 2 steps
@@ -127,16 +149,10 @@ def test_statistics_update_while_streaming(show: Open, server: Fake) -> None:
     assert "ms" in page.inner_text("#first") or "s" in page.inner_text("#first")
     assert "7 tokens in 5 steps" in page.inner_text(".note")
     assert "reached max tokens" in page.inner_text(".note")
-
-
-def test_step_split_over_chunks(show: Open, server: Fake) -> None:
-    """Text that was held back joins its step, and a chunk with two steps is shown as two."""
-    parts = [step((" to", 11)), step((" be", 13), (",", -1), (" it", 3), (" is", -1))]
-    server.answers = [[*parts, *end(5, 2, 3, 3)]]
-    page = show()
+    # Text that was held back joins its step, and a chunk with two steps is shown as two.
     send(page)
-    answered(page)
-    assert texts_of(page, ".text .step") == [" to be,", " it is"]
+    until(page, "document.querySelectorAll('.note').length === 2")
+    assert texts_of(page, ".text .step")[-2:] == [" to be,", " it is"]
 
 
 def test_stop_button_cancels_request(show: Open, server: Fake) -> None:
@@ -176,7 +192,7 @@ def test_api_key_form_and_retry(show: Open, server: Fake) -> None:
 
 def test_errors_are_shown_in_place(show: Open, server: Fake) -> None:
     server.answers = [
-        (429, {"Retry_After": "3"}, "The queue is full."),
+        (429, {"retry-after": "3"}, "The queue is full."),
         [ANSWER[0], {"error": {"message": "The engine failed."}}, "broken off"],
         [ANSWER[0], "broken off"],
         [*PLAIN, *end(7, 7, 0, 0)],
@@ -192,13 +208,20 @@ def test_errors_are_shown_in_place(show: Open, server: Fake) -> None:
     assert page.locator(".run").count() == 1
 
 
-def test_rerun_without_speculation(show: Open, server: Fake) -> None:
+def test_rerun_without_speculation_in_all_themes_and_widths(show: Open, server: Fake) -> None:
     gate = threading.Event()
     slow = [PLAIN[0], gate, *PLAIN[1:]]
     other = [step(("So no", -1)), *end(1, 1, 0, 0)]
     server.answers = [[*ANSWER, *end(7, 4, 10, 3)], [*slow, *end(7, 7, 0, 0)], other]
-    page = show()
-    send(page)
+    page = show(scheme="dark")
+    paper = "getComputedStyle(document.body).backgroundColor.slice(4, -1)"
+    colours = [page.evaluate(paper)]
+    for _ in range(2):
+        page.click("#theme")
+        colours.append(page.evaluate(paper))
+    dark, light, again = (sum(map(int, colour.split(","))) for colour in colours)
+    assert dark == again < 150 < 600 < light
+    send(page, "word" * 200)
     page.click("text=Repeat without speculation")
     until(page, "document.querySelectorAll('.run').length === 2")
     gate.set()
@@ -219,11 +242,20 @@ def test_rerun_without_speculation(show: Open, server: Fake) -> None:
     assert "The texts first differ at character 4." in page.locator(".verdict p").nth(1).inner_text()
     assert server.requests[2]["num_speculative_tokens"] == 0
     assert "num_speculative_tokens" not in server.requests[3]
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.click("#new")
+    assert page.locator(".turn").count() == 0
+    assert page.locator("#welcome").is_visible()
 
 
 def test_settings_are_sent(show: Open, server: Fake) -> None:
     server.answers = [[*PLAIN, *end(7, 7, 0, 0)]] * 2
     page = show()
+    nameless = """[...document.querySelectorAll("input, select, textarea, button")]
+        .filter((e) => !e.labels?.length && !e.ariaLabel && !e.textContent.trim()).map((e) => e.outerHTML)"""
+    assert page.evaluate(nameless) == []
+    assert page.locator('[role="status"]').count() == 1
     assert texts_of(page, "#k option") == ["auto", "1", "2", "3", "4"]
     values = {"#temperature": "0.5", "#max-tokens": "9", "#seed": "7", "#system": "Be brief."}
     for field, value in values.items():
@@ -268,35 +300,6 @@ def test_server_without_speculation_or_grammar(show: Open, server: Fake) -> None
     assert "response_format" not in server.requests[0]
 
 
-def test_pointing_at_a_token_shows_its_source(show: Open, server: Fake) -> None:
-    prompt_length = len("<user>" + PROMPT)
-    answer = [*ANSWER, step(("So", prompt_length), ("!", -1), drafted=1)]
-    server.answers = [[*answer, *end(9, 5, 11, 4)]]
-    page = show()
-    send(page)
-    answered(page)
-    marked = "() => [...(CSS.highlights.get('source') ?? [])].map(String)"
-    page.locator(".text .copied").nth(0).hover()
-    until(page, f"({marked})().length === 1")
-    assert page.evaluate(marked) == ["t"]
-    assert "copied from token 12 (ngram); step 2: 3 tokens, 2 of 4 drafts accepted" in page.inner_text("#tip")
-    page.locator(".text .copied").nth(2).hover()
-    page.wait_for_selector(".t.source")
-    assert texts_of(page, ".t.source") == ["So"]
-    assert page.evaluate(marked) == []
-    page.locator(".text .generated").hover()
-    assert "accepted draft (ngram); step 3" in page.inner_text("#tip")
-    page.mouse.move(0, 0)
-    page.focus(".text")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    assert texts_of(page, ".t.pointed") == [" to"]
-    assert "copied from token 12" in page.inner_text("#status")
-    page.keyboard.press("Escape")
-    assert page.locator(".t.pointed").count() == 0
-    assert not page.locator("#tip").is_visible()
-
-
 def test_text_is_escaped(show: Open, server: Fake) -> None:
     nasty = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>"]
     nasty += ["\u0000\u001b[31m", "天\u202e空", "&lt;b>"]
@@ -317,30 +320,3 @@ def test_text_is_escaped(show: Open, server: Fake) -> None:
     assert page.text_content(".error") == "<img src=z onerror=alert(4)>"
     assert page.locator("img").count() == 0
     assert server.requests[1]["messages"][1]["content"] == "".join(nasty) + "</div>"
-
-
-def test_themes_and_narrow_screens(show: Open, server: Fake) -> None:
-    server.answers = [[*ANSWER, *end(7, 4, 10, 3)], [*PLAIN, *end(7, 7, 0, 0)]]
-    page = show(width=400, scheme="dark")
-    paper = "getComputedStyle(document.body).backgroundColor"
-    dark = page.evaluate(paper)
-    page.click("#theme")
-    light = page.evaluate(paper)
-    assert sum(map(int, dark[4:-1].split(","))) < 150 < 600 < sum(map(int, light[4:-1].split(",")))
-    page.click("#theme")
-    assert page.evaluate(paper) == dark
-    send(page, "word" * 200)
-    page.click("text=Repeat without speculation")
-    page.wait_for_selector(".verdict")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 400
-    page.click("#new")
-    assert page.locator(".turn").count() == 0
-    assert page.locator("#welcome").is_visible()
-
-
-def test_controls_have_labels(show: Open) -> None:
-    page = show()
-    nameless = """() => [...document.querySelectorAll("input, select, textarea, button")]
-        .filter((e) => !e.labels?.length && !e.ariaLabel && !e.textContent.trim()).map((e) => e.outerHTML)"""
-    assert page.evaluate(nameless) == []
-    assert page.locator('[role="status"]').count() == 1
