@@ -73,7 +73,7 @@ class Front:
                 raise HTTPError(503, NO_REPLICA)
             await Response(merge_metrics(pages), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
         else:
-            async with self._bodies.read(Request(scope, receive)) as body:  # kept to retry
+            async with self._bodies.read(Request(scope, receive)) as body:
                 await self._forward(scope, body, send)
 
     async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:

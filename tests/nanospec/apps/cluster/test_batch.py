@@ -21,37 +21,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec import SamplingParams, SpecConfig
 from nanospec.apps.batch.lines import LineError
 from nanospec.apps.batch.run import Line, open_batch, result_line, run_batch, seeded_params
 from nanospec.apps.cli.main import main
 from nanospec.apps.cli.parser import DEFAULTS, parse
-from nanospec.apps.cluster import start
 from nanospec.apps.cluster.batch import LineEngine
 from nanospec.apps.cluster.start import Bundle, load
 from nanospec.apps.tasks import Task
-from tests.nanospec.test_llm import after, folder, make
+from nanospec.engine.request import derive_seed
+from tests.nanospec.test_llm import TOKENS, after, folder, make
 
 __all__ = ["folder"]
 ROOT = Path(__file__).resolve().parents[4]
 SAME = ("--max-model-len", "512", "--dtype", "float32")  # results depend on these
-OPTIONS = {"spec": SpecConfig(num_speculative_tokens=5), "max_num_seqs": 4, "dtype": "float32"}
-
-
-def engine_of(folder: Path) -> LineEngine:
-    return LineEngine(
-        partial(load, folder, "", Bundle(1, 0, 1, 1), {**OPTIONS, "max_model_len": 128}),
-        "alphabet",
-        "requests.jsonl",
-    )
-
-
-def line(llm: LLM, number: int, prompt: str, **params: Any) -> Line:
-    sampling = SamplingParams(**{"max_tokens": 40, "seed": number, **params})
-    return Task(number, sampling, prompt, key=f"{number:016x}"), llm.tokenizer.encode(prompt), sampling
 
 
 def answers(engine: LineEngine, *lines: Line) -> list[Any]:
@@ -63,40 +49,8 @@ def answers(engine: LineEngine, *lines: Line) -> list[Any]:
     return asyncio.run(run())
 
 
-def test_results_match_single_engine(folder: Path) -> None:
-    llm = make(folder)
-    lines = [line(llm, i, after("abc"[: i % 4]), temperature=i % 2, n=1 + i % 3 // 2) for i in range(9)]
-    *result, refused = answers(engine_of(folder), *lines, line(llm, 9, "a" * 200))
-    for (task, ids, params), (written, tokens) in zip(lines, result, strict=True):
-        [output] = llm.generate([ids], params)
-        line_here = result_line(task, output, "alphabet", llm.tokenizer)
-        assert written.split(b'"stats"')[0] == line_here.split(b'"stats"')[0]
-        assert tokens == sum(len(done.token_ids) for done in output.outputs) > 0
-    refused = pickle.loads(pickle.dumps(refused))  # as Ray transports it
-    assert isinstance(refused, LineError)
-    assert str(refused).startswith(
-        "requests.jsonl line 10: The prompt has 200 tokens, but --max-model-len 128"
-    )
-
-
-def test_replicas_on_one_machine_share_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "nanospec.apps.cluster.start.spare_memory", lambda device, sharing=1: (1 << 20) // sharing
-    )
-    monkeypatch.setattr(start, "LLM", lambda folder, **options: options)
-    loaded: list[Any] = [
-        load(folder, "", Bundle(1, 0, 3, replicas_per_machine), {"tensor_parallel_size": ranks})
-        for replicas_per_machine in (1, 2)
-        for ranks in (1, 2)
-    ]
-    assert [each.get("kv_cache_memory") for each in loaded] == [None, None, 1 << 19, 1 << 18]
-    assert {each["threads"] for each in loaded} == {3}
-    on_a_gpu: Any = load(folder, "", Bundle(1, 1, None, 1), {"seed": 1}, seed=2)
-    assert on_a_gpu == {"seed": 2}
-
-
-def test_failed_step_ends_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray then runs its lines on another replica, and none of their results are written."""
+def test_results_match_single_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed step ends the process: Ray then runs its lines on another replica."""
 
     class Ended(BaseException):
         pass
@@ -104,20 +58,33 @@ def test_failed_step_ends_process(folder: Path, monkeypatch: pytest.MonkeyPatch)
     def end(status: int) -> None:
         raise Ended(status)
 
-    def fail() -> None:
-        raise RuntimeError("the device is gone")
+    def line(number: int, prompt: str, **params: Any) -> Line:
+        sampling = SamplingParams(**{"max_tokens": 40, "seed": number, **params})
+        return Task(number, sampling, prompt, key=f"{number:016x}"), llm.tokenizer.encode(prompt), sampling
 
+    llm = make(folder)
+    options = {"spec": SpecConfig(num_speculative_tokens=5), "max_num_seqs": 4, "dtype": "float32"}
+    loader = partial(load, folder, "", Bundle(1, 0, 1, 1), {**options, "max_model_len": 128})
+    lines = [line(i, after("abc"[: i % 4]), temperature=i % 2, n=1 + i % 3 // 2) for i in range(9)]
+    *result, refused = answers(LineEngine(loader, "alphabet", "in.jsonl"), *lines, line(9, "a" * 200))
+    for (task, ids, params), (written, tokens) in zip(lines, result, strict=True):
+        [output] = llm.generate([ids], params)
+        expected = result_line(task, output, "alphabet", llm.tokenizer)
+        assert written.split(b'"stats"')[0] == expected.split(b'"stats"')[0]
+        assert tokens == sum(len(done.token_ids) for done in output.outputs) > 0
+    refused = pickle.loads(pickle.dumps(refused))  # as Ray transports it
+    assert isinstance(refused, LineError)
+    assert str(refused).startswith("in.jsonl line 10: The prompt has 200 tokens, but --max-model-len 128")
+    engine = LineEngine(loader, "alphabet", "in.jsonl")
     monkeypatch.setattr(os, "_exit", end)
-    engine = engine_of(folder)
-    monkeypatch.setattr(engine.llm.engine, "step", fail)
-    [ended] = answers(engine, line(engine.llm, 0, "a"))
+    monkeypatch.setattr(engine.llm.engine, "step", None)
+    [ended] = answers(engine, lines[0])
     assert isinstance(ended, Ended)
 
 
+@settings(max_examples=30)
 @given(counts=st.lists(st.integers(1, 3), max_size=8), seed=st.integers(0, 9))
 def test_seeds_match_single_engine(counts: list[int], seed: int) -> None:
-    from nanospec.engine.request import derive_seed
-
     own = {1: 77}  # requested explicitly
     tasks = [Task(i, SamplingParams(n=n, seed=own.get(i)), "x") for i, n in enumerate(counts)]
     number = 0
@@ -128,14 +95,13 @@ def test_seeds_match_single_engine(counts: list[int], seed: int) -> None:
             number += 1
 
 
-@pytest.mark.parametrize("between", ["", "\n"], ids=["no-blank-lines", "blank-lines"])
-def test_resumed_batch_draws_same_outputs_without_seeds(folder: Path, tmp_path: Path, between: str) -> None:
+def test_resumed_batch_draws_same_outputs_without_seeds(folder: Path, tmp_path: Path) -> None:
     lines = [{"prompt": after("a"), "temperature": 100, "max_tokens": 30}] * 4
-    target = one_engine(folder, tmp_path, lines, between)
+    target = one_engine(folder, tmp_path, lines, between="\n")  # blank lines draw nothing
     whole = texts(target)
     target.write_text("".join(target.read_text().splitlines(keepends=True)[2:]))
     assert len(texts(target)) == 2
-    assert texts(one_engine(folder, tmp_path, lines, between)) == whole
+    assert texts(one_engine(folder, tmp_path, lines, between="\n")) == whole
     assert len(set(whole.values())) == 4
 
 
@@ -157,36 +123,20 @@ def texts(path: Path) -> dict[int, Any]:
     return {each["index"]: tuple(each["token_ids"]) for each in result}
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ({"prompt": "a" * 300}, "line 2: The prompt has 300 tokens, but --max-model-len 128 must hold it"),
-        ({"prompt": [999]}, "line 2: The prompt contains token id 999"),
-        (
-            {"prompt": "a", "acceptance": "typical"},
-            "line 2: acceptance='typical' requires an engine started with --acceptance",
-        ),
-    ],
-    ids=["long", "token", "acceptance"],
-)
-def test_lines_are_checked_before_ray_starts(
-    folder: Path,
-    tmp_path: Path,
-    line: dict[str, Any],
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def start(*_: object) -> None:
-        raise AssertionError("Ray is being started")
-
-    monkeypatch.setattr("nanospec.apps.cluster.batch.connect_ray", start)
+def test_lines_are_checked_before_ray_starts(folder: Path, tmp_path: Path, capsys: Any) -> None:
     source, target = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
-    source.write_text('{"prompt": "a"}\n' + json.dumps(line) + "\n")
     files = ["--input", str(source), "--output", str(target), "--replicas", "2"]
-    assert main(["--model", str(folder), *files, "--max-model-len", "128"]) == 2
-    assert sentence in capsys.readouterr().err
-    assert not target.exists()
+    for line, sentence in (
+        ({"prompt": "a" * 300}, "line 2: The prompt has 300 tokens, but --max-model-len 128 must hold it"),
+        ({"prompt": [len(TOKENS)]}, f"line 2: The prompt contains token id {len(TOKENS)}"),
+        ({"prompt": "a", "response_format": {"type": "regex", "regex": "("}}, "line 2: response_format"),
+    ):
+        source.write_text('{"prompt": "a"}\n' + json.dumps(line) + "\n")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("nanospec.apps.cluster.batch.connect_ray", None)
+            assert main(["--model", str(folder), *files, "--max-model-len", "128"]) == 2
+        assert sentence in capsys.readouterr().err
+        assert not target.exists()
 
 
 def children(pid: int) -> Iterator[tuple[int, str]]:
@@ -194,9 +144,8 @@ def children(pid: int) -> Iterator[tuple[int, str]]:
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            parents.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(
-                int(path.parent.name)
-            )
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(path.parent.name))
     todo = [pid]
     while todo:
         for child in parents.get(todo.pop(), ()):

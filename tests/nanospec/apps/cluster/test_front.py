@@ -15,19 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nanospec.apps.cluster import front as front_module
 from nanospec.apps.cluster.front import DRAINING, LOST, NO_REPLICA, Front, Sender, merge_metrics
 from nanospec.apps.cluster.routing import prefix_hashes
-
+from nanospec.apps.serve import gate
 from nanospec.apps.serve.settings import ServeConfig
 
-Ask = Callable[[dict[str, Any], bytes, Sequence[bytes]], AsyncIterator[dict[str, Any]]]
+Messages = AsyncIterator[dict[str, Any]]
 URL = "/v1/completions"
+BEGIN = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]}
 
 
 class Answer:
     """A replica's answer as Ray's handle yields it: lists of messages, here of one message each."""
 
-    def __init__(self, source: AsyncIterator[dict[str, Any]]) -> None:
+    def __init__(self, source: Messages) -> None:
         self._source, self.is_cancelled = source, False
         self._next: asyncio.Future[dict[str, Any]] | None = None
 
@@ -44,57 +46,44 @@ class Answer:
             self._next.cancel()
 
 
-def begin(status: int = 200) -> dict[str, Any]:
-    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/plain")]}
-
-
 def part(data: bytes, more: bool = False) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-async def echo(scope: dict[str, Any], body: bytes, names: Sequence[bytes]) -> AsyncIterator[dict[str, Any]]:
-    yield begin()
+async def echo(scope: dict[str, Any], body: bytes, names: Sequence[bytes]) -> Messages:
+    yield BEGIN
     received = {"names": names, "path": scope["path"], "body": body, "headers": dict(scope["headers"])}
     yield part(repr(received).encode())
     yield {"log_fields": {"prompt_tokens": 3}}
 
 
-def front(ask: Ask, pages: Mapping[str, str] | None = None, **config: Any) -> tuple[httpx.AsyncClient, Front]:
+def front(
+    ask: Callable[..., Messages], pages: Mapping[str, str] | None = None, **config: Any
+) -> tuple[httpx.AsyncClient, Front]:
     ingress = Front(ServeConfig(**config), lambda *args: Answer(ask(*args)), AsyncMock(return_value=pages))
     transport = httpx.ASGITransport(ingress.asgi(), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost"), ingress
 
 
-def run(ask: Ask, method: str, path: str, body: Any, **options: Any) -> httpx.Response:
+def run(ask: Callable[..., Messages], method: str, path: str, body: Any, **options: Any) -> httpx.Response:
     async def one() -> httpx.Response:
         client, ingress = front(ask, **options)
         async with client:
             result = await client.request(method, path, content=body)
-        assert not ingress._answers
+        assert (ingress._answers, ingress._bodies.size) == (set(), 0)
         return result
 
     return asyncio.run(one())
 
 
-def test_request_reaches_replica_and_answer_returns() -> None:
+def test_accepted_request_reaches_replica() -> None:
     body = json.dumps({"prompt": "x" * 400}).encode()
     response = run(echo, "POST", URL, body)
     received = eval(response.text)
     assert (received["path"], received["body"], received["names"]) == (URL, body, prefix_hashes(body))
     assert received["headers"][b"x-request-id"].decode() == response.headers["x-request-id"]
-
-
-def test_key_and_size_are_checked_before_forwarding() -> None:
-    def unreachable(*_: object) -> Any:
-        raise AssertionError("a request was forwarded")
-
-    assert run(unreachable, "POST", URL, "{}", api_key=("secret-key",)).status_code == 401
-
-    async def parts() -> AsyncIterator[bytes]:
-        for _ in range(100):
-            yield b"x" * 1000
-
-    assert run(unreachable, "POST", URL, parts(), max_body=2500).status_code == 413
+    assert run(echo, "POST", URL, body, api_key=("secret-key",)).status_code == 401
+    assert run(echo, "POST", URL, b"x" * 2501, max_body=2500).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -107,48 +96,51 @@ def test_key_and_size_are_checked_before_forwarding() -> None:
     ids=["before-it-answers", "in-a-stream", "after-it"],
 )
 def test_dead_replica_is_reported_as_error(sent: list[bytes], status: int, text: str) -> None:
-    async def fails(*_: object) -> AsyncIterator[dict[str, Any]]:
+    async def fails(*_: object) -> Messages:
         if sent:
-            yield begin()
+            yield BEGIN
         for data in sent:
             yield part(data, more=data != b"")
         raise RuntimeError("ActorDiedError")
 
     response = run(fails, "POST", URL, "{}")
-    assert response.status_code == status
-    assert response.text.startswith(text)
-    if sent[-1:] != [b""]:
-        assert json.loads(response.text.removeprefix(text))["error"]["message"] == LOST
-    else:
-        assert response.text == text
+    assert (response.status_code, response.headers.get("retry-after")) == (status, None if sent else "5")
+    error = response.text.removeprefix(text)
+    assert json.loads(error)["error"]["message"] == LOST if len(sent) < 2 else error == ""
 
 
-def test_disconnect_cancels_request() -> None:
-    async def never(*_: object) -> AsyncIterator[dict[str, Any]]:
-        yield begin()
+def test_bodies_of_running_requests_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a request whose client disconnects is cancelled."""
+    monkeypatch.setattr(gate, "MAX_BODIES", 2)
+
+    async def never(*_: object) -> Messages:
+        yield BEGIN
         await asyncio.sleep(60)
 
-    async def close_early() -> None:
-        client, ingress = front(never)
-        task = asyncio.ensure_future(client.post(URL, content="{}"))
-        await asyncio.sleep(0.05)
-        [answer] = ingress._answers
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert answer.is_cancelled
-        assert not ingress._answers
+    async def ask() -> None:
+        client, ingress = front(never, max_body=1024)
+        running = [asyncio.ensure_future(client.post(URL, content=b" " * 1024)) for _ in range(2)]
+        while len(ingress._answers) < 2:
+            await asyncio.sleep(0.01)
+        assert (await client.post(URL, content=b" ")).status_code == 503
+        answers = list(ingress._answers)
+        for task in running:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert [answer.is_cancelled for answer in answers] == [True] * 2
+        assert (ingress._answers, ingress._bodies.size) == (set(), 0)
 
-    asyncio.run(close_early())
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["in-time", "too-late"])
 def test_drain_finishes_running_and_rejects_new_requests(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanospec.apps.cluster.front.FLUSH", 0.0)
+    monkeypatch.setattr(front_module, "FLUSH", 0.0)
     event = asyncio.Event()
 
-    async def answer(*_: object) -> AsyncIterator[dict[str, Any]]:
-        yield begin()
+    async def answer(*_: object) -> Messages:
+        yield BEGIN
         yield part(b"data: first\n\n", more=True)
         await event.wait()
         yield part(b"data: [DONE]\n\n")
@@ -171,6 +163,7 @@ def test_drain_finishes_running_and_rejects_new_requests(ends: bool, monkeypatch
 
     finished, refused = asyncio.run(end())
     assert (refused.status_code, refused.json()["error"]["message"]) == (503, DRAINING)
+    assert refused.headers["retry-after"] == ("31" if ends else "1")
     first, last, _ = finished.text.split("\n\n")
     assert first == "data: first"
     assert last == "data: [DONE]" if ends else LOST in last
@@ -188,13 +181,9 @@ def test_metrics_include_all_replicas() -> None:
     ]
     response = run(echo, "GET", "/metrics", b"")
     assert (response.status_code, response.json()["error"]["message"]) == (503, NO_REPLICA)
-
-
-def test_merge_metrics_keeps_histogram_buckets() -> None:
     text = '# TYPE h histogram\nh_bucket{le="1.0"} 1.0\nh_bucket{le="+Inf"} 2.0\nh_count 2.0\nh_sum 5.0\n'
     page = merge_metrics({"a": text, "b": text}).decode()
-    assert page.count("# TYPE h histogram") == 1
-    assert page.count('le="+Inf"') == 2
+    assert (page.count("# TYPE h histogram"), page.count('le="+Inf"')) == (1, 2)
 
 
 def numbered(number: int) -> dict[str, Any]:
@@ -233,20 +222,17 @@ def sender(pauses: Sequence[int]) -> ASGIApp:
 @given(pauses=st.lists(st.sampled_from([0, 1, 3, 30]), max_size=20))
 def test_sender_delivers_each_message_once_in_order(pauses: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanospec.apps.cluster.front.PAUSE", 1e-5)
+        patch.setattr(front_module, "PAUSE", 1e-5)
         result = sent_numbers(sender(pauses))
     assert [number for numbers in result for number in numbers] == list(range(len(pauses)))
     assert [] not in result
 
 
-def test_first_token_is_sent_at_once_and_the_rest_coalesced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("nanospec.apps.cluster.front.PAUSE", 0.1)
-    begin = {"type": "http.response.start", "number": -1}
+def test_first_token_is_sent_at_once_and_the_rest_coalesced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_module, "PAUSE", 0.1)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(begin)
+        await send({"type": "http.response.start", "number": -1})
         await sender([1] * 10)(scope, receive, send)
 
     assert sent_numbers(app) == [[-1], [0], list(range(1, 10))]
@@ -254,7 +240,6 @@ def test_first_token_is_sent_at_once_and_the_rest_coalesced(
 
 def test_coalescing_grows_with_number_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's throughput is limited in lists per second over all answers."""
-    monkeypatch.setattr("nanospec.apps.cluster.front.PAUSE", 0.01)
     waited: list[float] = []
     sleep = asyncio.sleep
 
@@ -262,8 +247,7 @@ def test_coalescing_grows_with_number_of_answers(monkeypatch: pytest.MonkeyPatch
         waited.append(seconds)
         await sleep(0)
 
-    async def ask(count: int) -> None:
-        sends = Sender(sender([0]))
+    async def ask(sends: Sender, count: int) -> None:
         result = [sends.lists({}, b"") for _ in range(count)]
         assert [await anext(each) for each in result] == [[numbered(0)]] * count
         waited.clear()
@@ -271,35 +255,34 @@ def test_coalescing_grows_with_number_of_answers(monkeypatch: pytest.MonkeyPatch
             await anext(result[0])
         for each in result:
             await each.aclose()
-        assert waited == [0.01 * count]
+        assert waited == [front_module.PAUSE * count]
 
     monkeypatch.setattr(asyncio, "sleep", wait)
-    for count in (1, 3):
-        asyncio.run(ask(count))
+    sends = Sender(sender([0]))
+    for count in (1, 3, 2):  # ended answers do not count
+        asyncio.run(ask(sends, count))
 
 
-def test_error_is_raised_after_pending_messages() -> None:
+def test_sender_passes_body_errors_and_disconnects() -> None:
+    received: list[Any] = []
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert (await receive())["body"] == b"body"
+        received.append((await receive())["body"])
+        await send(numbered(0))
+        received.append((await receive())["type"])
+        raise OSError("no such thing")
+
+    assert sent_numbers(app, most=1) == [[0]]
+    assert received == [b"body", "http.disconnect"]
+
+    async def fails(scope: Scope, receive: Receive, send: Send) -> None:
         await send(numbered(0))
         raise OSError("no such thing")
 
     async def ask() -> None:
-        answer = Sender(app).lists({}, b"body")
+        answer = Sender(fails).lists({}, b"body")
         assert await anext(answer) == [numbered(0)]
         await anext(answer)
 
     with pytest.raises(OSError, match="no such thing"):
         asyncio.run(ask())
-
-
-def test_app_receives_http_disconnect() -> None:
-    received: list[str] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        await send(numbered(0))
-        received.append((await receive())["type"])
-
-    assert sent_numbers(app, most=1) == [[0]]
-    assert received == ["http.disconnect"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanospec.apps.cluster.routing import MAX_PREFIXES, PREFIX_STEP, Balancer, prefix_hashes
@@ -14,51 +15,41 @@ from nanospec.apps.cluster.routing import MAX_PREFIXES, PREFIX_STEP, Balancer, p
 REPLICAS = ("a", "b", "c")
 
 
-def chat(*texts: str, **more: Any) -> bytes:
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return json.dumps({"messages": messages, **more}).encode()
+def hashes(prompt: Any, client: bytes = b"", **more: Any) -> list[bytes]:
+    return prefix_hashes(json.dumps({"prompt": prompt, **more}).encode(), client)
 
 
-def completion(prompt: Any, **more: Any) -> bytes:
-    return json.dumps({"prompt": prompt, **more}).encode()
-
-
-def common(first: list[bytes], second: list[bytes]) -> int:
-    return sum(a == b for a, b in zip(first, second))
-
-
+@settings(max_examples=40)
 @given(start=st.text(max_size=3 * PREFIX_STEP), ends=st.tuples(*[st.text(max_size=2 * PREFIX_STEP)] * 2))
 def test_shared_hashes_match_common_prefix_length(start: str, ends: tuple[str, str]) -> None:
     texts = [start + end for end in ends]
-    first, second = (prefix_hashes(completion(text)) for text in texts)
-    alike = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts)))
+    first, second = map(hashes, texts)
+    alike = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts))) // PREFIX_STEP
     assert [len(first), len(second)] == [len(text) // PREFIX_STEP for text in texts]
-    assert common(first, second) == alike // PREFIX_STEP
-    assert not set(first[alike // PREFIX_STEP :]) & set(second[alike // PREFIX_STEP :])
+    assert first[:alike] == second[:alike]
+    assert not set(first[alike:]) & set(second[alike:])
 
 
 def test_longer_conversation_keeps_prefix_hashes() -> None:
-    before, after = prefix_hashes(chat("x" * 500)), prefix_hashes(chat("x" * 500, "y" * 300, "z" * 300))
-    assert len(before) >= 4
+    messages = [{"role": "user", "content": letter * 500} for letter in "xyz"]
+    before, after = (prefix_hashes(json.dumps({"messages": messages[:n]}).encode()) for n in (1, 3))
     assert len(after) > len(before) + 3
-    assert common(before, after) >= len(before) - 1  # the last one held the end of the list
+    assert after[: len(before) - 1] == before[:-1]  # the last one held the end of the list
+    assert len(before) >= 4
 
 
 def test_hashes_differ_by_client_and_cache_salt() -> None:
-    every = [
-        prefix_hashes(completion("x" * 300), b"one"), prefix_hashes(completion("x" * 300), b"two"),
-        prefix_hashes(completion("x" * 300)), prefix_hashes(completion("x" * 300, cache_salt="s")),
-    ]  # fmt: skip
+    text = "x" * 300
+    every = [hashes(text), hashes(text, b"one"), hashes(text, b"two"), hashes(text, cache_salt="s")]
     assert len({name for names in every for name in names}) == 4 * 2
 
 
 def test_invalid_body_has_no_prefix_hashes() -> None:
     bodies = (b"", b"{", b"[]", b"[" * 99999, b"{}", b'{"messages": null}', b'{"prompt": 5}', b"\xff", b"7")
     assert [prefix_hashes(body) for body in bodies] == [[]] * len(bodies)
-    assert len(prefix_hashes(completion("x" * PREFIX_STEP * (MAX_PREFIXES + 9)))) == MAX_PREFIXES
+    assert len(hashes("x" * PREFIX_STEP * (MAX_PREFIXES + 9))) == MAX_PREFIXES
     ids = list(range(100))
-    assert len(prefix_hashes(completion(ids))) == len(json.dumps(ids)) // PREFIX_STEP
+    assert len(hashes(ids)) == len(json.dumps(ids)) // PREFIX_STEP
 
 
 def names(text: str) -> list[bytes]:
@@ -66,13 +57,15 @@ def names(text: str) -> list[bytes]:
     return [text[: i + 1].encode() for i in range(len(text))]
 
 
-def test_same_prefix_goes_to_same_replica() -> None:
+def test_same_prefix_goes_to_same_replica_unless_it_has_left() -> None:
     balancer = Balancer(slack=2)
     homes = {text: balancer.choose(names(text), REPLICAS) for text in ("xaaa", "ybbb", "zccc")}
     assert sorted(homes.values()) == ["a", "b", "c"]  # new prefixes are spread out
     for text in ("xaaa", "zccc", "ybbb", "xaaa"):
         assert balancer.choose(names(text + "more"), REPLICAS) == homes[text]
     assert balancer.choose(names("xaQQ"), REPLICAS) == homes["xaaa"]
+    left = [replica for replica in REPLICAS if replica != homes["xaaa"]]
+    assert balancer.choose(names("xaaa"), left) in left
 
 
 def test_longest_prefix_decides() -> None:
@@ -82,11 +75,8 @@ def test_longest_prefix_decides() -> None:
     second = balancer.choose(names("s2"), REPLICAS)  # same system prompt, but the first replica is busy
     balancer.running[first] = 0
     assert second != first
-    assert [balancer.choose(names(text), REPLICAS) for text in ("s1x", "s2x", "s1y")] == [
-        first,
-        second,
-        first,
-    ]
+    chosen = [balancer.choose(names(text), REPLICAS) for text in ("s1x", "s2x", "s1y")]
+    assert chosen == [first, second, first]
 
 
 @pytest.mark.parametrize(("own", "homes"), [(4, {"a"}), (5, set(REPLICAS))], ids=["a-third", "less"])
@@ -104,20 +94,35 @@ def test_short_shared_prefix_does_not_attract_requests(own: int, homes: set[str]
 )
 def test_load_difference_is_bounded(sent: list[str], slack: int) -> None:
     """No request ever finishes here."""
-    balancer, load = Balancer(slack), dict.fromkeys(REPLICAS, 0)
+    balancer = Balancer(slack)
     for text in sent:
-        chosen = balancer.choose(names(text), REPLICAS)
-        balancer.running[chosen] += 1
-        load[chosen] += 1
-        assert max(load.values()) - min(load.values()) <= slack + 1
+        balancer.running[balancer.choose(names(text), REPLICAS)] += 1
+        load = [balancer.running[replica] for replica in REPLICAS]
+        assert max(load) - min(load) <= slack + 1
 
 
-def test_removed_replica_is_not_chosen() -> None:
+def test_new_replica_gets_its_share_of_new_prompts() -> None:
     balancer = Balancer(slack=2)
-    home = balancer.choose(names("abc"), REPLICAS)
-    left = [replica for replica in REPLICAS if replica != home]
-    assert balancer.choose(names("abc"), left) in left
-    assert balancer.choose(names("abc"), REPLICAS) in REPLICAS
+    for number in range(200):
+        balancer.choose([b"%d" % number], REPLICAS[:2])
+    chosen = Counter(balancer.choose([b"later %d" % number], REPLICAS) for number in range(300))
+    assert chosen == dict.fromkeys(REPLICAS, 100)
+
+
+def test_replicas_that_have_left_are_forgotten() -> None:
+    """Unless they still run requests, which are counted until they end."""
+    balancer = Balancer(slack=2)
+    balancer.running["busy"] = 1
+    for number in range(50):
+        replicas = ["stays", f"replica-{number}"]
+        chosen = balancer.choose(names("prompt"), replicas)
+        balancer.running[chosen] += 1
+        balancer.running[chosen] -= 1
+        balancer.running["stays"] = number  # so that others are chosen
+        assert set(replicas) >= balancer._holders[b"p"] >= {chosen}
+    assert balancer.running.keys() <= {"busy", "stays", "replica-48", "replica-49"}
+    assert balancer.running["busy"] == 1
+    assert balancer._sent.keys() == set(replicas)
 
 
 def test_oldest_prefixes_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:

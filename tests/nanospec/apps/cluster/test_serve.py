@@ -21,8 +21,8 @@ import pytest
 
 from nanospec import LLM, SamplingParams
 from nanospec.apps.cli.serve import build_parser
-from nanospec.apps.cluster.start import Bundle
 from nanospec.apps.cluster.front import DRAINING
+from nanospec.apps.cluster.start import Bundle
 from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig
 from tests.nanospec.apps.cluster.test_batch import ROOT, children, needs_ray
@@ -33,16 +33,13 @@ KEY = "key-of-a-client"
 LONG = {"prompt": after("a"), "temperature": 100, "seed": 3, "max_tokens": 450, "ignore_eos": True}
 
 
-@pytest.mark.parametrize(("text", "number"), [("2", (2, 2)), ("1:4", (1, 4)), ("3:3", (3, 3))])
-def test_replicas_option(text: str, number: tuple[int, int]) -> None:
-    assert build_parser().parse_args(["--replicas", text]).replicas == number
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "4:1", "1:", ":2", "two", "1:2:3"])
-def test_invalid_replicas_option(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        build_parser().parse_args([f"--replicas={text}"])
-    assert f"'{text}' must be at least 1, or MIN:MAX such as 1:4." in capsys.readouterr().err
+def test_replicas_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, number in (("2", (2, 2)), ("1:4", (1, 4)), ("3:3", (3, 3))):
+        assert build_parser().parse_args(["--replicas", text]).replicas == number
+    for text in ("0", "-1", "4:1", "1:", ":2", "two", "1:2:3"):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args([f"--replicas={text}"])
+        assert f"'{text}' must be at least 1, or MIN:MAX such as 1:4." in capsys.readouterr().err
 
 
 @needs_ray
