@@ -77,11 +77,11 @@ class Served:
 
     def client(self, **options: Any) -> openai.OpenAI:
         """Return OpenAI's client, with retries disabled."""
-        given: dict[str, Any] = {"api_key": "none", "max_retries": 0, **options}
-        http_client = httpx.Client(verify=False, timeout=20)  # reading certificates is slow
-        return openai.OpenAI(base_url=f"{self.url}/v1", http_client=http_client, **given)
+        given: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 20, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **given)
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Send a request. `verify` is off because reading certificates is slow."""
         return httpx.request(method, self.url + path, timeout=20, verify=False, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:

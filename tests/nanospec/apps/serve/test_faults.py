@@ -76,11 +76,10 @@ def limits(server: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     return change
 
 
-def raw(body: dict[str, Any], length: int = 0, **headers: str) -> bytes:
+def raw(body: dict[str, Any], length: int = 0) -> bytes:
     """Return a request's bytes on the wire, with its body padded to `length` bytes."""
     data = json.dumps(body).encode().ljust(length)
-    fields = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data))}
-    fields |= headers
+    fields = {"host": "localhost", **JSON, "content-length": len(data)}
     lines = [f"POST {COMPLETIONS} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
     return "\r\n".join(lines).encode() + data
 
@@ -225,7 +224,7 @@ def test_size_of_bodies_is_limited(server: Served, limits: Any) -> None:
         for content in (data, (data[i : i + 100] for i in range(0, size, 100))):
             assert server.ask("POST", COMPLETIONS, content=content, headers=JSON).status_code == status
     lying = server.connect()
-    lying.sendall(raw(SHORT, **{"content-length": str(10**15)}))
+    lying.sendall(raw(SHORT).replace(b"content-length: ", b"content-length: 9999999999"))
     assert b" 413 " in answer(lying)
 
 
@@ -317,7 +316,8 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     yield sys.stderr  # type: ignore[misc]
     for number, handler in zip(numbers, handlers):
         signal.signal(number, handler)
-    for logger, (logger.handlers, logger.propagate, level) in zip(loggers, before):
+    for logger, (previous, propagate, level) in zip(loggers, before):
+        logger.handlers, logger.propagate = previous, propagate
         logger.setLevel(level)
 
 
@@ -340,7 +340,12 @@ def test_signal_under_load(
     server ends at once: waiting requests get an error, incomplete ones are cut off, no error is logged."""
     llm = make(folder)
     step = llm.engine.step
-    llm.engine.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]
+
+    def slow_step() -> Any:
+        time.sleep(0.02)
+        return step()
+
+    llm.engine.step = slow_step  # type: ignore[method-assign]
     app = App(llm, ServeConfig(port=0, drain_timeout=seconds), "m")
     body = {**LONG, "num_speculative_tokens": 0, "max_tokens": 20}
 

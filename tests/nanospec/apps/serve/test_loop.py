@@ -78,7 +78,8 @@ def metrics_of(server: Served) -> dict[tuple[str, ...], float]:
         for sample in family.samples:
             labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
             assert sample.labels.get("model_name", MODEL) == MODEL
-            actual[(sample.name.removeprefix("nanospec:"), *labels.values())] = sample.value
+            key = (sample.name.removeprefix("nanospec:"), *labels.values())
+            actual[key] = sample.value
     return actual
 
 
