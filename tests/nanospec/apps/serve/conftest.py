@@ -20,6 +20,7 @@ from nanospec import LLM
 from nanospec.apps.serve.app import App
 from nanospec.apps.serve.server import Server, listen
 from nanospec.apps.serve.settings import ServeConfig
+from nanospec.kernels.native import library
 from tests.drive import assert_idle
 from tests.nanospec.test_llm import folder, make
 
@@ -123,6 +124,7 @@ def events_of(text: str) -> list[Any]:
 @contextmanager
 def serving(llm: LLM, **options: Any) -> Iterator[Served]:
     """Run a server for the duration of the block; at its end, wait until the server is idle and stop it."""
+    library()  # compiling the C++ kernels may take longer than a request's timeout
     served = Served(llm, **options)
     served.start()
     try:
