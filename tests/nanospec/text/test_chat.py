@@ -13,7 +13,7 @@ from tests.nanospec.text.conftest import byte_level, save
 
 TEMPLATE = (
     "{{ bos_token }}\n{% for m in messages %}[{{ m['role'] }}] {{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}{{ thinking }}"
 )
 HI = [{"role": "user", "content": "hi"}]
 
@@ -33,25 +33,6 @@ def test_template_in_tokenizer_config(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(HI, add_generation_prompt=False) == "<s>\n[user] hi"
     for ids in (tokenizer.encode(text, add_special_tokens=False), tokenizer.encode("hi")):
         assert ids.count(0) == 1  # one BOS
-
-
-def test_template_file_takes_precedence(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, TEMPLATE, chat_template="{{ messages | length }}{{ x }}")
-    assert tokenizer.apply_chat_template(HI, x="!") == "1!"
-
-
-def test_named_templates(tmp_path: Path) -> None:
-    templates = {"default": "D", "tool_use": "{{ 'T' if tools else 'U' }}"}
-    named = [{"name": name, "template": template} for name, template in templates.items()]
-    tokenizer = with_template(tmp_path, named)
-    assert tokenizer.apply_chat_template(HI) == "D"
-    assert tokenizer.apply_chat_template(HI, tools=[{}]) == "T"
-    assert tokenizer.apply_chat_template(HI, chat_template="tool_use") == "U"
-    assert tokenizer.apply_chat_template(HI, chat_template="{{ 'new' }}") == "new"
-
-
-def test_unused_template_variables_are_rejected(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, TEMPLATE + "{{ thinking }}")
     assert tokenizer.apply_chat_template(HI, thinking="!", tools=None).endswith("!")
     assert tokenizer.apply_chat_template(HI, chat_template_kwargs={"thinking": "!"}).endswith("!")
     unused: list[dict[str, Any]] = [{"tools": [{}]}, {"params": 1}]
@@ -60,21 +41,36 @@ def test_unused_template_variables_are_rejected(tmp_path: Path) -> None:
             tokenizer.apply_chat_template(HI, **given)
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("{{ {'a': 'é<'} | tojson }}", '{"a": "é<"}'),
-        ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
-        ("{{ strftime_now('%%') }}", "%"),
-        ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "1"),
-        ("{% generation %}a{% endgeneration %}b", "ab"),
-        ("  {% if true %}\nx{% endif %}", "x"),
-        ("{{ tools is none }}{{ pad_token is defined }}", "TrueFalse"),
-    ],
-    ids=["tojson", "indented", "strftime_now", "loopcontrols", "generation", "blocks-trimmed", "variables"],
-)
-def test_template_features(tmp_path: Path, template: str, text: str) -> None:
-    assert with_template(tmp_path, template).apply_chat_template(HI) == text
+def test_named_templates(tmp_path: Path) -> None:
+    templates = {"default": "D", "tool_use": "{{ 'T' if tools else 'U' }}"}
+    named = [{"name": name, "template": template} for name, template in templates.items()]
+    tokenizer = with_template(tmp_path, named)
+    assert tokenizer.apply_chat_template(HI) == tokenizer.apply_chat_template(HI, chat_template="none") == "D"
+    assert tokenizer.apply_chat_template(HI, tools=[{}]) == "T"
+    assert tokenizer.apply_chat_template(HI, chat_template="tool_use") == "U"
+    assert tokenizer.apply_chat_template(HI, chat_template="{{ 'new' }}") == "new"
+    by_file = with_template(tmp_path, named, chat_template="{{ messages | length }}{{ x }}")
+    assert by_file.apply_chat_template(HI, x="!") == "1!"
+
+
+FEATURES = {
+    "{{ {'a': 'é<'} | tojson }}": '{"a": "é<"}',
+    "{{ {'a': 1} | tojson(indent=1) }}": '{\n "a": 1\n}',
+    "{{ strftime_now('%%') }}": "%",
+    "{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}": "1",
+    "{% generation %}a{% endgeneration %}b": "ab",
+    "  {% if true %}\nx{% endif %}": "x",
+    "{{ tools is none }}{{ documents is none }}{{ pad_token is defined }}": "TrueTrueFalse",
+    "x" * chat.MAX_TEMPLATE: "x" * chat.MAX_TEMPLATE,
+}
+
+
+def test_template_features(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(save(byte_level(), tmp_path))
+    for template, text in FEATURES.items():
+        assert chat.render({"default": template}, HI) == text
+    with pytest.raises(ValueError, match="no chat template 'default' .*plain prompt"):
+        tokenizer.apply_chat_template(HI)
 
 
 @pytest.mark.parametrize(
@@ -90,27 +86,22 @@ def test_template_features(tmp_path: Path, template: str, text: str) -> None:
         ("{{ raise_exception('x' * 10**6) }}", "x{97}[.]{3}"),
         ("{{ none.x.y }}", "'None' has no attribute 'x'"),
         ("{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}", "the prompt has more than 1000000"),
-        ("x" * 10**5, "the template has more than 65536 characters"),
+        ("x" * (chat.MAX_TEMPLATE + 1), "the template has more than 65536 characters"),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=lambda value: value[:30],
 )
 def test_template_errors_are_reported_in_one_line(
-    tmp_path: Path, template: str, words: str, monkeypatch: pytest.MonkeyPatch
+    template: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "MAX_PROMPT", 10**6)
     with pytest.raises(ValueError, match=f"^the chat template cannot render these messages: {words}.*\\.$"):
-        with_template(tmp_path, template).apply_chat_template(HI)
+        chat.render({"default": template}, HI)
 
 
-@pytest.mark.parametrize("template", [5, [5], [{"name": "a"}], {"a": 5}])
-def test_template_of_wrong_type_is_rejected(tmp_path: Path, template: Any) -> None:
-    with pytest.raises(ValueError, match=r"_config\.json: chat_template=.* must be a template or a list"):
-        with_template(tmp_path, template)
-
-
-def test_missing_or_unreadable_template(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no chat template 'default' .*plain prompt"):
-        Tokenizer(save(byte_level(), tmp_path)).apply_chat_template(HI)
+def test_invalid_template_files_are_rejected(tmp_path: Path) -> None:
+    for template in (5, [5], [{"name": "a"}], {"a": 5}):
+        with pytest.raises(ValueError, match=r"_config\.json: chat_template=.* must be a template or a list"):
+            with_template(tmp_path, template)
     (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")
     with pytest.raises(ValueError, match=r"chat_template\.jinja is not valid UTF-8 at byte 1; download"):
         Tokenizer(tmp_path)
