@@ -165,6 +165,7 @@ TESTS: dict[str, list[str]] = {
     "nanospec/models/cpu.py": [MODELS + "cpu.py"],
     "nanospec/models/gguf.py": [MODELS + "gguf.py"],
     "nanospec/models/families/": [MODELS + "config.py", MODELS + "families.py", MODELS + "weights.py"],
+    "nanospec/text/__init__.py": ["tests/nanospec/test_config.py", TEXT + "inputs.py", TEXT + "tokenizer.py"],
     "nanospec/text/": [TEXT + "tokenizer.py", TEXT + "chat.py", TEXT + "inputs.py"],
     "kernels/batch.py": ["tests/kernels/test_batch.py", SPECULATION + "proposal.py", MODELS + "cpu.py"],
     "kernels/launch.py": [

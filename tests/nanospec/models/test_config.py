@@ -108,6 +108,10 @@ PARSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         },
     ),
     (
+        "Gemma2", {"vocab_size": None, "max_position_embeddings": None},
+        {"vocab_size": 256000, "max_position_embeddings": 8192},
+    ),
+    (
         "Gemma3WithImages", {},
         {
             "windows": ((1024,) * 5 + (None,)) * 5 + (1024,) * 4, "rope": Rope("linear", 1e6, 8.0),

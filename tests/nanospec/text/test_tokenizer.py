@@ -20,6 +20,7 @@ from tests.conftest import WEIGHTS
 from tests.nanospec.text.conftest import byte_level, metaspace, save
 
 HI = [{"role": "user", "content": "hi"}]
+BAD_ENDS: list[Any] = ["2", 2.5, {}, [None], [[2]], -1, 2**31, True, ["x" * 1000]]
 
 
 @settings(max_examples=100)
@@ -42,7 +43,7 @@ def test_round_trip(default: Tokenizer, text: str) -> None:
                 json.dumps({"eos_token_id": ids}),
                 ": eos_.*=.* must be a token id or a list",
             )
-            for ids in ("2", 2.5, {}, [None], [[2]], -1, 2**31, True, ["x" * 1000])
+            for ids in BAD_ENDS
         ),
     ],
     ids=shown,
