@@ -8,6 +8,7 @@ half of "é", the next one the other half. The last tests run SmolLM2.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from nanospec.engine.locking import SharedEngine
 from nanospec.extras.tracing.recorder import find_recorder
 from nanospec.models import default_heads
 from nanospec.models.weights import fast_in_bfloat16
+from nanospec.outputs import SpecStats
 from tests.drive import MODES, assert_idle, cycle_weights, drafters_of
 
 EOS = "<e>"
@@ -358,44 +360,35 @@ def test_metrics_sum_over_requests(folder: Path) -> None:
     assert json.loads(json.dumps(metrics)) == metrics
 
 
-def test_draft_model_by_name_with_same_vocabulary(folder: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
-    spec = SpecConfig(method="draft", draft_model=str(folder), num_speculative_tokens=3)
-    [output] = LLM(folder, spec=spec, **options).generate(after("abcd"), greedy(max_tokens=16))
-    assert output.text == ALPHABET[4:20]
-    assert output.stats.num_accepted == output.stats.num_drafted == 12
-    assert {piece.source for piece in output.pieces} == {-1, -2}
+class Alphabet(SimpleDrafter):
+    def draft(self, tokens: list[int], k: int) -> range:
+        return range(tokens[-1] + 1, TOKENS.index(EOS))
+
+
+def test_drafters_are_loaded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, checking the vocabulary; by the model's name; and objects."""
+    monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path))
+
+    def stats_of(k: int = 5, drafter: Any = None, **fields: Any) -> SpecStats:
+        spec = SpecConfig(num_speculative_tokens=k, **fields)
+        llm = LLM(folder, spec=spec, drafter=drafter, dtype="float32", max_num_seqs=2, max_model_len=128)
+        [output] = llm.generate(after("abcd"), greedy(max_tokens=16))
+        assert output.text == ALPHABET[4:20]
+        return output.stats
+
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     tokenizer = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(tokenizer.replace('"q":16', '"q":99').replace('"q": 16', '"q": 99'))
-    with pytest.raises(ValueError, match="'q' is 16 in the target's and 99 in the draft"):
-        LLM(folder, spec=SpecConfig(method="draft", draft_model=str(other)), **options)
-    with pytest.raises(ValueError, match="needs a draft model; set draft_model"):
-        LLM(folder, spec=SpecConfig(method="draft"), **options)
-    with pytest.raises(FileNotFoundError, match="unknown model 'nowhere'"):
-        LLM(folder, spec=SpecConfig(method="draft", draft_model="nowhere"), **options)
-
-
-def test_custom_drafter(folder: Path) -> None:
-    class Alphabet(SimpleDrafter):
-        def draft(self, tokens: list[int], k: int) -> range:
-            return range(tokens[-1] + 1, TOKENS.index(EOS))
-
-    with pytest.raises(ValueError, match="drafter=Alphabet is a class"):
-        LLM("nowhere", drafter=Alphabet)  # type: ignore[arg-type]
-    [output] = make(folder, drafter=Alphabet()).generate("abcd", greedy(max_tokens=16))
-    assert output.text == ALPHABET[4:20]
-    assert output.stats.by_drafter == {"Alphabet": [3, 13, 13]}
-    [output] = make(folder, drafter=["ngram", Alphabet()]).generate(after("abcd"), greedy(max_tokens=16))
-    assert [*output.stats.by_drafter] == ["ngram"]
-
-
-def test_heads_are_found_by_model_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path))
-    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128}
-    with pytest.raises(FileNotFoundError, match="train them with: .* train --model"):
-        LLM(folder, spec=SpecConfig(method="medusa"), **options)
+    (other / "tokenizer.json").write_text(re.sub('"q": *16', '"q":99', tokenizer))
+    for fields, error, words in (
+        ({"method": "draft", "draft_model": "other"}, ValueError, "'q' is 16 in the target's and 99 in the"),
+        ({"method": "draft"}, ValueError, "needs a draft model; set draft_model"),
+        ({"method": "draft", "draft_model": "nowhere"}, FileNotFoundError, "unknown model 'nowhere'"),
+        ({"method": "medusa"}, FileNotFoundError, "train them with: .* train --model"),
+        ({"drafter": Alphabet}, ValueError, "drafter=Alphabet is a class"),
+    ):
+        with pytest.raises(error, match=words):
+            stats_of(**fields)
     size, heads = len(TOKENS), {}
     for i in range(2):
         heads[f"{i}.0.linear.weight"] = torch.zeros(size, size)
@@ -403,33 +396,25 @@ def test_heads_are_found_by_model_name(folder: Path, tmp_path: Path, monkeypatch
         heads[f"{i}.1.weight"] = torch.eye(size).roll(2 + i, 0)  # predicts the following letters
     (tmp_path / "heads").mkdir()
     save_file(heads, tmp_path / "heads" / f"{folder.name}.safetensors")
-    llm = LLM(folder, spec=SpecConfig(method="medusa", num_speculative_tokens=5), **options)
-    [output] = llm.generate(after("abcd"), greedy(max_tokens=16))
-    assert output.text == ALPHABET[4:20]
-    assert output.stats.num_steps == 6  # the first without drafts
-    assert output.stats.by_drafter == {"medusa": [5, 10, 10]}
+    assert stats_of(3, method="draft", draft_model=str(folder)).by_drafter == {"draft": [4, 12, 12]}
+    assert stats_of(method="medusa").by_drafter == {"medusa": [5, 10, 10]}  # not in the first step
+    assert stats_of(drafter=Alphabet()).by_drafter == {"Alphabet": [3, 13, 13]}
+    assert [*stats_of(drafter=["ngram", Alphabet()]).by_drafter] == ["ngram"]
 
 
 def test_trace_ends_at_stop_string(folder: Path) -> None:
-    llm = make(folder, 8, trace=True)
-    prompt = ALPHABET + "abc"
+    llm, prompt = make(folder, 8, trace=True), ALPHABET + "abc"
     [output] = llm.generate(prompt, greedy(stop="hi", n=2, max_tokens=20))
     trace = output.trace()
     assert [lane.token_ids for lane in trace.lanes] == [completion.token_ids for completion in output.outputs]
     for lane in trace.lanes:
-        assert "".join(lane.prompt) == prompt
-        assert "".join(lane.output) == "defg"
+        assert ("".join(lane.prompt), "".join(lane.output)) == (prompt, "defg")
         [step] = lane.steps
         assert step.tokens == lane.token_ids
         assert len(step.accepted) == len(step.tokens) < len(step.drafts)
         assert "".join(trace.texts[i] for i in step.tokens) == "defghi"
-    recorder = find_recorder(llm.engine.extensions)
-    assert recorder.trace().to_dict()["lanes"][0]["token_ids"] == output.token_ids
-    for _ in llm.stream("abcd", greedy()):
-        break
-    assert recorder.trace().lanes[-1].token_ids  # the part before the interruption
-    with pytest.raises(ValueError, match=r"No trace was recorded"):
-        find_recorder(make(folder).engine.extensions)
+    next(llm.stream("abcd", greedy()))
+    assert find_recorder(llm.engine.extensions).trace().lanes[-1].token_ids  # before the interruption
 
 
 # SmolLM2: a real model, with its real tokenizer.
