@@ -483,7 +483,7 @@ def test_smollm2_output_is_unchanged(real: LLM, wanted: list[RequestOutput], set
     for output, alone in zip(outputs, wanted, strict=True):
         assert (output.token_ids, output.text) == (alone.token_ids, alone.text)
         assert output.finish_reason == alone.finish_reason
-    assert llm.engine.metrics.spec.num_accepted > 6
+    assert llm.engine.metrics.spec.num_accepted > 2
     if setup == "draft":  # the target itself, but without penalties
         for output, params in zip(outputs, PARAMS, strict=True):
             drafted, accepted = output.stats.num_drafted, output.stats.num_accepted
