@@ -29,22 +29,16 @@ from nanospec.apps.cli.serve import build_parser as build_server_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("nanospec", "kernels", "bench", "campaigns", "tests", "docs")
-DOCUMENTS = [
-    path
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if path.is_file()
-]
-SOURCES = [
-    *ROOT.glob("*.py"),
-    *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))),
-]
-CODE = [path for path in SOURCES if not path.is_relative_to(ROOT / "tests")]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CHANGELOG = ROOT / "CHANGELOG.md"
+SOURCES = [*ROOT.glob("*.py"), *(path for name in FOLDERS for path in sorted((ROOT / name).rglob("*.py")))]
 PLACEHOLDER = re.compile(r"\b(NAME|FILE|FOLDER|DRAFT|DIR|PATH|MODEL|OUT)\b|\.\.\.|[<{]|^~|^\./|^https?:")
 FILE = re.compile(r"[\w.-]+\.(py|md|png|toml|yml)|Makefile|LICENSE")
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(.*\))?")
 DATA = re.compile(r".*\.(json|jsonl|html|svg|gguf|safetensors|whl|jinja|txt|h|cpp)")  # of users, or linked to
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:```output\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 NEEDS_MODEL = "# needs the model\n"
+LONG = ("extend-drafter.md",)
 
 
 @cache
@@ -57,18 +51,19 @@ def files() -> frozenset[str]:
 
 
 @cache
-def bare_names() -> frozenset[str]:
-    return frozenset(name.rsplit("/", 1)[-1] for name in files())
+def code() -> dict[Path, ast.Module]:
+    """Return the syntax trees of all files but the tests."""
+    ours = [path for path in SOURCES if not path.is_relative_to(ROOT / "tests")]
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in ours}
 
 
 @cache
 def words() -> frozenset[str]:
     """Return all names, and all words in short strings, of the code."""
     result: set[str] = set(dir(builtins)) | {part for name in files() for part in re.split(r"[/.]", name)}
-    for path in CODE:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            for field in ("id", "name", "attr", "arg"):
-                result.add(str(getattr(node, field, "")))
+    for tree in code().values():
+        for node in ast.walk(tree):
+            result.update(str(getattr(node, field, "")) for field in ("id", "name", "attr", "arg"))
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 100:
                 result.update(re.findall(r"\w+", node.value))
     return frozenset(result)
@@ -81,8 +76,7 @@ def definitions() -> dict[str, set[str]]:
     result: defaultdict[str, set[str]] = defaultdict(set)
     result["nanospec"].add("kernels")
     bases: dict[str, list[str]] = {}
-    for path in CODE:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    for path, tree in code().items():
         result[path.parent.name if path.stem == "__init__" else path.stem] |= set(defined(tree))
         result[path.parent.name].add(path.stem)
         for node in ast.walk(tree):
@@ -108,51 +102,40 @@ def defined(tree: ast.AST) -> Iterator[str]:
 @cache
 def flags() -> frozenset[str]:
     """Return all options of the command line, its commands and the benchmarks."""
-    quoted = (re.findall(r'"(--?[a-z][\w-]*)"', path.read_text(encoding="utf-8")) for path in CODE)
-    return frozenset({flag for result in quoted for flag in result}).union(*_own_flags())
-
-
-def _own_flags() -> Iterator[list[str]]:
-    for parser in (build_parser(full=True), build_server_parser(full=True)):
-        for action in parser._actions:
-            yield list(action.option_strings)
-
-
-@cache
-def targets() -> frozenset[str]:
-    return frozenset(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    found = {flag for path in code() for flag in re.findall(r'"(--?[a-z][\w-]*)"', path.read_text("utf-8"))}
+    parsers = build_parser(full=True), build_server_parser(full=True)
+    return frozenset(found).union(*(parser._option_string_actions for parser in parsers))
 
 
 def file_is_missing(text: str, near: Path) -> bool:
     """Return whether `text` looks like a file or folder of this repository but does not exist."""
-    top = text.split("/", 1)[0]
+    top, name = text.split("/", 1)[0], text.rstrip("/")
     if PLACEHOLDER.search(text) or re.fullmatch(r"[\w./*-]+", text) is None:
         return False
     if "/" in text and top in (*FOLDERS, ".ci"):
-        return not any(ROOT.glob(text.rstrip("/"))) and text.rstrip("/") not in files()
-    if "/" in text and FILE.fullmatch(text.rsplit("/", 1)[-1]):  # relative to another folder
-        here = near.parent / text
-        return not here.exists() and not any(name.endswith("/" + text) for name in files())
-    return FILE.fullmatch(text) is not None and text not in bare_names()
+        return not any(ROOT.glob(name)) and name not in files()
+    if FILE.fullmatch(text.rsplit("/", 1)[-1]):  # relative to another folder
+        return not (near.parent / text).exists() and not any(
+            f"/{known}".endswith(f"/{text}") for known in files()
+        )
+    return False
 
 
 def missing(text: str, near: Path) -> list[str]:
     """Return the missing parts of the code `text`, a word or a command."""
     if " " in text:
-        wrong = [word for word in text.split() if word.startswith("-") and not PLACEHOLDER.search(word)]
-        wrong = [f for word in wrong if (f := word.split("=")[0]) not in flags() and re.match(r"--?[a-z]", f)]
+        options = [word.split("=")[0] for word in text.split() if not PLACEHOLDER.search(word)]
+        wrong = [name for name in options if re.match(r"--?[a-z]", name) and name not in flags()]
         wrong += [word for word in text.split() if file_is_missing(word.strip("'\""), near)]
-        if command := re.match(r"(?:\$ )?make ([\w-]+)", text):
-            wrong += [command[1]] if command[1] not in targets() else []
-        return wrong
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return wrong + [name for name in re.findall(r"^(?:\$ )?make ([\w-]+)", text) if name not in targets]
     if text.startswith("--"):
         return [] if text.split("=")[0] in flags() else [text]
     if file_is_missing(text, near):
         return [text]
     if FILE.fullmatch(text) or DATA.fullmatch(text) or not NAME.fullmatch(text) or PLACEHOLDER.search(text):
         return []
-    parts = re.sub(r"\(.*", "", text).split(".")
-    known = definitions()
+    parts, known = re.sub(r"\(.*", "", text).split("."), definitions()
     return [part for part in parts if part not in words()] or [
         f"{owner}.{name}" for owner, name in pairwise(parts) if owner in known and name not in known[owner]
     ]
@@ -163,95 +146,45 @@ def relative_path(path: Path) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=relative_path)
-def test_names_in_a_document_exist(document: Path) -> None:
+def test_names_and_commands_of_a_document_are_valid(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    wrong = [part for code in re.findall(r"`([^`\n]+)`", prose) for part in missing(code, document)]
+    wrong = [part for quoted in re.findall(r"`([^`\n]+)`", prose) for part in missing(quoted, document)]
     blocks = re.findall(r"```(?:sh|bash|console)?\n(.*?)```", text, flags=re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    lines += re.findall(r"^    (\S.*)$", prose, flags=re.MULTILINE)
-    for line in lines:
+    for line in (*lines, *re.findall(r"^    (\S.*)$", prose, flags=re.MULTILINE)):
         if re.match(r"(\$ )?(python|nanospec|make) ", line):
             wrong += missing(line.split("  #")[0], document)
     assert wrong == []
+    for line in re.findall(r"(?:python run\.py|nanospec) (-[^`\n]*)", text):
+        if not re.search(r"\[|\||-h\b|--help|--version", line):
+            parse(shlex.split(line, comments=True))
 
 
-def test_tests_selected_by_name_exist() -> None:
-    for path in (ROOT / ".ci" / "run", *(ROOT / ".github").rglob("*.yml")):
-        for name in re.findall(r"-k (\w+)", path.read_text(encoding="utf-8")):
-            assert any(
-                f"{name}(" in test.read_text(encoding="utf-8") for test in (ROOT / "tests").rglob("test_*.py")
-            ), f"{path.name}: -k {name}"
-
-
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=relative_path)
+@pytest.mark.parametrize("document", [*DOCUMENTS, CHANGELOG], ids=relative_path)
 def test_links_and_pictures_of_a_document_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!https?:|mailto:)([^)\s]*)", text) + re.findall(r'<img src="([^"]+)"', text)
-    wrong = []
-    for link in links:
-        name, _, heading = link.partition("#")
+    for name, _, heading in (link.partition("#") for link in links):
         target = document.parent / name if name else document
-        if not target.exists() or (heading and heading not in anchors(target)):
-            wrong.append(link)
-    assert wrong == []
+        assert target.exists(), name
+        headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8") if heading else "", re.MULTILINE)
+        anchors = [re.sub(r"[^\w -]", "", words).lower().replace(" ", "-") for words in headings]
+        assert not heading or heading in anchors, f"{name}#{heading}"
+    if document == ROOT / "docs" / "README.md":
+        assert {path.name for path in (ROOT / "docs").glob("[!R]*.md")} <= set(links)
 
 
-def anchors(document: Path) -> list[str]:
-    """Return the anchors of a document's headings."""
-    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
-    return [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
-
-
-def test_tour_links_to_every_page() -> None:
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert [path.name for path in (ROOT / "docs").glob("[!R]*.md") if f"({path.name})" not in index] == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=relative_path)
-def test_command_lines_of_a_document_are_valid(document: Path) -> None:
-    for line in re.findall(r"(?:python run\.py|nanospec) (-[^`\n]*)", document.read_text(encoding="utf-8")):
-        if not re.search(r"\[|\||-h\b|--help|--version", line):
-            parse(shlex.split(line, comments=True))
+def test_tests_selected_by_name_exist() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for path in (ROOT / ".ci" / "run", *(ROOT / ".github").rglob("*.yml")):
+        for name in re.findall(r"-k (\w+)", path.read_text(encoding="utf-8")):
+            assert f"{name}(" in tests, f"{path.name}: -k {name}"
 
 
 def snippets(document: Path) -> list[tuple[str, str]]:
     """Return a document's python blocks, each with its expected output."""
     return BLOCK.findall(document.read_text(encoding="utf-8"))
-
-
-WITH_SNIPPETS = [path for path in DOCUMENTS if snippets(path)]
-
-
-LONG = ("extend-drafter.md",)
-
-
-@pytest.mark.parametrize(
-    "document",
-    [pytest.param(p, marks=pytest.mark.long) if p.name in LONG else p for p in WITH_SNIPPETS],
-    ids=relative_path,
-)
-def test_snippets_of_a_document_run(
-    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in ROOT.glob("[!.]*"):  # snippets must not write into the checkout
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(llm, "LLM", loaded_once)
-    model_is_there = (ROOT / "weights/smollm2-135m-instruct/model.safetensors").is_file()
-    left_out, names = 0, dict[str, Any](__name__="__main__")
-    for code, output in snippets(document):
-        for node in ast.walk(ast.parse(code)):  # also in skipped snippets
-            if isinstance(node, ast.ImportFrom) and node.module == "nanospec":
-                assert {alias.name for alias in node.names} <= set(nanospec.__all__)
-        if code.startswith(NEEDS_MODEL) and not model_is_there:
-            left_out += 1
-            continue
-        exec(compile(code, document.name, "exec"), names)
-        printed = capsys.readouterr().out
-        assert not output or printed == output
-    if left_out:
-        pytest.skip(f"{left_out} snippets need smollm2-135m-instruct")
 
 
 _LLM, _loaded = llm.LLM, dict[str, llm.LLM]()
@@ -265,46 +198,61 @@ def loaded_once(model: str, **options: Any) -> llm.LLM:
     return _loaded[key]
 
 
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(p, marks=[pytest.mark.long] * (p.name in LONG)) for p in DOCUMENTS if snippets(p)],
+    ids=relative_path,
+)
+def test_snippets_of_a_document_run(document: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    for path in ROOT.glob("[!.]*"):  # snippets must not write into the checkout
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(llm, "LLM", loaded_once)
+    model_is_there = (ROOT / "weights/smollm2-135m-instruct/model.safetensors").is_file()
+    left_out, names = 0, dict[str, Any](__name__="__main__")
+    for snippet, output in snippets(document):
+        for node in ast.walk(ast.parse(snippet)):  # also in skipped snippets
+            if isinstance(node, ast.ImportFrom) and node.module == "nanospec":
+                assert {alias.name for alias in node.names} <= set(nanospec.__all__)
+        if snippet.startswith(NEEDS_MODEL) and not model_is_there:
+            left_out += 1
+            continue
+        exec(compile(snippet, document.name, "exec"), names)
+        printed = capsys.readouterr().out
+        assert not output or printed == output
+    if left_out:
+        pytest.skip(f"{left_out} snippets need smollm2-135m-instruct")
+
+
 def test_files_in_docstrings_exist() -> None:
     wrong = []
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(code().get(path) or ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                named = re.findall(r"`([^`\n]+)`", ast.get_docstring(node) or "")
-                words = [word for code in named for word in code.split()]
-                wrong += [f"{path.relative_to(ROOT)}: {w}" for w in words if file_is_missing(w, path)]
+                quoted = " ".join(re.findall(r"`([^`\n]+)`", ast.get_docstring(node, clean=False) or ""))
+                wrong += [f"{path}: {word}" for word in quoted.split() if file_is_missing(word, path)]
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("nanospec/llm.py", []),
-        ("nanospec/no.py", ["nanospec/no.py"]),
-        ("no.py", ["no.py"]),
-        ("bench/results/*.json", []),
-        ("bench/results/*.no", ["bench/results/*.no"]),
-        ("nanospec/kernels/batch.py", []),
-        ("weights/NAME/", []),
-        ("SamplingParams", []),
-        ("LLM.generate(prompts)", []),
-        ("LLM.genarate(prompts)", ["genarate"]),
-        ("LLM.schedule", ["LLM.schedule"]),
-        ("Scheduler.schedule", []),
-        ("AutoPolicy.observe", []),
-        ("ModelDrafter.admit", []),  # its base's
-        ("verify.commit", []),
-        ("verify.lay_out", ["verify.lay_out"]),
-        ("nanospec.kernels", []),
-        ("results.jsonl", []),
-        ("--tree-width", []),
-        ("--three-width", ["--three-width"]),
-        ("python run.py --prompt x --spec=none --tree 3", ["--tree"]),
-        ("python bench/no.py --repeats 2", ["bench/no.py"]),
-        ("make test", []),
-        ("make tea", ["tea"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_missing_names_are_detected(text: str, expected: list[str]) -> None:
-    assert missing(text, ROOT / "README.md") == expected
+def test_missing_names_are_detected() -> None:
+    existing = (
+        "nanospec/llm.py bench/results/*.json nanospec/kernels/batch.py weights/NAME/ SamplingParams "
+        "LLM.generate(prompts) Scheduler.schedule AutoPolicy.observe ModelDrafter.admit verify.commit "
+        "nanospec.kernels results.jsonl --tree-width"
+    )
+    wrong = "nanospec/no.py no.py no/llm.py bench/results/*.no LLM.schedule verify.lay_out --three-width"
+    commands = {
+        "LLM.genarate(prompts)": ["genarate"],
+        "python run.py --prompt x --spec=none --tree 3": ["--tree"],
+        "python bench/no.py --repeats 2": ["bench/no.py"],
+        "make test": [],
+        "make tea": ["tea"],
+    }
+    found = {
+        text: missing(text, ROOT / "README.md") for text in (*existing.split(), *wrong.split(), *commands)
+    }
+    assert found == {
+        **{text: [] for text in existing.split()},
+        **{text: [text] for text in wrong.split()},
+        **commands,
+    }

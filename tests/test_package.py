@@ -8,7 +8,6 @@ import re
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +15,6 @@ from tests.install import built
 
 ROOT = Path(__file__).resolve().parent.parent
 FOR_WORK_ON_IT = {"test", "lint", "plot"}  # extras the installed program does not import
-
-
 LOCAL = ("--no-build-isolation", "--no-index")  # built without a network
 
 
@@ -34,7 +31,15 @@ def wheel(path: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_wheel_contents(wheel: dict[str, bytes]) -> None:
+@pytest.fixture(scope="module")
+def about(wheel: dict[str, bytes]) -> dict[str, str]:
+    """The texts in the wheel that describe it."""
+    return {
+        name.split(".dist-info/")[1]: text.decode() for name, text in wheel.items() if ".dist-info/" in name
+    }
+
+
+def test_wheel_contents(wheel: dict[str, bytes], about: dict[str, str]) -> None:
     """Includes C++ sources, pages and heads, but no tests, weights or compiled code."""
     folders = {"nanospec": "nanospec", "kernels": "nanospec/kernels", "weights/heads": "nanospec/heads"}
     sources = {}
@@ -46,12 +51,13 @@ def test_wheel_contents(wheel: dict[str, bytes]) -> None:
     ours = {name: text for name, text in wheel.items() if ".dist-info/" not in name}
     assert ours.keys() == sources.keys()
     assert [name for name, text in ours.items() if text != sources[name]] == []
-    about = {name.split(".dist-info/")[1] for name in wheel.keys() - ours.keys()}
-    assert about == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+    named = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+    assert about.keys() == named
+    assert "nanospec = nanospec.__main__:command" in about["entry_points.txt"]
     assert {name.split("/")[0].split("-")[0] for name in wheel} == {"nanospec"}
 
 
-def test_wheel_is_reproducible(path: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_wheel_is_reproducible(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another folder, later, and with another umask."""
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     before = os.umask(0o077)
@@ -63,38 +69,25 @@ def test_wheel_is_reproducible(path: Path, tmp_path: Path, monkeypatch: Any) -> 
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_entry_point(wheel: dict[str, bytes]) -> None:
-    [entry_points] = [text.decode() for name, text in wheel.items() if name.endswith("entry_points.txt")]
-    assert "nanospec = nanospec.__main__:command" in entry_points
-
-
-def test_version_is_defined_once(wheel: dict[str, bytes]) -> None:
-    [line] = [line for line in wheel["nanospec/__init__.py"].decode().splitlines() if "__version__" in line]
-    version = line.removeprefix('__version__ = "').removesuffix('"')
-    [metadata] = [text.decode() for name, text in wheel.items() if name.endswith("/METADATA")]
-    assert f"\nVersion: {version}\n" in metadata
+def test_version_is_defined_once(wheel: dict[str, bytes], about: dict[str, str]) -> None:
+    [version] = re.findall(r'^__version__ = "(.*)"$', wheel["nanospec/__init__.py"].decode(), re.MULTILINE)
+    assert f"\nVersion: {version}\n" in about["METADATA"]
     assert f"\n## [{version}] - 2" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_sources_are_valid_for_oldest_python(wheel: dict[str, bytes]) -> None:
-    for name, text in wheel.items():
-        if name.endswith(".py"):
-            ast.parse(text, name, feature_version=(3, 10))
-
-
-def test_imports_match_declared_dependencies(wheel: dict[str, bytes]) -> None:
-    """Transitive dependencies may disappear."""
+def test_imports_match_declared_dependencies(wheel: dict[str, bytes], about: dict[str, str]) -> None:
+    """Transitive dependencies may disappear. The sources are valid for the oldest Python."""
     imported = {}
     for name, text in wheel.items():
-        for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
+        tree = ast.parse(text if name.endswith(".py") else "", name, feature_version=(3, 10))
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 imported.update(dict.fromkeys((alias.name.split(".")[0] for alias in node.names), name))
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 imported[str(node.module).split(".")[0]] = name
     foreign = {name: where for name, where in imported.items() if name not in sys.stdlib_module_names}
-    [metadata] = [text.decode() for name, text in wheel.items() if name.endswith("METADATA")]
     always, extras = set(), set()
-    for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE):
+    for line in re.findall(r"^Requires-Dist: (.*)$", about["METADATA"], re.MULTILINE):
         name = re.split(r"[^\w.-]", line)[0].replace("-", "_")
         extra = re.search(r"extra == [\"'](\w+)", line)
         if extra is None:

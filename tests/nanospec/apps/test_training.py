@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from nanospec import LLM, SamplingParams, SpecConfig
@@ -21,11 +19,12 @@ from nanospec.apps.training import Data, HeadsInTraining, Settings, compute_data
 from nanospec.drafters.medusa import Heads
 from nanospec.models.decoder import Model
 from nanospec.text.tokenizer import Tokenizer
-from tests.tiny import ModelRunner, checkpoint, tiny_model
+from tests.nanospec.test_llm import folder
+from tests.tiny import ModelRunner, tiny_model
 from tests.util import assert_close
 
-LETTERS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<e>"]
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+__all__ = ["folder"]
+Capture = pytest.CaptureFixture[str]
 
 
 def counting(number: int) -> list[list[int]]:
@@ -124,40 +123,36 @@ def test_shipped_heads_predict_the_model(smollm2: Path) -> None:
         pytest.skip(f"needs {file.name}: nanospec train --model {smollm2.name}")
     llm = LLM(smollm2, spec=SpecConfig(method="none"), max_model_len=256, max_num_seqs=1)
     prompt = llm.chat_prompt([{"role": "user", "content": "How do I bake bread? Explain step by step."}])
-    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60))[0].token_ids
+    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=30))[0].token_ids
     model = llm.engine.worker.model
     result = measure(Heads.load(file, model), compute_data(model, [prompt + output]), model.device)
     assert result["accuracy"][0] > 0.2  # far above chance; a tiny model, first draft only
 
 
-# The command.
+def test_schedule_warms_up_and_decays() -> None:
+    rates = [training.schedule(40, step) for step in range(41)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates == [*rates[:2], *sorted(rates[2:], reverse=True)]
+    assert rates[21] == 0.5
+    assert rates[40] < 1e-9
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint with a byte tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("models") / "target"
-    checkpoint(folder, "llama", vocab_size=len(LETTERS), bos_token_id=None, eos_token_id=256)
-    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(LETTERS)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-def test_train_command_writes_working_heads(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_command_writes_working_heads(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     text, out = tmp_path / "text.jsonl", tmp_path / "heads.safetensors"
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    lines = [{"text": f"a\u2028b {i}, " * 8} for i in range(20)]  # U+2028 does not end a line
-    text.write_text("".join(json.dumps(line) + "\n" for line in (*lines, {"messages": messages})))
-    last = training.read_texts(text, Tokenizer(folder), 99)[-1]
-    assert Tokenizer(folder).decode(last) == "user: Hi\nassistant: Hello\n"
-    options = ["--num-heads", "2", "--vocab", "50", "--epochs", "1", "--batch", "64"]
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    lines = [{"text": f"abc\u2028 {'def' * i}"} for i in range(17)]  # U+2028 does not end a line
+    text.write_text(
+        "".join(json.dumps(line) + "\n" for line in (*lines, {"text": "a"}, {"messages": messages}))
+    )
+    tokenizer = Tokenizer(folder)
+    texts = training.read_texts(text, tokenizer, 99)
+    assert [tokenizer.decode(ids) for ids in texts] == [*(f"abc {'def' * i}" for i in range(17)), "abcd"]
+    assert training.read_texts(text, tokenizer, 30) == [ids[:30] for ids in texts]
+    options = ["--num-heads", "2", "--vocab", "20", "--epochs", "2", "--batch", "64"]
     assert main(["--model", str(folder), "--text", str(text), "--out", str(out), *options]) == 0
-    assert json.loads(capsys.readouterr().out)["file"] == str(out)
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["file"], figures["model"]) == (str(out), folder.name)
+    assert figures["positions"] == sum(map(len, texts[1:16] + texts[17:]))  # every 16th text is held out
     spec = SpecConfig(method="medusa", heads=str(out), num_speculative_tokens=2)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     plain, speculative = (
@@ -179,9 +174,8 @@ def test_train_command_writes_working_heads(
     ([], '{"messages": "a"}', "line 1: messages='a' must be a list of"),
 ], ids=["model", "heads", "out", "no-file", "short", "json", "line", "messages"])  # fmt: skip
 def test_invalid_input_is_reported_in_one_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], lines: str,
-    sentence: str,
-) -> None:  # fmt: skip
+    folder: Path, tmp_path: Path, capsys: Capture, options: list[str], lines: str, sentence: str
+) -> None:
     (tmp_path / "text.jsonl").write_text(lines)
     arguments = {"--model": folder, "--text": tmp_path / "text.jsonl", "--out": tmp_path / "h.safetensors"}
     assert command_line(["train", *(str(word) for pair in arguments.items() for word in pair), *options]) == 2

@@ -13,17 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
 from nanospec.apps.batch.run import (
+    Batch,
     batch_summary,
     indices_done,
     open_batch,
     prepare_lines,
     result_prefix,
     results_file,
+    seeded_params,
 )
 from nanospec.apps.cli.parser import parse
 from nanospec.apps.tasks import Task
@@ -50,28 +52,26 @@ def numbered(count: int) -> list[Task]:
 
 def result(task: Task) -> str:
     """Return a result line as the program writes it."""
-    return (
-        result_prefix(task).decode()
-        + json.dumps({"text": BREAKS, "stats": {}}, ensure_ascii=False)[1:]
-        + "\n"
-    )
+    rest = json.dumps({"text": BREAKS, "stats": {}}, ensure_ascii=False)
+    return f"{result_prefix(task).decode()}{rest[1:]}\n"
 
 
 @pytest.mark.parametrize(
     "text",
-    ['{"prompt": "x"}', '\ufeff{"prompt": "x"}\n', '\n{"prompt": "x"}\r\n \n\n', "", "\n"],
-    ids=["no-newline", "byte-order-mark", "blank-lines", "empty", "nothing-but-a-newline"],
+    [
+        f'{{"prompt": "{BREAKS}"}}',
+        f'\ufeff{{"prompt": "{BREAKS}"}}\n',
+        f'\n{{"prompt":\r"{BREAKS}"}}\r\n \n\n',
+        "",
+        "\n",
+    ],
 )
-def test_line_endings_are_accepted(tmp_path: Path, text: str) -> None:
+def test_only_newlines_separate_lines(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "requests.jsonl"
-    path.write_text(text, encoding="utf-8", newline="")
-    assert [task.prompt for task in tasks(path)] == (["x"] if "x" in text else [])
-
-
-def test_only_newlines_separate_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f'{{"prompt": "{BREAKS}"}}\r\n{{"prompt":\r"x"}}\n'
+    path.write_bytes(text.encode())
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
-    assert [task.prompt for task in tasks("-")] == [BREAKS, "x"]
+    for source in (path, "-"):
+        assert [task.prompt for task in tasks(source)] == ([BREAKS] if "prompt" in text else [])
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,22 @@ def test_only_newlines_separate_lines(tmp_path: Path, monkeypatch: pytest.Monkey
         (b'{"prompt": "x", "' + b"y" * 10**5 + b'": 1}', "unknown field 'yyyy"),
         (b'{"url": "' + b"y" * 10**5 + b'", "body": {}}', "must be .*not 'yyyy"),
         (b"{", "is not valid JSON: Expecting property name"),
-        (b'{"prompt": "x", "messages": []}', 'either "prompt" or "messages"'),
+        (b"[1]", 'either "prompt" or "messages"\\.$'),
+        (b"{}", 'either "prompt" or "messages"\\.$'),
+        (b'{"prompt": "x", "messages": []}', "either .*, got \\['prompt', 'messages'\\]"),
         (b'{"promt": "x"}', r"either .*, got \['promt'\]"),
         (b'{"prompt": "x", "top_P": 1}', "unknown field 'top_P'; did you mean top_p"),
+        (b'{"prompt": "x", "custom": 1}', "unknown field 'custom'; did you mean custom_id"),
         (b'{"prompt": "x", "xyzzy": 1}', "unknown field 'xyzzy'; known fields are acceptance, custom_id, "),
         (b'{"prompt": "x", "temperature": "hot"}', "temperature='hot' must be a number"),
+        (b'{"prompt": "x", "response_format": {"type": "x"}}', "response_format=.* must be an object whose"),
         (b'{"prompt": [1, true]}', '"prompt" must be a string or a list of token ids'),
+        (b'{"prompt": "\\ud800"}', '"prompt" contains an unpaired surrogate'),
         (b'{"messages": [{"role": "user"}]}', 'needs a "role" and a "content"'),
-        (b'{"url": "/v1/embeddings", "body": {}}', "must be .*not '/v1/embeddings'"),
+        (b'{"url": "/v1/embeddings", "body": {}}', "must be .*not '/v1/embeddings' with 'POST'"),
+        (b'{"url": "/v1/completions", "body": 1}', '"body" must be a JSON object'),
     ],
-    ids=lambda value: value[:30] if isinstance(value, str) else "",
+    ids=range(21),
 )
 def test_invalid_line_is_reported_with_its_number(tmp_path: Path, line: bytes, sentence: str) -> None:
     path = tmp_path / "requests.jsonl"
@@ -112,22 +118,15 @@ def test_endless_line_is_rejected_at_the_limit(tmp_path: Path, monkeypatch: pyte
     assert len(tasks(longest)) == 1
 
 
-def test_large_file_without_results_is_rejected_early(tmp_path: Path) -> None:
-    path = tmp_path / "image"
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(LineError, match=r"image line 1 is not a result of this input"):
-        indices_done(path, numbered(3))
-    assert path.stat().st_size == 1 << 40
-
-
 def test_system_message_applies_only_if_conversation_has_none(tmp_path: Path) -> None:
-    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
+    own = [{"role": "developer", "content": "own"}, {"role": "user", "content": "x"}]
     lines = ({"prompt": "x"}, {"prompt": [1]}, {"messages": own[1:]}, {"messages": own})
     actual = tasks_of_lines(tmp_path, *lines, system="Be brief.")
     expected = [{"role": "system", "content": "Be brief."}, own[1]]
     assert [task.messages for task in actual] == [expected, None, expected, own]
     assert [task.prompt for task in actual] == [None, [1], None, None]
+    [raw] = tasks_of_lines(tmp_path, lines[0], system="Be brief.", raw=True)
+    assert (raw.prompt, raw.messages, raw.raw) == ("x", None, True)
 
 
 def test_key_depends_on_line_parameters_and_model(tmp_path: Path) -> None:
@@ -139,32 +138,37 @@ def test_key_depends_on_line_parameters_and_model(tmp_path: Path) -> None:
     first, second = keys(line, line)
     assert keys(line) == [first]  # appending lines changes no key
     assert keys({"max_tokens": 256, **line}) == [first]  # the default, written out
-    others = [
-        *keys({**line, "custom_id": "b"}), *keys({**line, "id": "a"}),  # both appear in the result
-        *keys({"prompt": "y"}), *keys({**line, "seed": 1}), *keys({"prompt": [1]}), *keys(line, raw=True),
-        *keys(line, system="s"), *keys(line, model="m"), *keys(line, params=SamplingParams()), second,
-    ]  # fmt: skip
-    assert len({first, *others}) == 1 + len(others)
+    changes = ({"custom_id": "b"}, {"id": "a"}, {"prompt": "y"}, {"prompt": [1]}, {"seed": 1})
+    others = [key for change in changes for key in keys({**line, **change})]
+    for more in ({"raw": True}, {"system": "s"}, {"model": "m"}, {"params": SamplingParams()}):
+        others += keys(line, **more)
+    assert len({first, second, *others}) == 2 + len(others)
+
+
+def arguments(folder: Path, *options: str, **more: Any) -> argparse.Namespace:
+    """Return the parsed command line, with a one-line request file unless `more` replaces it."""
+    source = folder / "requests.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    args = parse(["--input", str(source), "--output", str(folder / "results.jsonl"), *options])
+    return argparse.Namespace(**{**vars(args), "folder": folder, **more})
 
 
 def test_key_depends_on_options_and_model_files(tmp_path: Path) -> None:
     names = ("config.json", "chat_template.jinja", "model.safetensors")
     for name in names:
         (tmp_path / name).write_text("{}")
-    options = ("", "--dtype=float32", "--max-model-len=64", "--acceptance=typical", *names)
+    options = ("--raw", "--dtype=float32", "--max-model-len=64", "--acceptance=typical", *names)
     keys = list[str]()
-    for change in (*options, "--num-speculative-tokens=2"):
-        given_too = [change] if change.startswith("--") else []
+    for change in ("--raw", *options[1:], "--num-speculative-tokens=2", "--spec=none"):
         if change in names:
             (tmp_path / change).write_text("{ }")
-        args = parse(["--input", "x", "--output", "y", *given_too])
-        args = argparse.Namespace(**{**vars(args), **vars(arguments(tmp_path))})
-        with open_batch(args, GREEDY) as batch:
+        with open_batch(arguments(tmp_path, *([change] * (change not in names))), GREEDY) as batch:
             keys.append(batch.tasks[0].key)
-    assert len(set(keys[:-1])) == len(options)
-    assert keys[-1] == keys[-2]  # K does not change results
+    assert len(set(keys[:-2])) == len(options)
+    assert keys[-3:] == keys[-1:] * 3  # speculation does not change results
 
 
+@settings(max_examples=50)
 @given(length=st.integers(0, 90), torn=st.integers(0, 3))
 def test_torn_result_is_truncated(tmp_path_factory: pytest.TempPathFactory, length: int, torn: int) -> None:
     path, every = tmp_path_factory.mktemp("torn") / "results.jsonl", numbered(6)
@@ -187,24 +191,26 @@ NO_RESULTS = {
     "another-key": result(Task(0, GREEDY, key="f" * 16)),
     "another-index": result(Task(7, GREEDY, key=f"{0:016x}")),
     "torn-of-another": result(Task(0, GREEDY, key="f" * 16))[:60],
+    "no-text": "\0" * 9999,
 }
 
 
-@pytest.mark.parametrize("content", NO_RESULTS.values(), ids=list(NO_RESULTS))
-def test_files_without_results_are_rejected_unchanged(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "notes"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(LineError, match=r"notes(: the last line| line \d+) is .*; use another output\."):
+@pytest.mark.parametrize("name", NO_RESULTS)
+def test_files_without_results_are_rejected_unchanged(tmp_path: Path, name: str) -> None:
+    path, twice = tmp_path / "notes", "2 is a duplicate" if name == "same-twice" else "\\d is not .*"
+    path.write_text(NO_RESULTS[name], encoding="utf-8")
+    with pytest.raises(LineError, match=rf"notes(: the last line is .*| line {twice}); use another output\."):
         indices_done(path, numbered(3))
-    assert path.read_text(encoding="utf-8") == content
+    assert path.read_text(encoding="utf-8") == NO_RESULTS[name]
 
 
-def arguments(folder: Path, **more: Any) -> argparse.Namespace:
-    """Return the parsed command line, with a one-line request file unless `more` replaces it."""
-    source = folder / "requests.jsonl"
-    source.write_text('{"prompt": "x"}\n')
-    files = {"input": str(source), "output": str(folder / "results.jsonl"), "folder": folder}
-    return argparse.Namespace(**{**files, "system": None, "raw": False, **more})
+def test_large_file_without_results_is_rejected_early(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(LineError, match=r"image line 1 is not a result of this input"):
+        indices_done(path, numbered(3))
+    assert path.stat().st_size == 1 << 40
 
 
 @pytest.mark.parametrize(("option", "name"), [("input", "none"), ("output", "none/x"), ("output", "")])
@@ -216,16 +222,13 @@ def test_unusable_file_is_reported_at_start(tmp_path: Path, option: str, name: s
     assert not (tmp_path / "results.jsonl").exists()
 
 
-def test_input_and_output_must_differ(tmp_path: Path) -> None:
+def test_output_must_be_neither_input_nor_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path)
     os.symlink(args.input, args.output)
     with pytest.raises(ValueError, match="are the same file; use another output"), open_batch(args, GREEDY):
         pass
     assert Path(args.input).read_text() == '{"prompt": "x"}\n'
-
-
-def test_output_locked_by_another_process_is_rejected(tmp_path: Path) -> None:
-    args = arguments(tmp_path)
+    os.unlink(args.output)
     busy = pytest.raises(ValueError, match="another process is writing .*use another output")
     with results_file(args.output), busy, open_batch(args, GREEDY):
         pass
@@ -235,47 +238,64 @@ def test_output_locked_by_another_process_is_rejected(tmp_path: Path) -> None:
     with open_batch(args, GREEDY) as batch:
         assert (batch.todo, batch.done) == ([], {0})
 
+    def no_locks(*_: object) -> None:
+        raise OSError("No locks available")
 
-@pytest.mark.parametrize("before", [None, b""], ids=["new", "there"])
-@pytest.mark.parametrize("written", [b"", b"x"], ids=["nothing", "a-result"])
-def test_failure_before_first_result_leaves_no_new_file(
-    tmp_path: Path, before: bytes | None, written: bytes
-) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)  # as on some file systems
+    with open_batch(args, GREEDY) as batch:
+        assert batch.done == {0}
+
+
+def test_failure_before_first_result_leaves_no_new_file(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     target = Path(args.output)
-    if before is not None:
-        target.write_bytes(before)
 
-    def run() -> None:
+    def fail(written: bytes) -> None:
         with open_batch(args, GREEDY) as batch:
             batch.file.write(written)
             raise LineError("refused by the model")
 
-    with pytest.raises(LineError, match="refused"):
-        run()
-    assert (target.read_bytes() if target.exists() else None) == (written or before)
+    for before, written, after in ((None, b"", None), (b"", b"", b""), (None, b"x", b"x"), (b"", b"x", b"x")):
+        target.unlink(missing_ok=True)
+        if before is not None:
+            target.write_bytes(before)
+        with pytest.raises(LineError, match="refused"):
+            fail(written)
+        assert (target.read_bytes() if target.exists() else None) == after
 
 
-def test_filesystem_without_locks_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError("No locks available")
+class Disk(io.BytesIO):
+    """A file that writes at most two bytes at once, and five in total."""
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with results_file(str(tmp_path / "results.jsonl")) as file:
-        file.write(b"x")
+    def write(self, data: Any) -> int:
+        if self.tell() == 5:
+            raise OSError(28, "No space left on device")
+        return super().write(data[: min(2, 5 - self.tell())])
 
 
-def test_written_results_are_counted(tmp_path: Path) -> None:
-    with open_batch(arguments(tmp_path), GREEDY) as batch, batch.running():
-        batch.write(b"x", 3)
-        batch.write(b"y", 4)
-    assert (batch.written, batch.tokens) == (2, 7)
+def test_results_are_written_whole_and_counted() -> None:
+    for output, hint in (("results", "; rerun the command to continue"), ("-", "")):
+        disk = Disk()
+        batch = Batch("lines", output, numbered(3), {1}, disk)
+        interrupted = pytest.raises(KeyboardInterrupt, match=f"^2 of 3 requests are done{hint}$")
+        with interrupted, batch.running():
+            batch.write(b"xyz", 3)
+            with pytest.raises(OSError, match=f"device{hint}") as caught:
+                batch.write(b"uvw", 4)
+            assert caught.value.filename == (output if hint else None)
+            raise KeyboardInterrupt
+        assert (disk.getvalue(), batch.written, batch.tokens) == (b"xyzuv", 1, 3)
+        figures = batch.statistics()
+        assert (figures["requests"], figures["done_before"], figures["tokens"]) == (3, 1, 3)
+        batch.seconds = 1.23456
+        assert batch.statistics() == {**figures, "seconds": 1.235, "tokens_per_second": 2.4}
 
 
 class Letters:
-    """A tokenizer with a chat template."""
+    """A tokenizer with or without a chat template."""
 
-    has_chat_template = True
+    def __init__(self, has_chat_template: bool) -> None:
+        self.has_chat_template = has_chat_template
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
         return "".join(f"<{message['content']}>" for message in messages)
@@ -284,16 +304,31 @@ class Letters:
         return [0] * add_special_tokens + [ord(letter) for letter in text]
 
 
-@pytest.mark.parametrize(("raw", "of_text"), [(False, [60, 97, 62]), (True, [0, 97])])
-def test_prompts_use_chat_template_unless_raw(tmp_path: Path, raw: bool, of_text: list[int]) -> None:
-    source, tokenizer = tmp_path / "lines", Letters()
-    source.write_text('{"prompt": "a"}\n{"prompt": [7, 8]}\n')
+@pytest.mark.parametrize(
+    ("raw", "template", "of_text", "note"),
+    [
+        (False, True, [60, 97, 62], "Applying the chat template to prompts; use --raw"),
+        (True, True, [0, 97], "Continuing prompts as plain text (--raw)."),
+        (False, False, [0, 97], "The model has no chat template; continuing prompts as plain text."),
+    ],
+)
+def test_prompts_use_chat_template_unless_raw(
+    tmp_path: Path, capsys: Any, raw: bool, template: bool, of_text: list[int], note: str
+) -> None:
+    source, tokenizer, checked = tmp_path / "lines", Letters(template), []
+    message = '{"messages": [{"role": "user", "content": "b"}]}'
+    source.write_text(f'{{"prompt": [7, 8]}}\n{{"prompt": "a", "seed": 5}}\n{message}\n')
     with open_batch(arguments(tmp_path, input=str(source), raw=raw), GREEDY) as batch:
-        lines = prepare_lines(batch, tokenizer, lambda *_: None, 64, 0)  # type: ignore[arg-type]
-    assert [ids for _, ids, _ in lines] == [of_text, [7, 8]]
+        lines = prepare_lines(batch, tokenizer, lambda *given: checked.append(given), 64, 3)  # type: ignore
+    assert [ids for _, ids, _ in lines] == [[7, 8], of_text, [60, 98, 62]]
+    assert [ids for ids, _ in checked] == [ids for _, ids, _ in lines]
+    assert [params.seed for _, _, params in lines] == [p.seed for p in seeded_params(batch.tasks, 3).values()]
+    assert capsys.readouterr().err.startswith(note)
 
 
 def test_batch_summary() -> None:
     statistics = {"requests": 21, "done_before": 1, "seconds": 9.87, "tokens_per_second": 160.2}
     assert batch_summary(statistics) == "20 requests in 9.9 s, 160 tok/s; 1 already had results"
     assert batch_summary({**statistics, "done_before": 21}) == "All requests already have results."
+    first = {**statistics, "requests": 1, "done_before": 0}
+    assert batch_summary({**first, "replicas": 2}) == "1 request in 9.9 s, 2 replicas, 160 tok/s"
