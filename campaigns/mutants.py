@@ -196,7 +196,7 @@ TESTS: dict[str, list[str]] = {
     "kernels/native/arithmetic.h": [NATIVE + "packed.py", MODELS + "cpu.py"],
     "kernels/native/product.h": [NATIVE + "packed.py", MODELS + "cpu.py"],
     "kernels/native/threads.h": [KERNELS + "threads.py", NATIVE + "packed.py"],
-    "kernels/native/sampling.cpp": [SAMPLING + "sample.py", SAMPLING + "noise.py"],
+    "kernels/native/sampling.cpp": [SAMPLING + "sample.py", SAMPLING + "noise.py", GRAMMAR + "mask.py"],
     "kernels/native/ngram.cpp": [SPECULATION + "ngram.py"],
     "kernels/native/step": [SPECULATION + "verify.py", SPECULATION + "proposal.py", MODELS + "cpu.py"],
     "kernels/native/": [MODELS + "cpu.py", DEVICE + "compiled_step.py"],

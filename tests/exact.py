@@ -96,14 +96,6 @@ def joint(
     return done
 
 
-def prefix_counts(outputs: Mapping[Output, float], n: int) -> Counter[Output]:
-    """Return the count or probability of each prefix of `n` tokens."""
-    result: Counter[Output] = Counter()
-    for output, share in outputs.items():
-        result[output[:n]] += share  # type: ignore[assignment]
-    return result
-
-
 class Fit(NamedTuple):
     """Goodness of fit: Pearson's X^2, its degrees of freedom and p-value."""
 
@@ -133,9 +125,15 @@ def fit(result: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit
 def least_p(result: Mapping[Output, float], expected: Mapping[Output, float]) -> float:
     """Return the least p-value over prefix lengths, Bonferroni-corrected. Dependence on the past shows best
     in whole outputs, other defects in short prefixes, of which there are fewer."""
+
+    def prefixes(outputs: Mapping[Output, float], n: int) -> Counter[Output]:
+        total: Counter[Output] = Counter()
+        for output, share in outputs.items():
+            total[output[:n]] += share  # type: ignore[assignment]
+        return total
+
     longest = max(map(len, expected))
-    fits = [fit(prefix_counts(result, n), prefix_counts(expected, n)) for n in range(1, longest + 1)]
-    return min(one.p for one in fits) * longest
+    return min(fit(prefixes(result, n), prefixes(expected, n)).p for n in range(1, longest + 1)) * longest
 
 
 def combined_p(fits: Sequence[Fit]) -> float:

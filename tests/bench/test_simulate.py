@@ -9,7 +9,7 @@ import pytest
 
 from bench import simulate, traces
 from bench.roofline import Machine
-from bench.strategies import Batch, Fixed, Strategy, automatic
+from bench.strategies import Fixed
 from bench.traces import MAX_DRAFTS, Text, Trace, replay, synthetic
 from nanospec.drafters.estimates import StepCosts
 
@@ -79,30 +79,6 @@ def test_wrong_matches_cost_at_most_two_percent(form: str, shape: str) -> None:
     """Lookup always finds drafts, and all are rejected."""
     source = [Trace([3] * 400, [0] * 400) for _ in range(4)]
     assert simulate.compare(source, 4, step_costs(form, 4, shape), tokens=4000)["speedup"]["auto"] >= 0.98
-
-
-def run_trace(trace: Trace, strategy: Strategy) -> list[tuple[int, int]]:
-    """Run one request and return (position, drafts verified) of every step."""
-    batch, steps, left = Batch([trace], 1), [], len(trace)
-    batch.at = [0]
-    while left > 0:
-        right, at = batch.right(), batch.at[0]
-        drafts, _ = strategy.plan(batch)
-        taken = [min(drafts[0], right[0])]
-        strategy.observe(drafts, taken, batch.advance([taken[0] + 1]))
-        steps.append((at, drafts[0]))
-        left -= taken[0] + 1
-    return steps
-
-
-@pytest.mark.parametrize(("form", "shape"), [("packed", "cpu"), ("recorded", "qwen3-8b")])
-def test_request_becoming_repetitive_is_noticed(form: str, shape: str) -> None:
-    """Within 60 steps; after that most of each step's drafts are taken."""
-    trace = Trace([3] * 600, [0] * 600) + synthetic(1.0, 1.0, 3000)
-    steps = run_trace(trace, automatic(step_costs(form, 1, shape)))
-    turn = next(i for i, (at, _) in enumerate(steps) if at >= 600)
-    assert sum(drafts for _, drafts in steps[100:turn]) < 1.2 * (turn - 100), "hardly any before"
-    assert min(drafts for _, drafts in steps[turn + 60 : -2]) >= 8
 
 
 def test_command_line(

@@ -220,28 +220,15 @@ SMALL_DEFECTS = {
     "drafts are accepted 5 % too often": Defect(
         accept, "_rejection", RATIO, f"{RATIO} - 0.05", DICE, ("nothing", 1.7, "rejection"), 24_000
     ),
-    "drafts are accepted 5 % too rarely": Defect(
-        accept, "_rejection", RATIO, f"{RATIO} + 0.05", DICE, ("nothing", 1.7, "rejection"), 24_000
-    ),
     "a residual draw shares its noise with the next position": Defect(
         accept, "_rejection", "seed ^ RESIDUAL.value, position", "seed, position + 1", DICE, PLAIN, 2048
-    ),
-    "acceptance shares its noise with the residual": Defect(
-        accept, "_rejection", "seed ^ RESIDUAL.value", "seed ^ ACCEPTANCE.value", DICE,
-        ("nothing", 1.7, "rejection"), 8192,
-    ),
-    "filters of the draft are ignored": Defect(
-        accept, "_rejection", "log_probs(logits, s, table)",
-        "(logits / table.temperature[s]).log_softmax(-1)", DRAFT, ("filters", 1.7, "rejection"), 2048,
     ),
     "acceptance shares the noise of the draft": Defect(
         accept, "_rejection", "seed ^ ACCEPTANCE.value", "seed", DRAFT, PLAIN, 1024
     ),
-    "bias of the draft is ignored": Defect(
-        accept, "_rejection", "if table.penalized[s]", "if False", DRAFT, ("bias", 1.0, "rejection"), 1024
-    ),
-    "penalties do not count drafts": Defect(
-        scores, "penalize", "for token in drafts", "for token in ()", DRAFT, ("penalties", 1.0, "exact")
+    "filters of the draft are ignored": Defect(
+        accept, "_rejection", "log_probs(logits, s, table)",
+        "(logits / table.temperature[s]).log_softmax(-1)", DRAFT, ("filters", 1.7, "rejection"), 2048,
     ),
     "top-p is of the whole vocabulary": Defect(
         top_k_top_p, "naive", "scores = scores[scores >= threshold]", "pass", DRAFT,
