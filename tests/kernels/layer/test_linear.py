@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nanospec.kernels.launch import ARCHITECTURES, forced
 from nanospec.kernels.layer import product
-from nanospec.kernels.layer.linear import make_linear
+from nanospec.kernels.layer.linear import Linear, NativeLinear, OneDnnLinear, TritonLinear, make_linear
+from nanospec.kernels.native import library
 from tests.kernels.products import KINDS, Products
 from tests.util import assert_close
 
@@ -105,33 +104,55 @@ def test_parts_of_k_depend_only_on_weight_shape(arch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "on_h100", "on_mi300"),
+    ("target", "shape", "tiling"),
     [
-        ((1, 1024, 3072), (64, 16, 128, 4, 6, 8, 384, True), (64, 16, 128, 4, 3, 12, 256, True)),
-        ((300, 1024, 3072), (64, 64, 64, 4, 6, 8, 384, False), (64, 64, 64, 4, 4, 12, 256, False)),
-        ((16, 576, 576), (64, 16, 64, 4, 6, 1, 576, False), (64, 16, 64, 4, 6, 1, 576, False)),
-        ((17, 6144, 1024), (64, 32, 128, 4, 6, 1, 1024, False), (64, 32, 128, 4, 2, 1, 1024, False)),
-        ((64, 12288, 1024), (64, 64, 64, 4, 6, 1, 1024, False), (64, 64, 64, 4, 4, 1, 1024, False)),
-        ((512, 6144, 1024), (128, 128, 64, 8, 6, 1, 1024, False), (128, 64, 64, 8, 1, 1, 1024, False)),
-        ((2048, 6144, 1024), (256, 128, 64, 8, 4, 1, 1024, False), (128, 128, 64, 8, 2, 1, 1024, False)),
+        ("sm_90", (1, 1024, 3072), (64, 16, 128, 4, 6, 8, 384, True)),
+        ("sm_90", (300, 1024, 3072), (64, 64, 64, 4, 6, 8, 384, False)),
+        ("sm_90", (17, 6144, 1024), (64, 32, 128, 4, 6, 1, 1024, False)),
+        ("sm_90", (2048, 6144, 1024), (256, 128, 64, 8, 4, 1, 1024, False)),
+        ("sm_80", (1, 576, 3072), (64, 16, 128, 4, 6, 12, 256, True)),
+        ("sm_80", (512, 6144, 1024), (128, 128, 64, 8, 5, 1, 1024, False)),
+        ("sm_100", (64, 2368, 1025), (64, 64, 64, 4, 6, 4, 320, True)),
+        ("sm_100", (257, 12288, 1024), (128, 128, 64, 8, 6, 1, 1024, False)),
+        ("gfx942", (16, 576, 576), (64, 16, 64, 4, 6, 1, 576, False)),
+        ("gfx942", (1, 1216, 3072), (64, 16, 128, 4, 3, 12, 256, True)),
+        ("gfx942", (512, 6144, 1024), (128, 64, 64, 8, 1, 1, 1024, False)),
     ],
     ids=str,
 )
-def test_measured_tilings_are_kept(
-    shape: tuple[int, int, int], on_h100: tuple[Any, ...], on_mi300: tuple[Any, ...]
-) -> None:
-    """Tiles that fill the GPU, for layers of Qwen3-0.6B and one of SmolLM2."""
-    assert product.choose_tiling(*shape, "sm_90", 2) == on_h100
-    assert product.choose_tiling(*shape, "gfx942", 2) == on_mi300
+def test_tilings_fill_the_gpu(target: str, shape: tuple[int, int, int], tiling: tuple[Any, ...]) -> None:
+    """The tilings in use, also at limits of T and K; a change needs a measurement."""
+    assert product.choose_tiling(*shape, target, 2) == tiling
 
 
-def test_bfloat16_without_onednn_support() -> None:
-    """As on a CPU without AVX-512 and without a compiler."""
-    code = (
-        "import torch; from nanospec.kernels.layer.linear import OneDnnLinear, make_linear; "
-        "w = torch.ones(8, 8).bfloat16(); assert make_linear(w)(w).eq(8).all(); "
-        "packs = torch.backends.mkldnn.is_available(); "
-        "assert isinstance(make_linear(w.float()), OneDnnLinear) == packs"
-    )
-    environment = {**os.environ, "NANOSPEC_KERNELS": "naive", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+def test_implementation_depends_on_backend_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without support by oneDNN, as on a CPU without AVX-512, bfloat16 is not packed."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    packs = torch.backends.mkldnn.is_available()
+    for backend, dtype, K, kind in (
+        ("triton", FP32, 8, TritonLinear),
+        ("naive", FP32, 8, OneDnnLinear if packs else Linear),
+        ("naive", torch.bfloat16, 8, Linear),
+        ("auto", torch.bfloat16, 7, Linear),
+        ("auto", torch.bfloat16, 8, NativeLinear if library() else Linear),
+    ):
+        weight = torch.ones(6, K).to(dtype)
+        with forced(backend):  # type: ignore[arg-type]
+            linear = make_linear(weight)
+            assert type(linear) is kind
+            assert linear(weight).eq(K).all()
+            assert (linear.unpacked_weight is None) == (kind in (OneDnnLinear, NativeLinear))
+
+
+def test_onednn_computes_a_long_single_row_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would split the sum of one row differently than those of several."""
+    sizes: list[int] = []
+
+    def spy(rows: Tensor, *rest: object) -> Tensor:
+        sizes.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", spy)
+    for T, K in ((1, 1024), (1, 1025), (2, 1025)):
+        assert len(OneDnnLinear(None)(torch.ones(T, K))) == T
+    assert sizes == [1, 2, 2]
