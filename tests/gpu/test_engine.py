@@ -1,4 +1,4 @@
-"""The engine on a GPU in bf16: outputs are bitwise identical with and without speculation however steps run."""
+"""The engine on a GPU in bf16: outputs are bitwise identical with and without speculation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Layer kernels on a GPU: comparison of bf16 and fp16 with float64, and bitwise independence of other rows.
 
-Shapes are those of real models, to test the configurations used in production. `bench/gpu.py kernels` compares
-the other kernels.
+Shapes are those of real models, to test the configurations used in production. The other kernels are compared
+by `bench/gpu.py kernels`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Speculation kernels on a GPU in bf16: comparison with `naive` on a CPU, and use in a CUDA graph."""
+"""Sampling and verification on a GPU: comparison with `naive` on a CPU. See also `bench/gpu.py kernels`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from torch import Tensor
 from nanospec.kernels import REJECTION, TYPICAL
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling import accept, sample
-from nanospec.kernels.speculation import ngram, report, verify
-from nanospec.kernels.speculation.proposal import Proposal, lay_out
-from nanospec.kernels.table import Table
+from nanospec.kernels.speculation import report, verify
+from nanospec.kernels.speculation.proposal import Proposal
 from tests.kernels.batches import S, ints, make_batch, make_table, random_logits, random_table, real
 from tests.util import assert_close
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def on_gpu(value: Any) -> Any:
@@ -45,15 +41,14 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("V", [63, 1000, 49152, 128256, 151936], ids=lambda V: f"V{V}")
-@pytest.mark.parametrize("form", ["uniform", "packed", "tree"])
-def test_sample(V: int, form: str) -> None:
+def test_sample(V: int) -> None:
     """Mixed parameters and distributions in one batch, with many ties in bf16."""
     differing = drawn = 0
-    for seed in range(6):
+    for seed in range(12):
         rng = random.Random(seed)
         q_len = [rng.randint(1, 8) for _ in range(S)]
         base_len, rows = [rng.randint(0, 4000) for _ in q_len], ints(*rng.sample(range(S), S))
-        batch = make_batch(q_len, base_len, form != "packed", form == "tree", rows=rows)
+        batch = make_batch(q_len, base_len, seed % 3 > 0, seed % 3 > 1, rows=rows)
         batch.input_ids.random_(0, V)
         logits = random_logits(rng, batch.num_tokens, V, torch.bfloat16)
         given = (logits, random_table(rng, V), batch)
@@ -80,31 +75,6 @@ def test_sample_is_independent_of_the_batch() -> None:
             one = on_gpu(make_batch([1], [base + i], rows=rows[b : b + 1]))
             alone = sample.sample(logits[b, i : i + 1], table, one)
             assert int(alone) == int(together[b, i])
-
-
-def random_histories(B: int, length: int, **columns: Any) -> tuple[Table, Tensor]:
-    """Return texts of up to `length` tokens from a vocabulary of 12, and rows in random order."""
-    generator = torch.Generator().manual_seed(length + B)
-    tokens = torch.randint(0, 12, (B, 32_768), generator=generator, dtype=torch.int32)
-    lengths = torch.randint(1, length + 1, (B,), generator=generator)
-    table = make_table(1, tokens=tokens, num_tokens=lengths, max_len=40_000, max_n=5, **columns)
-    return table, torch.randperm(B, generator=generator, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("length", [1, 1000, 4096, 30_000])
-@pytest.mark.parametrize("B", [1, 7, 64])
-def test_ngram(B: int, length: int) -> None:
-    table, rows = random_histories(B, length, max_k=7)
-    rows[B // 2] = -1 if B > 1 else 0
-    assert_equal(ngram.propose(on_gpu(table), rows.cuda(), 8, 5), ngram.naive(table, rows, 8, 5))
-
-
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize(("B", "length", "k"), [(1, 1000, 8), (7, 4096, 16), (64, 4096, 8), (3, 30_000, 63)])
-def test_ngram_tree(B: int, length: int, k: int, width: int) -> None:
-    table, rows = random_histories(B, length, tree_width=torch.randint(1, width + 1, (B,)))
-    actual = ngram.propose(on_gpu(table), rows.cuda(), k, 5, width)
-    assert_equal(actual, ngram.naive(table, rows, k, 5, width))
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["all", "top_k-top_p"])
@@ -166,33 +136,3 @@ def test_logprobs(V: int) -> None:
     assert torch.equal(result.rank.long(), (expected > own).sum(1) + 1)
     assert_close(result.top, expected.topk(20).values, 1e-5)
     assert_close(expected.gather(1, result.top_ids.long()), expected.topk(20).values, 1e-5)
-
-
-def test_step_in_cuda_graph() -> None:
-    """Propose, lay out, sample and commit, captured once: replays match eager calls."""
-    B, K, V, capacity = 4, 3, 1000, 256
-    rows = torch.arange(B, dtype=torch.int32, device="cuda")
-    model = (torch.randn(50, V, device="cuda") * 4).bfloat16()  # logits depend on one token
-    start = make_table(
-        V, tokens=torch.randint(0, 9, (B, capacity)), block_table=torch.zeros(B, 16), num_tokens=41,
-        max_len=capacity, temperature=[0.0, 1.0, 1.0, 0.5], top_p=[1.0, 1.0, 0.8, 1.0],
-    )  # fmt: skip
-
-    def step(table: Table) -> Tensor:
-        proposal = ngram.propose(table, rows, K, 3)
-        batch = lay_out(table, rows, proposal)
-        targets = sample.sample(model[batch.input_ids.long() % 50], table, batch)
-        return verify.commit(targets, batch, table, proposal).report
-
-    eager, captured = on_gpu(start), on_gpu(start)
-    expected = torch.stack([step(eager) for _ in range(12)])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = step(captured)
-    replayed = []
-    for _ in range(12):
-        graph.replay()
-        replayed.append(kept.clone())
-    assert torch.equal(torch.stack(replayed), expected)
-    for ours, theirs in zip(captured, eager):
-        assert not isinstance(ours, Tensor) or torch.equal(ours, theirs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,25 +101,6 @@ def test_no_read_past_the_last_row(K: int) -> None:
     for T in (1, 2, 12, 13):
         x = torch.frombuffer(room, dtype=BF16, count=T * K, offset=4 * page - 2 * T * K).view(T, K).normal_()
         assert torch.equal(packed.linear(x, weight), packed.linear(x.clone(), weight))
-
-
-@pytest.mark.parametrize(
-    ("options", "by_pairs"),
-    [
-        ("x86-64-v3 -msse4a", False),
-        ("x86-64-v4", False),
-        ("cooperlake", False),
-        ("x86-64-v4 -mavx512bf16 -msse4a", True),
-    ],
-)
-def test_bfloat16_pairs_on_amd_only(options: str, by_pairs: bool) -> None:
-    """Intel processors are faster with floats."""
-    if platform.machine() != "x86_64":
-        pytest.skip("not an x86 processor")
-    file = Path(native.__file__).with_name("arithmetic.h")
-    command = [*native.find_compiler(), *f"-march={options} -std=c++20 -dM -E -x c++".split(), str(file)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ("#define BY_PAIRS" in result.stdout) == by_pairs
 
 
 WITHOUT_PERMISSION = """
