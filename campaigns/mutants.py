@@ -78,7 +78,11 @@ POLICY = [DRAFTERS + "policy.py", DRAFTERS + "auto.py"]
 MEMORY, LOGPROBS = "campaigns/faults/test_memory.py", "tests/nanospec/test_logprobs.py"
 # The tests of each file, fastest first.
 TESTS: dict[str, list[str]] = {
-    "kernels/layer/attention.py": [LAYER + "attention.py"],
+    "kernels/layer/attention.py": [
+        LAYER + "attention.py::test_naive_matches_simplest_form",
+        LAYER + "attention.py::test_naive_avoids_small_products",
+        LAYER + "attention.py::test_kernels_match_naive",
+    ],
     "kernels/layer/paged_tree.py": [LAYER + "attention.py"],
     "kernels/layer/product.py": [LAYER + "parts.py", LAYER + "linear.py"],
     "kernels/speculation/verify.py": [SPECULATION + "verify.py"],
@@ -186,7 +190,7 @@ TESTS: dict[str, list[str]] = {
     "kernels/transfer.py": [KERNELS + "transfer.py"],
     "kernels/layer/linear.py": [LAYER + "parts.py", LAYER + "linear.py"],
     "kernels/layer/paged.py": [LAYER + "attention.py"],
-    "kernels/layer/residual.py": [LAYER + "residual.py", LAYER + "parts.py"],
+    "kernels/layer/residual.py": [LAYER + name for name in ("residual.py", "parts.py", "linear.py")],
     "kernels/layer/rope_cache.py": [LAYER + "rope.py"],
     "kernels/layer/split_kv.py": [LAYER + "attention.py"],
     "kernels/speculation/kv_move.py": [SPECULATION + "kv_move.py"],
