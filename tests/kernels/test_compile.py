@@ -135,7 +135,7 @@ def test_problems_of_any_triton_version_are_found() -> None:
     (function, case, target, version), known = next(iter(compile_table.SPILLED.items()))
     own = {"function": function, "case": case, "target": target, "triton": f"{version}.0"}
     old = row(triton="3.6.0")
-    for changes, what in (
+    cases: list[tuple[Row, str | None]] = [
         ({}, None),
         ({"spills": 8}, "spills 8 bytes"),
         ({"shared": 1 << 20}, "shared memory"),
@@ -144,7 +144,8 @@ def test_problems_of_any_triton_version_are_found() -> None:
         ({**own, "spills": known}, None),
         ({**own, "spills": known + 4}, f"spills {known + 4} bytes"),
         ({**own, "triton": "3.7.1", "spills": known}, f"spills {known} bytes"),
-    ):
+    ]
+    for changes, what in cases:
         others = [old] if "case" not in changes else []
         found = compile_table.problems([row(**changes), *others])
         assert [what in text for text in found] == [True] if what else not found

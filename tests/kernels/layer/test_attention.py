@@ -242,7 +242,7 @@ def test_naive_avoids_small_products(
 ) -> None:
     """With AVX-512, PyTorch sums up to 16^3 bf16 multiply-adds in another order than larger products, so one
     query of a narrow model would differ from several. Products must be larger, with the same result."""
-    sizes = []
+    sizes: list[int] = []
 
     def spy_on(name: str) -> None:
         product = getattr(torch, name)
