@@ -108,17 +108,17 @@ def test_result_is_bitwise_independent_of_the_batch(
     texts = Texts.random([70, 530, 75], (2, 1, 64), 16, dtype)
     texts.softcap = softcap
     verified = texts.attend([(1, first, 8)], window)
-    for i in (0, 3, 4, 7):
+    for i in (0, 4, 7):
         assert torch.equal(texts.attend([(1, first + i, 1)], window)[0], verified[i]), i
     batch = texts.attend([(0, 61, 3), (1, first + 3, 5), (2, 0, 1)], window)
     assert torch.equal(batch[3:8], verified[3:])
     stated = texts.attend([(1, first, 8)], window, trees=[[-1, 0, 1, 2, 3, 4, 5, 6]])
     assert torch.equal(stated, verified)
-    for division in (None, (1, 0), (2, 0), (2, 20)):
+    for division in (None, (1, 0), (2, 0)):
         if division is not None:
             divide(monkeypatch, *division)
-        chunk = texts.attend([(2, 60, 9), (1, first - 20, 40)], window, padded=False)[9:]
-        assert torch.equal(chunk[20:28], verified), division
+        chunk = texts.attend([(2, 60, 9), (1, first - 28, 36)], window, padded=False)[9:]
+        assert torch.equal(chunk[28:], verified), division
     assert not counters(torch.device("cpu"), "attention").any()  # reset to zero
 
 
@@ -139,7 +139,7 @@ def path_as_chain(texts: Texts, part: Part, path: list[int]) -> Texts:
     ("shape", "heads", "dtype", "window", "softcap"),
     [
         ([(61, 7), (507, 10), (0, 6)], (2, 1, 64), FP32, None, None),  # next to tile and span boundaries
-        ([(63, 12), (126, 17), (3, 0)], (2, 1, 128), FP16, 20, 3.0),
+        ([(63, 9), (126, 8), (3, 0)], (2, 1, 128), FP16, 20, 3.0),
     ],
 )
 def test_tree_nodes_match_chains_bitwise(
