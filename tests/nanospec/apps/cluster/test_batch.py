@@ -161,6 +161,11 @@ LINES = [
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'nanospec[ray]'")
 
 
+def on_ray(test: Any) -> Any:
+    """Mark a test that starts Ray."""
+    return needs_ray(pytest.mark.ray(test))
+
+
 class Command:
     """`nanospec --input --output --replicas` in a subprocess."""
 
@@ -189,8 +194,7 @@ class Command:
         return statistics
 
 
-@needs_ray
-@pytest.mark.ray
+@on_ray
 def test_each_line_written_once_after_replica_killed(folder: Path, tmp_path: Path) -> None:
     """The output starts with six lines of one killed engine, the last of them torn."""
     expected = one_engine(folder, tmp_path, LINES)
@@ -207,8 +211,7 @@ def test_each_line_written_once_after_replica_killed(folder: Path, tmp_path: Pat
     assert texts(command.target) == texts(expected)
 
 
-@needs_ray
-@pytest.mark.ray
+@on_ray
 def test_each_line_written_once_after_command_killed(folder: Path, tmp_path: Path) -> None:
     command = Command(folder, tmp_path, replicas=1)
     command.wait_for(3)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,8 @@ from nanospec.apps.cluster.front import DRAINING
 from nanospec.apps.cluster.start import Bundle
 from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig
-from tests.nanospec.apps.cluster.test_batch import ROOT, children, needs_ray
+from tests.nanospec.apps.cluster.test_batch import ROOT, children, needs_ray, on_ray
+from tests.nanospec.apps.serve.conftest import events_of
 from tests.nanospec.test_llm import after, folder, make
 
 __all__ = ["folder"]
@@ -42,8 +42,7 @@ def test_replicas_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"'{text}' must be at least 1, or MIN:MAX such as 1:4." in capsys.readouterr().err
 
 
-@needs_ray
-@pytest.mark.ray
+@on_ray
 def test_replica_start_failure_is_reported_in_one_line(folder: Path, tmp_path: Path) -> None:
     served = Served(folder, tmp_path / "log", "--kv-cache-memory", "1K", replicas=1)
     assert served.process.wait(150) == 2
@@ -93,9 +92,10 @@ class Served:
                 stderr=file,
             )
 
-    def wait_for(self, event: str) -> None:
+    def wait(self) -> None:
+        """Wait until the server is ready."""
         end = time.monotonic() + 150
-        while f'"event": "{event}"' not in self.log.read_text():
+        while '"event": "ready"' not in self.log.read_text():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < end, self.log.read_text()
             time.sleep(0.1)
@@ -121,40 +121,32 @@ class Served:
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     made = Served(folder, tmp_path_factory.mktemp("served") / "log")
-    made.wait_for("ready")
+    made.wait()
     yield made
     made.process.kill()
     made.process.wait()
 
 
-@needs_ray
-@pytest.mark.ray
-def test_answers_match_single_engine_with_and_without_streaming(served: Served, folder: Path) -> None:
+@on_ray
+def test_answers_match_single_server(served: Served, folder: Path) -> None:
+    """With and without streaming; also other paths, keys and errors."""
     params: Any = {name: value for name, value in LONG.items() if name != "prompt"}
     [output] = make(folder, max_model_len=512).generate(after("a"), SamplingParams(**params))
     assert served.post(LONG).json()["choices"][0]["text"] == output.text
-    *lines, last, rest = served.post({**LONG, "stream": True}).text.split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
-    assert (last, rest) == ("data: [DONE]", "")
+    chunks = events_of(served.post({**LONG, "stream": True}).text)
+    assert chunks.pop() == "[DONE]"
     assert len(chunks) > 50
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == output.text
-
-
-@needs_ray
-@pytest.mark.ray
-def test_paths_keys_and_errors_match_single_server(served: Served) -> None:
     assert served.get("/health").json() == {"status": "ok"}
     assert served.get("/v1/models").json()["data"][0]["max_model_len"] == 512
     assert served.post({"prompt": "abc"}, path="/tokenize").json()["count"] == 3
     assert served.post(LONG, key="wrong").status_code == 401
     wrong = served.post({**LONG, "top_P": 1})
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "unknown_field")
-    assert served.get("/nowhere").status_code == 404
     assert "text/html" in served.get("/").headers["content-type"]
 
 
-@needs_ray
-@pytest.mark.ray
+@on_ray
 def test_shared_prefix_stays_on_the_replica_that_cached_it(served: Served) -> None:
     def cached(prompt: str) -> int:
         usage = served.post({"prompt": prompt, "max_tokens": 1}).json()["usage"]
@@ -163,13 +155,11 @@ def test_shared_prefix_stays_on_the_replica_that_cached_it(served: Served) -> No
     homes = ["abcd" * 70, "dcba" * 70, "acbd" * 70]  # three on two replicas
     assert [cached(prompt) for prompt in homes] == [0, 0, 0]
     assert min(cached(prompt + end) for end in ("x", "yy", "zzz") for prompt in homes) >= 240
-    steps = served.steps()
-    assert len(steps) == 2
-    assert min(steps.values()) > 0
+    assert len(served.steps()) == 2
+    assert min(served.steps().values()) > 0
 
 
-@needs_ray
-@pytest.mark.ray
+@on_ray
 def test_killed_replica_is_replaced(served: Served) -> None:
     before, names = served.replicas(), set(served.steps())
     assert (len(before), len(names)) == (2, 2)
@@ -184,23 +174,19 @@ def test_killed_replica_is_replaced(served: Served) -> None:
     assert len(now & names) == 1
 
 
-@needs_ray
-@pytest.mark.ray
+@on_ray
 def test_running_requests_finish_before_exit(served: Served) -> None:
-    result: list[httpx.Response] = []
     prompts = [{**LONG, "seed": seed, "stream": seed > 2} for seed in range(1, 5)]
-    threads = [threading.Thread(target=lambda b=body: result.append(served.post(b))) for body in prompts]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + 20
-    while "num_requests_running" not in served.get("/metrics").text and time.monotonic() < end:
-        pass
-    served.process.send_signal(signal.SIGINT)
-    while (late := served.post({"prompt": "a", "max_tokens": 1})).status_code == 200:
-        pass  # the signal has not been handled yet
-    assert (late.status_code, late.json()["error"]["message"]) == (503, DRAINING)
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(served.post, body) for body in prompts]
+        end = time.monotonic() + 20
+        while "num_requests_running" not in served.get("/metrics").text and time.monotonic() < end:
+            pass
+        served.process.send_signal(signal.SIGINT)
+        while (late := served.post({"prompt": "a", "max_tokens": 1})).status_code == 200:
+            pass  # the signal has not been handled yet
+        assert (late.status_code, late.json()["error"]["message"]) == (503, DRAINING)
+        result = [each.result() for each in running]
     assert [response.status_code for response in result] == [200] * 4
     ended = [r.json()["choices"][0]["finish_reason"] for r in result if r.text.startswith("{")]
     assert ended == ["length"] * 2
