@@ -30,26 +30,21 @@ def test_shared_hashes_match_common_prefix_length(start: str, ends: tuple[str, s
     assert not set(first[alike:]) & set(second[alike:])
 
 
-def test_longer_conversation_keeps_prefix_hashes() -> None:
+def test_hashes_depend_on_client_and_cache_salt_but_not_on_later_messages() -> None:
     messages = [{"role": "user", "content": letter * 500} for letter in "xyz"]
     before, after = (prefix_hashes(json.dumps({"messages": messages[:n]}).encode()) for n in (1, 3))
-    assert len(after) > len(before) + 3
+    assert len(after) - 3 > len(before) >= 4
     assert after[: len(before) - 1] == before[:-1]  # the last one held the end of the list
-    assert len(before) >= 4
-
-
-def test_hashes_differ_by_client_and_cache_salt() -> None:
     text = "x" * 300
     every = [hashes(text), hashes(text, b"one"), hashes(text, b"two"), hashes(text, cache_salt="s")]
     assert len({name for names in every for name in names}) == 4 * 2
 
 
-def test_invalid_body_has_no_prefix_hashes() -> None:
+def test_invalid_or_long_body() -> None:
     bodies = (b"", b"{", b"[]", b"[" * 99999, b"{}", b'{"messages": null}', b'{"prompt": 5}', b"\xff", b"7")
     assert [prefix_hashes(body) for body in bodies] == [[]] * len(bodies)
     assert len(hashes("x" * PREFIX_STEP * (MAX_PREFIXES + 9))) == MAX_PREFIXES
-    ids = list(range(100))
-    assert len(hashes(ids)) == len(json.dumps(ids)) // PREFIX_STEP
+    assert len(hashes([99] * 100)) == len(json.dumps([99] * 100)) // PREFIX_STEP
 
 
 def names(text: str) -> list[bytes]:

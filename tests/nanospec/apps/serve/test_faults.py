@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import os
-import random
 import signal
 import socket
 import struct
@@ -117,21 +116,6 @@ def test_disconnect_frees_blocks_before_next_step(
     server.settle()
     assert len(steps) - before <= 1  # the step in progress
     assert engine.metrics.num_aborted == aborted + 2
-
-
-@both_modes
-def test_many_clients_disconnecting_at_random_times(server: Served) -> None:
-    chance = random.Random(3)
-
-    def visit(i: int) -> None:
-        connection = server.connect()
-        data = raw({**LONG, "stream": bool(i % 2), "n": 1 + i % 3})
-        connection.sendall(data[: chance.choice([len(data), len(data), 30, len(data) - 3])])
-        time.sleep(chance.choice([0, 0, 0.002, 0.02]))
-        (reset if i % 3 else socket.socket.close)(connection)
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(visit, range(60)))
 
 
 def answer(connection: socket.socket) -> bytes:
