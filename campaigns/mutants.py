@@ -141,7 +141,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "nanospec/apps/serve/loop.py": [SERVE + "loop.py", SERVE + "faults.py"],
     "nanospec/apps/serve/requests.py": [SERVE + "api.py", SERVE + "security.py", SERVE + "loop.py"],
-    "nanospec/apps/serve/gate.py": [SERVE + "security.py", SERVE + "faults.py"],
+    "nanospec/apps/serve/gate.py": [SERVE + "security.py", SERVE + "api.py", SERVE + "faults.py"],
     "nanospec/apps/serve/": [SERVE + "api.py", SERVE + "security.py", SERVE + "loop.py", SERVE + "faults.py"],
     "nanospec/apps/serve/settings.py": [CLI + "serve.py", SERVE + "security.py"],
     "nanospec/apps/openai_format.py": [BATCH + "openai.py", SERVE + "api.py"],

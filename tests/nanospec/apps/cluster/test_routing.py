@@ -59,6 +59,9 @@ def test_same_prefix_goes_to_same_replica_unless_it_has_left() -> None:
     for text in ("xaaa", "zccc", "ybbb", "xaaa"):
         assert balancer.choose(names(text + "more"), REPLICAS) == homes[text]
     assert balancer.choose(names("xaQQ"), REPLICAS) == homes["xaaa"]
+    for running, is_home in ((2, True), (3, False)):  # more than others run
+        balancer.running[homes["xaaa"]] = running
+        assert (balancer.choose(names("xaaa!"), REPLICAS) == homes["xaaa"]) == is_home
     left = [replica for replica in REPLICAS if replica != homes["xaaa"]]
     assert balancer.choose(names("xaaa"), left) in left
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from nanospec import LLM
@@ -75,11 +74,6 @@ class Served:
         self.server.should_exit = True
         self._thread.join(20)
         assert not self._thread.is_alive()
-
-    def client(self, **options: Any) -> openai.OpenAI:
-        """Return OpenAI's client, with retries disabled."""
-        given: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 20, **options}
-        return openai.OpenAI(base_url=f"{self.url}/v1", **given)
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send a request. `verify` is off because reading certificates is slow."""

@@ -291,6 +291,7 @@ def test_limit_of_outputs(blocked: Blocked) -> None:
         ValueError, match=r"The request has 12 outputs \(prompts x n\), but the limit is 10\."
     ):
         loop.submit([ids, ids], SamplingParams(n=6))
+    loop.submit([ids], SamplingParams(n=10)).abort()
     loop.submit([ids], SamplingParams(n=3))
     job = loop.submit([ids], SamplingParams(n=7))
     for count in (1, 7):
