@@ -163,21 +163,20 @@ def test_train_command_writes_working_heads(folder: Path, tmp_path: Path, capsys
     assert speculative.stats.num_drafted > 0
 
 
-@pytest.mark.parametrize(("options", "lines", "sentence"), [
-    (["--model", "nothing"], "", "unknown model 'nothing'"),
-    (["--num-heads", "0"], "", "--num-heads 0 must be an integer from 1 to 16."),
-    (["--out", "heads.bin"], "", "--out heads.bin must have the suffix .safetensors."),
-    (["--text", "nowhere.jsonl"], "", "No such file"),
-    ([], '{"text": "abc"}', "has 1 texts, too few for training and held-out texts."),
-    ([], "{", "line 1: "),
-    ([], '{"prompt": "a"}', 'line 1: a line must be {"text": "..."} or {"messages": [...]}.'),
-    ([], '{"messages": "a"}', "line 1: messages='a' must be a list of"),
-], ids=["model", "heads", "out", "no-file", "short", "json", "line", "messages"])  # fmt: skip
-def test_invalid_input_is_reported_in_one_line(
-    folder: Path, tmp_path: Path, capsys: Capture, options: list[str], lines: str, sentence: str
-) -> None:
-    (tmp_path / "text.jsonl").write_text(lines)
-    arguments = {"--model": folder, "--text": tmp_path / "text.jsonl", "--out": tmp_path / "h.safetensors"}
-    assert command_line(["train", *(str(word) for pair in arguments.items() for word in pair), *options]) == 2
-    [error] = capsys.readouterr().err.strip().splitlines()
-    assert sentence in error
+def test_invalid_input_is_reported_in_one_line(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    text = tmp_path / "text.jsonl"
+    for line, sentence, *options in (
+        ("", "unknown model 'nothing'", "--model", "nothing"),
+        ("", "--num-heads 0 must be an integer from 1 to 16.", "--num-heads", "0"),
+        ("", "--out heads.bin must have the suffix .safetensors.", "--out", "heads.bin"),
+        ("", "No such file", "--text", "nowhere.jsonl"),
+        ('{"text": "abc"}', "has 1 texts, too few for training and held-out texts."),
+        ("{", "line 1: Expecting property name"),
+        ('{"prompt": "a"}', 'line 1: a line must be {"text": "..."} or {"messages": [...]}.'),
+        ('{"messages": "a"}', "line 1: messages='a' must be a list of"),
+    ):
+        text.write_text(line)
+        arguments = ["--model", str(folder), "--text", str(text), "--out", str(tmp_path / "h.safetensors")]
+        assert command_line(["train", *arguments, *options]) == 2
+        [error] = capsys.readouterr().err.strip().splitlines()
+        assert sentence in error

@@ -78,28 +78,22 @@ def test_only_newlines_separate_lines(text: str, tmp_path: Path, monkeypatch: py
     ("line", "sentence"),
     [
         (b'{"prompt": "\xff"}', "is not valid JSON: 'utf-8' codec can't decode byte 0xff in position 12"),
-        (b"[" * 99999, "is not valid JSON: nested more than 128 levels deep"),
-        (b'{"prompt": "x", "prompt": "y"}', "is not valid JSON: duplicate key 'prompt'"),
         (b'{"prompt": "x", "temperature": NaN}', "is not valid JSON: NaN is not a finite number"),
         (b'{"prompt": "x", "' + b"y" * 10**5 + b'": 1}', "unknown field 'yyyy"),
         (b'{"url": "' + b"y" * 10**5 + b'", "body": {}}', "must be .*not 'yyyy"),
-        (b"{", "is not valid JSON: Expecting property name"),
         (b"[1]", 'either "prompt" or "messages"\\.$'),
         (b"{}", 'either "prompt" or "messages"\\.$'),
         (b'{"prompt": "x", "messages": []}', "either .*, got \\['prompt', 'messages'\\]"),
-        (b'{"promt": "x"}', r"either .*, got \['promt'\]"),
         (b'{"prompt": "x", "top_P": 1}', "unknown field 'top_P'; did you mean top_p"),
         (b'{"prompt": "x", "custom": 1}', "unknown field 'custom'; did you mean custom_id"),
-        (b'{"prompt": "x", "xyzzy": 1}', "unknown field 'xyzzy'; known fields are acceptance, custom_id, "),
         (b'{"prompt": "x", "temperature": "hot"}', "temperature='hot' must be a number"),
-        (b'{"prompt": "x", "response_format": {"type": "x"}}', "response_format=.* must be an object whose"),
         (b'{"prompt": [1, true]}', '"prompt" must be a string or a list of token ids'),
         (b'{"prompt": "\\ud800"}', '"prompt" contains an unpaired surrogate'),
         (b'{"messages": [{"role": "user"}]}', 'needs a "role" and a "content"'),
         (b'{"url": "/v1/embeddings", "body": {}}', "must be .*not '/v1/embeddings' with 'POST'"),
         (b'{"url": "/v1/completions", "body": 1}', '"body" must be a JSON object'),
     ],
-    ids=range(21),
+    ids=range(15),
 )
 def test_invalid_line_is_reported_with_its_number(tmp_path: Path, line: bytes, sentence: str) -> None:
     path = tmp_path / "requests.jsonl"
@@ -213,13 +207,13 @@ def test_large_file_without_results_is_rejected_early(tmp_path: Path) -> None:
     assert path.stat().st_size == 1 << 40
 
 
-@pytest.mark.parametrize(("option", "name"), [("input", "none"), ("output", "none/x"), ("output", "")])
-def test_unusable_file_is_reported_at_start(tmp_path: Path, option: str, name: str) -> None:
-    file = str(tmp_path / name)
-    with pytest.raises(OSError) as caught, open_batch(arguments(tmp_path, **{option: file}), GREEDY):
-        pass
-    assert caught.value.filename == file
-    assert not (tmp_path / "results.jsonl").exists()
+def test_unusable_file_is_reported_at_start(tmp_path: Path) -> None:
+    for option, name in (("input", "none"), ("output", "none/x"), ("output", "")):
+        file = str(tmp_path / name)
+        with pytest.raises(OSError) as caught, open_batch(arguments(tmp_path, **{option: file}), GREEDY):
+            pass
+        assert caught.value.filename == file
+        assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_output_must_be_neither_input_nor_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,7 @@ import dataclasses
 import io
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -88,24 +86,19 @@ def test_commands_receive_their_arguments(command: str, monkeypatch: pytest.Monk
 
 
 def test_options_become_settings() -> None:
-    given = "--spec ngram+medusa --heads FILE --tree-width 2 --acceptance typical"
-    given += " --num-speculative-tokens auto --prompt-lookup-min 2 --prompt-lookup-max 3 --stop a --stop b"
-    given += " --top-k 3 --ignore-eos --seed 7 --stop-token-ids 5,6 --logit-bias"
-    engine = "--no-enable-prefix-caching --device cpu --kv-cache-memory 4G"
-    args = parser.parse([*given.split(), '{"3": 1}', "--demo", *engine.split()])
-    assert SpecConfig(**options.fields_set(args, "SpecConfig")) == SpecConfig(
-        method="ngram+medusa",
-        heads="FILE",
-        tree_width=2,
-        acceptance="typical",
-        prompt_lookup_min=2,
-        prompt_lookup_max=3,
+    given = (
+        "--spec ngram+medusa --heads FILE --tree-width 2 --num-speculative-tokens auto --prompt-lookup-min 2"
     )
+    given += ' --stop a --stop b --top-k 3 --ignore-eos --seed 7 --stop-token-ids 5,6 --logit-bias {"3":1}'
+    given += " --no-enable-prefix-caching --device cpu --kv-cache-memory 4G --demo"
+    args = parser.parse(given.split())
+    spec = SpecConfig(method="ngram+medusa", heads="FILE", tree_width=2, prompt_lookup_min=2)
+    assert SpecConfig(**options.fields_set(args, "SpecConfig")) == spec
     assert SamplingParams(**options.fields_set(args, "SamplingParams")) == SamplingParams(
         stop=("a", "b"), top_k=3, ignore_eos=True, seed=7, stop_token_ids=(5, 6), logit_bias={3: 1}
     )
-    expected = {"enable_prefix_caching": False, "device": "cpu", "kv_cache_memory": 4 << 30}
-    assert options.fields_set(args, "EngineConfig") == expected
+    engine = {"enable_prefix_caching": False, "device": "cpu", "kv_cache_memory": 4 << 30}
+    assert options.fields_set(args, "EngineConfig") == engine
     plain = parser.parse(["--demo", "--max-tokens", "none"])
     assert (options.fields_set(plain, "SpecConfig"), options.fields_set(plain, "EngineConfig")) == ({}, {})
     assert options.fields_set(plain, "SamplingParams") == {"max_tokens": None}
@@ -184,28 +177,25 @@ def test_invalid_command_line_is_reported_in_one_line(
     assert len(errors.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
+def test_errors_name_flags_instead_of_fields() -> None:
+    for message, words in (
         ("num_speculative_tokens=99 must be", "--num-speculative-tokens 99 must be"),
         ("method='x' needs SpecConfig(draft_model='y').", "--spec 'x' needs --draft-model 'y'."),
         ("lower max_num_seqs or block_size", "lower --max-num-seqs or --block-size"),
         ("a method to stop; n is my_seed=3, --seed=4", "a method to stop; n is my_seed=3, --seed=4"),
         ("/top_k/x top_k.json top_k/ top_k-3: top_k.", "/top_k/x top_k.json top_k/ top_k-3: --top-k."),
-    ],
-)
-def test_errors_name_flags_instead_of_fields(message: str, words: str) -> None:
-    assert options.in_flags(message) == words
+    ):
+        assert options.in_flags(message) == words
 
 
-@pytest.mark.parametrize("word", ["--", "s", "see", "zzz"])
-def test_suggestions(word: str) -> None:
+def test_suggestions() -> None:
     """A longer name is preferred to a similar one, and a shorter of these; nothing is guessed for dashes."""
-    expected: dict[str, Any] = {"s": "; did you mean see?", "see": "; did you mean seed?"}
-    assert options.did_you_mean(word, ["eel", "seeds", "seed", "see"]) == expected.get(word, "")
+    known = ["eel", "seeds", "seed", "see"]
+    hints = [options.did_you_mean(word, known) for word in ("s", "see", "--", "zzz")]
+    assert hints == ["; did you mean see?", "; did you mean seed?", "", ""]
 
 
-def test_modules_do_not_import_torch(tmp_path: Path) -> None:
+def test_modules_do_not_import_torch() -> None:
     code = "import sys, nanospec, nanospec.apps.cli.main, nanospec.apps.batch.run, nanospec.apps.cli.fetch\n"
     code += "sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -86,15 +86,11 @@ def test_port_is_taken_before_loading(folder: Path, loaded: list[dict[str, Any]]
 
 def test_missing_dependency_is_named(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
-        raise ModuleNotFoundError(name=missing)
+        raise ModuleNotFoundError(name="starlette")
 
     monkeypatch.setattr(command, "_serve", fail)
-    missing = "starlette"
     assert main(["serve", "--model", str(folder)]) == 2
     assert "serve requires starlette: pip install 'nanospec[serve]'" in capsys.readouterr().err
-    missing = "nanospec.typo"
-    with pytest.raises(ModuleNotFoundError):
-        main(["serve", "--model", str(folder)])
 
 
 def test_api_keys_model_name_and_replicas(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
