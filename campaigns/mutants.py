@@ -97,7 +97,7 @@ TESTS: dict[str, list[str]] = {
     "kernels/sampling/noise.py": [SAMPLING + "noise.py"],
     "kernels/sampling/": [SAMPLING + "sample.py"],
     "nanospec/engine/blocks.py": [ENGINE + "blocks.py", ENGINE + "scheduler.py"],
-    "nanospec/engine/scheduler.py": [ENGINE + "scheduler.py", HOST[0]],
+    "nanospec/engine/scheduler.py": [ENGINE + "scheduler.py", SIMULATED, HOST[0]],
     "nanospec/engine/request.py": [ENGINE + "request.py", HOST[0]],
     "nanospec/engine/engine.py": [*GUIDED, SIMULATED, MEMORY, *HOST, POLICY[1], DRAFTERS + "acceptance.py"],
     "nanospec/device/step.py": [DEVICE + "step.py", DEVICE + "compiled_step.py", *GUIDED[:2], POLICY[1]],

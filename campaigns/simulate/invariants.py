@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from campaigns.simulate.model import Mock, entries_of
 from nanospec.engine.blocks import block_hash
@@ -33,14 +34,15 @@ def check(engine: Engine, model: Mock, block_texts: BlockTexts) -> None:
     running = engine.scheduler.running
     check_queues(engine)
     check_blocks(engine)
-    cache, size = engine.worker.kv_cache, block_texts.block_size
+    size, (ids, positions) = block_texts.block_size, entries_of(engine.worker.kv_cache)
     for block, digest in engine.scheduler.pool._hash_of.items():
         assert digest in block_texts.text_of, f"block {block} has an unknown hash"
         text = block_texts.text_of[digest]
-        expected = text[-size:], [*range(len(text) - size, len(text))]
-        assert entries_of(cache, block) == expected, f"the contents of block {block} do not match its hash"
+        actual = [*zip(ids[block].tolist(), positions[block].tolist())]
+        expected = [*zip(text[-size:], range(len(text) - size, len(text)))]
+        assert actual == expected, f"the contents of block {block} do not match its hash"
     for request in running:
-        check_row(engine, request)
+        check_row(engine, request, ids, positions)
 
 
 def check_queues(engine: Engine) -> None:
@@ -71,8 +73,9 @@ def check_blocks(engine: Engine) -> None:
     assert {digest: b for b, digest in pool._hash_of.items()} == pool._block_of, "hashes are inconsistent"
 
 
-def check_row(engine: Engine, request: Request) -> None:
-    """Check that the device has the request's tokens and blocks, and that its KV cache contains the text."""
+def check_row(engine: Engine, request: Request, ids: Any, positions: Any) -> None:
+    """Check that the device has the request's tokens and blocks, and that its KV cache contains the text.
+    `ids` and `positions` are the entries of the KV cache."""
     table, size = engine.worker.table, engine.config.block_size
     row, n, blocks = request.row, request.num_tokens, request.blocks
     assert request.num_computed < n <= request.max_len
@@ -83,11 +86,10 @@ def check_row(engine: Engine, request: Request) -> None:
     assert table.tokens[row, :n].tolist() == request.tokens, "the device has different tokens"
     device = table.block_table[row].tolist()
     assert device == blocks + blocks[-1:] * (len(device) - len(blocks)), "the device has different blocks"
-    for i in range(-(-request.num_computed // size)):
-        ids, positions = entries_of(engine.worker.kv_cache, blocks[i])
-        m = min(request.num_computed - i * size, size)
-        assert ids[:m] == request.tokens[i * size : i * size + m], "the KV cache has different tokens"
-        assert positions[:m] == [*range(i * size, i * size + m)], "the KV cache has different positions"
+    n = request.num_computed
+    text, places = ids[blocks].ravel()[:n].tolist(), positions[blocks].ravel()[:n].tolist()
+    assert text == request.tokens[:n], "the KV cache has different tokens"
+    assert places == [*range(n)], "the KV cache has different positions"
 
 
 def check_counters(metrics: Metrics, requests: Sequence[Request], whole: bool) -> None:

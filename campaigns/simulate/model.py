@@ -48,12 +48,10 @@ class Mock(Model):
         return (self.after[last] + self.whole[total]).to(self.dtype)
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        keys, values = (part.view(-1, WIDTH) for part in kv_cache[0, :, 0])
-        kept = (batch.slots >= 0).nonzero().squeeze(1)
-        entries = torch.from_numpy(_encode(batch.input_ids.numpy(), batch.positions.numpy())).to(self.dtype)
-        for part in (keys, values):
-            part[batch.slots[kept].long()] = entries[kept]
-        hidden = torch.zeros(batch.num_tokens, WIDTH)
+        cache, slots = _bits(kv_cache), batch.slots.numpy()
+        entries, kept = _encode(batch.input_ids.numpy(), batch.positions.numpy()), slots >= 0
+        cache[:, slots[kept]] = _bits_of(entries[kept], cache.dtype)
+        hidden = np.zeros((batch.num_tokens, WIDTH), dtype=np.float32)
         block_size = kv_cache.shape[4]
         blocks, masks = batch.block_table.numpy(), batch.ancestors
         rows = zip(batch.q_start.tolist(), batch.q_len.tolist(), batch.base_len.tolist(), strict=True)
@@ -61,15 +59,15 @@ class Mock(Model):
             if count:
                 j = np.arange(base + count)
                 slots = blocks[b, j // block_size].astype(np.int64) * block_size + j % block_size
-                text = _decode(keys[slots], values[slots])
+                text = _decode(cache[:, slots])
                 row_masks = None if masks is None else masks[start : start + count].tolist()
-                hidden[start : start + count, :4] = torch.from_numpy(self._states(*text, base, row_masks))
-        return hidden.to(self.dtype)
+                hidden[start : start + count, :4] = self._states(*text, base, row_masks)
+        return torch.from_numpy(hidden).to(self.dtype)
 
     def _states(self, ids: Any, positions: Any, base: int, masks: list[int] | None) -> Any:
         """Return the hidden states [n, 4] of the entries from `base` on. `masks`: ancestors in a tree."""
         n = len(ids) - base
-        worth = self.worth[np.clip(positions, 0, len(self.worth) - 1), ids]
+        worth = self.worth[positions % len(self.worth), ids]
         nan_after = np.zeros(n)
         if masks is None:
             assert (positions == np.arange(len(ids))).all(), f"a text has the positions {positions.tolist()}"
@@ -87,7 +85,7 @@ class Mock(Model):
                 path = sorted(sees, key=positions.__getitem__) if self.nan_after else ()
                 nan_after[i] = tuple(ids[list(path)].tolist()) in self.nan_after
         last = ids[base:]
-        return np.stack([last // BASE, last % BASE, totals % SUMS, nan_after], 1).astype(np.float32)
+        return np.stack([last // BASE, last % BASE, totals % SUMS, nan_after], 1)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         high, low, total = hidden[:, :3].long().unbind(1)
@@ -118,10 +116,11 @@ class MockHeads:
         return index.int()
 
 
-def entries_of(kv_cache: Tensor, block: int) -> tuple[list[int], list[int]]:
-    """Return the tokens and positions in a block."""
-    ids, positions = _decode(*kv_cache[0, :, 0, block])
-    return ids.tolist(), positions.tolist()
+def entries_of(kv_cache: Tensor) -> tuple[Any, Any]:
+    """Return the tokens and positions [num_blocks, block_size] in the cache."""
+    shape = kv_cache.shape[3:5]
+    ids, positions = _decode(_bits(kv_cache))
+    return ids.reshape(shape), positions.reshape(shape)
 
 
 def _likely_successors(rng: np.random.Generator, vocab_size: int) -> Tensor:
@@ -141,9 +140,24 @@ def _encode(ids: Any, positions: Any) -> Any:
     return entries
 
 
-def _decode(keys: Tensor, values: Tensor) -> tuple[Any, Any]:
-    """Return the tokens and positions [n] of entries [n, WIDTH]. Invalid entries have position -1."""
-    digits = keys.float().numpy().astype(np.int64)
-    valid = (digits[:, 2] == 1) & (values == keys).all(1).numpy()
-    ids, positions = digits[:, 0] * BASE + digits[:, 1], digits[:, 3] * BASE + digits[:, 4]
-    return np.where(valid, ids, 0), np.where(valid, positions, -1)
+def _bits(kv_cache: Tensor) -> Any:
+    """Return the cache as an array [2, slots, WIDTH] of integers, in the same memory. numpy has no bfloat16."""
+    integer = torch.int16 if kv_cache.dtype == torch.bfloat16 else torch.int32
+    return kv_cache[0, :, 0].view(2, -1, WIDTH).view(integer).numpy()
+
+
+def _bits_of(entries: Any, kind: Any) -> Any:
+    """Return the bits of float32 entries as integers of a kind; those of bfloat16 are the upper half."""
+    bits = entries.view(np.int32)
+    return bits if kind == np.int32 else (bits >> 16).astype(kind)
+
+
+def _decode(bits: Any) -> tuple[Any, Any]:
+    """Return the tokens and positions [n] of entries [2, n, WIDTH]. Invalid entries have position -1."""
+    keys, values = bits
+    first = keys[:, :5]
+    floats = (first if bits.dtype == np.int32 else first.astype(np.int32) << 16).view(np.float32)
+    valid = (floats[:, 2] == 1) & (keys == values).all(1)
+    digits = np.where(valid, floats.T, 0).astype(np.int64)
+    ids, positions = digits[0] * BASE + digits[1], digits[3] * BASE + digits[4]
+    return ids, np.where(valid, positions, -1)

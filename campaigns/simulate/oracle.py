@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,11 +128,13 @@ class Oracle:
 
     def _text(self, tokens: list[int], known: int | None) -> str:
         """Return the text of the output. With `known`, hold back a last character that may still change."""
-        text = (self.tokenizer or tokenizer()).decode(tokens[len(self.prompt) :])
+        if self.tokenizer is None:
+            return ""
+        text = self.tokenizer.decode(tokens[len(self.prompt) :])
         return text if known is None else text[: max(len(text) - text.endswith("\ufffd"), known)]
 
     def _of(self, tokens: list[int], reason: str, by: Any, text: str, scores: list[Tensor]) -> Expected:
-        return Expected(tokens[len(self.prompt) :], reason, by, text if self.tokenizer else "", scores)
+        return Expected(tokens[len(self.prompt) :], reason, by, text, scores)
 
     def _stop_string(self, text: str, old: int, num_tokens: int) -> tuple[int, str] | None:
         """Return (position, string) of the first stop string that ends after the first `old` characters."""
@@ -142,8 +145,8 @@ class Oracle:
 
     def scores(self, tokens: list[int]) -> Tensor:
         """Return the logits [V] after a text, with the request's grammar mask."""
-        worth = self.model.worth[range(len(tokens)), tokens].sum()
-        logits = self.model.scores([tokens[-1]], [int(worth) % SUMS])
+        worth = self.model.worth[np.arange(len(tokens)), np.array(tokens)].sum()
+        logits = self.model.scores(tokens[-1], int(worth) % SUMS)
         if tuple(tokens) in self.model.nan_after:
             logits.fill_(float("nan"))
         if self.guide is not None:
@@ -152,7 +155,7 @@ class Oracle:
             size = self.model.config.vocab_size
             allowed = torch.nn.functional.pad(allowed, (0, max(size - len(allowed), 0)))[:size]
             logits = logits.masked_fill(~allowed, float("-inf"))
-        return logits[0]
+        return logits
 
     def draw(self, scores: Tensor, tokens: list[int]) -> int:
         """Sample the token after a text."""

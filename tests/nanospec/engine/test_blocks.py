@@ -2,138 +2,102 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+import random
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from nanospec.engine.blocks import BlockPool, block_hash
 
 SIZE = 2  # tokens per block; the pool is independent of it
 
 
-class PoolMachine(RuleBasedStateMachine):
+def hashes(text: list[int]) -> list[bytes]:
+    names: list[bytes] = []
+    for i in range(0, len(text) - SIZE + 1, SIZE):
+        names.append(block_hash(names[-1] if names else b"", text[i : i + SIZE]))
+    return names
+
+
+class Reference:
     """Requests over a vocabulary of two tokens, so that they share many prefixes, take and release blocks."""
 
-    @initialize(num_blocks=st.integers(1, 8))
-    def start(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.held: list[list[int]] = []
         self.contents: dict[int, list[int]] = {}  # block -> the text up to its end, if registered
-        self.released: dict[int, int] = {}  # block -> when it was released
-        self.clock = 0
+        self.unused = list(range(num_blocks))  # in order of release
 
-    @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=10))
     def admit(self, text: list[int]) -> None:
         """Share cached blocks, allocate the rest, and register the full blocks."""
-        names = hashes(text)
-        shared = self.pool.match(names)
-        assert shared == self.expected_match(text)
+        names, shared = hashes(text), list[int]()
+        block_of = {tuple(known): block for block, known in self.contents.items()}
+        for end in range(SIZE, len(text) + 1, SIZE):
+            if tuple(text[:end]) not in block_of:
+                break
+            shared.append(block_of[tuple(text[:end])])
+        assert self.pool.match(names) == shared
         missing = -(-len(text) // SIZE) - len(shared)
-        available = self.pool.num_available(shared)
-        free = self.free()
-        assert available == len(free - set(shared))
+        assert self.pool.num_available(shared) == len(set(self.unused) - set(shared))
         self.pool.share(shared)
-        if missing > available:
+        self.unused = [block for block in self.unused if block not in shared]
+        if missing > len(self.unused):
             assert self.pool.allocate(missing) is None
             self.release(shared)
             return
         blocks = shared + self.allocate(missing)
-        for i in range(len(shared), len(text) // SIZE):
+        for i in range(len(shared), len(names)):
             if text[: (i + 1) * SIZE] not in self.contents.values():
                 self.contents[blocks[i]] = text[: (i + 1) * SIZE]
             self.pool.register(blocks[i], names[i])
         self.held.append(blocks)
 
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def retire(self, data: st.DataObject) -> None:
-        self.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.sampled_from(self.held))
-        self.pool.forget(blocks)
-        for block in blocks:
-            self.contents.pop(block, None)
-
     def allocate(self, count: int) -> list[int]:
-        """Allocate, and check that the least recently used blocks were evicted."""
-        named = sorted((b for b in self.free() if b in self.contents), key=self.released.__getitem__)
-        unnamed = self.free() - set(named)
+        """Allocate blocks: first those without a hash, then the least recently used."""
+        unnamed = [block for block in self.unused if block not in self.contents]
+        named = [block for block in self.unused if block in self.contents]
         blocks = self.pool.allocate(count)
         assert blocks is not None
         assert len(set(blocks)) == count
-        plain = min(count, len(unnamed))
-        assert set(blocks[:plain]) <= unnamed, "a cached block was evicted before an unnamed one"
-        assert blocks[plain:] == named[: count - plain], "not the least recently used ones"
+        assert set(blocks[: len(unnamed)]) <= set(unnamed), "a cached block was evicted before an unnamed one"
+        assert blocks[len(unnamed) :] == named[: max(count - len(unnamed), 0)], "not the least recently used"
         for block in blocks:
+            self.unused.remove(block)
             self.contents.pop(block, None)
         return blocks
 
     def release(self, blocks: list[int]) -> None:
         self.pool.release(blocks)
-        for block in reversed(blocks):
-            self.clock += 1
-            if block in self.free():
-                self.released[block] = self.clock
+        still = {block for others in self.held for block in others}
+        self.unused += [block for block in reversed(blocks) if block not in still]
 
-    def free(self) -> set[int]:
-        return set(self.pool.free)
+    def forget(self, blocks: list[int]) -> None:
+        self.pool.forget(blocks)
+        for block in blocks:
+            self.contents.pop(block, None)
 
-    def expected_match(self, text: list[int]) -> list[int]:
-        result = []
-        for i in range(len(text) // SIZE):
-            block = next((b for b, t in self.contents.items() if t == text[: (i + 1) * SIZE]), None)
-            if block is None:
-                break
-            result.append(block)
-        return result
-
-    @invariant()
-    def references_match_holders(self) -> None:
-        if not hasattr(self, "pool"):
-            return
-        for block in range(self.pool.num_blocks):
-            holders = sum(block in blocks for blocks in self.held)
-            assert self.pool._references[block] == holders
-            assert (block in self.pool.free) == (holders == 0)
-        assert len(self.pool.free) == len(self.free())
-
-    @invariant()
-    def hashes_match_contents(self) -> None:
-        if hasattr(self, "pool"):
-            named = {block: hashes(text)[-1] for block, text in self.contents.items()}
-            assert self.pool._hash_of == named
-            assert self.pool._block_of == {name: block for block, name in named.items()}
+    def check(self) -> None:
+        counts = [sum(block in blocks for blocks in self.held) for block in range(self.pool.num_blocks)]
+        assert self.pool._references == counts
+        assert sorted(self.pool.free) == sorted(self.unused)
+        names = {block: hashes(text)[-1] for block, text in self.contents.items()}
+        assert self.pool._hash_of == names
+        assert self.pool._block_of == {name: block for block, name in names.items()}
 
 
-def hashes(text: list[int]) -> list[bytes]:
-    names: list[bytes] = []
-    for i in range(len(text) // SIZE):
-        names.append(block_hash(names[-1] if names else b"", text[i * SIZE : (i + 1) * SIZE]))
-    return names
-
-
-def test_block_pool_invariants() -> None:
-    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=150, stateful_step_count=40))
-
-
-def test_failed_allocation_changes_nothing() -> None:
-    pool = BlockPool(3)
-    held = pool.allocate(2)
-    assert pool.allocate(2) is None
-    assert len(pool.free) == 1
-    assert held is not None
-    pool.release(held)
-    assert sorted(pool.allocate(3) or []) == [0, 1, 2]
+@settings(max_examples=200)
+@given(rng=st.randoms(use_true_random=True), num_blocks=st.integers(1, 8))
+def test_block_pool_matches_reference(rng: random.Random, num_blocks: int) -> None:
+    reference = Reference(num_blocks)
+    for _ in range(40):
+        event = rng.random() if reference.held else 0.0
+        if event < 0.6:
+            reference.admit(rng.choices((0, 1), k=rng.randint(1, 10)))
+        elif event < 0.9:
+            reference.release(reference.held.pop(rng.randrange(len(reference.held))))
+        else:
+            reference.forget(rng.choice(reference.held))
+        reference.check()
 
 
 def test_last_blocks_of_a_request_are_evicted_first() -> None:
@@ -147,15 +111,14 @@ def test_last_blocks_of_a_request_are_evicted_first() -> None:
 
 def test_block_hash_covers_all_preceding_tokens() -> None:
     first, second = block_hash(b"", [1, 2]), block_hash(b"", [2, 1])
-    names = {block_hash(parent, [3, 4]) for parent in (b"", b"salt", first, second)}
-    assert len(names) == 4
+    assert len({block_hash(parent, [3, 4]) for parent in (b"", b"salt", first, second)}) == 4
     assert block_hash(b"", [1, 2]) == first
     assert len({block_hash(b"a long salt " * 20 + end, [3, 4]) for end in (b"", b"a", b"b")}) == 3
 
 
 def test_registering_again_replaces_the_hash() -> None:
     pool = BlockPool(1)
-    (block,) = pool.allocate(1) or []
+    [block] = pool.allocate(1) or []
     first, second = hashes([1, 2]) + hashes([3, 4])
     pool.register(block, first)
     pool.register(block, second)

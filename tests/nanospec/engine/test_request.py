@@ -10,7 +10,7 @@ import pytest
 
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.messages import logprobs_by_id
-from nanospec.engine.request import Limits, Request, check_request, derive_seed
+from nanospec.engine.request import SEED_STEP, Limits, Request, check_request, derive_seed
 from nanospec.kernels import FROM_TARGET, LENGTH, MAX_STOP_IDS, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob, Piece
@@ -28,8 +28,12 @@ def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def request_for(tokenizer: Tokenizer | None, **params: object) -> Request:
-    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
+    return [tokenizer.backend.get_vocab()[text] for text in texts]
+
+
+def request_for(tokenizer: Tokenizer | None, **params: Any) -> Request:
+    sampling = SamplingParams(**params)
     output = OutputText(tokenizer, sampling.stop, sampling.min_tokens)
     return Request(id="a", prompt_ids=[5], params=sampling, seed=0, max_len=99, output=output)
 
@@ -41,10 +45,8 @@ def step(tokens: list[int], finished: int = RUNNING, accepted: int = 0, source: 
 
 @pytest.mark.parametrize(("ends", "reason"), [("length", "stop"), ("abort", "abort")])
 def test_stop_string_in_flushed_text_is_cut(bytes_only: Tokenizer, ends: str, reason: str) -> None:
-    vocab = bytes_only.backend.get_vocab()
-    ids = [vocab[f"<0x{byte:02X}>"] for byte in "ü-ñ-".encode()]
     request = request_for(bytes_only, stop="ñ")
-    request.append(step(ids))
+    request.append(step(ids_of(bytes_only, *(f"<0x{byte:02X}>" for byte in "ü-ñ-".encode()))))
     assert (request.text, request.is_finished) == ("", False)  # an unfinished run of bytes
     request.finish(ends)
     assert (request.text, request.finish_reason) == ("ü-", reason)
@@ -53,15 +55,17 @@ def test_stop_string_in_flushed_text_is_cut(bytes_only: Tokenizer, ends: str, re
 
 @pytest.mark.parametrize(("stop", "text", "result"), [(["b", "z"], "aa", "b"), ("a", "", "a")])
 def test_first_stop_string_ends_text(bytes_only: Tokenizer, stop: Any, text: str, result: str) -> None:
-    vocab = bytes_only.backend.get_vocab()
+    """It suppresses a later error of the constraint."""
     request = request_for(bytes_only, stop=stop)
-    assert request.append(step([vocab[piece] for piece in "aab"])) == len(request.output_ids)
+    request.constraint = Mock(ended=False, error="It cannot be followed.", **{"advance.side_effect": len})
+    assert request.append(step(ids_of(bytes_only, *"aab"))) == len(request.output_ids)
     assert (request.text, request.stop_reason, request.finish_reason) == (text, result, "stop")
     assert "".join(request.output.token_texts) == text
+    assert request.error is None
 
 
 def test_first_token_time_and_decoded_logprobs(bytes_only: Tokenizer) -> None:
-    a, b = (bytes_only.backend.get_vocab()[piece] for piece in "ab")
+    a, b = ids_of(bytes_only, *"ab")
     request = request_for(bytes_only)
     request.append(step([]), logprobs=[])
     assert request.first_token_time is None
@@ -75,16 +79,15 @@ def test_first_token_time_and_decoded_logprobs(bytes_only: Tokenizer) -> None:
 
 @pytest.mark.parametrize(("finished", "shown"), [(STOPPED, [7, 8]), (RUNNING, [7, 8, 9])])
 def test_grammar_does_not_see_the_stop_token(finished: int, shown: list[int]) -> None:
-    guide = Mock(ended=False, error=None, **{"advance.side_effect": len})
     request = request_for(None)
-    request.constraint = guide
+    request.constraint = guide = Mock(ended=False, error=None, **{"advance.side_effect": len})
     request.append(step([7, 8, 9], finished))
     guide.advance.assert_called_once_with(shown)
     assert request.output_ids == [7, 8, 9]
 
 
 def test_drafts_not_copied_have_no_source(bytes_only: Tokenizer) -> None:
-    a = bytes_only.backend.get_vocab()["a"]
+    [a] = ids_of(bytes_only, "a")
     request = request_for(bytes_only)
     request.append(step([a, a, a], accepted=2, source=-1))
     request.append(step([a, a, a], accepted=2, source=1))
@@ -92,73 +95,70 @@ def test_drafts_not_copied_have_no_source(bytes_only: Tokenizer) -> None:
     assert request.new_pieces()[-3:] == [Piece("a", 1), Piece("a", 2), Piece("a", -1)]
 
 
-def test_finished_request_keeps_finish_reason() -> None:
+def test_finish_reason_and_stop_reason() -> None:
     request = request_for(None)
     request.append(step([1, 2], LENGTH))
-    request.finish("abort")
-    assert request.finish_reason == "length"
-    assert request.output_ids == [1, 2]
-
-
-def test_stop_reason_is_the_stop_token() -> None:
-    request = request_for(None, stop_token_ids=[8, 9])
-    request.append(step([9, 8], STOPPED))
-    assert request.stop_reason == 8
-    assert request.first_token_time is not None
-    assert request.finish_time is not None
-    assert request.finish_time >= request.first_token_time
+    request.finish("abort")  # it has finished before
+    assert (request.finish_reason, request.output_ids) == ("length", [1, 2])
+    stopped = request_for(None, stop_token_ids=[8, 9])
+    stopped.append(step([9, 8], STOPPED))
+    assert stopped.stop_reason == 8
+    assert stopped.finish_time is not None
+    assert stopped.first_token_time is not None
+    assert stopped.finish_time >= stopped.first_token_time
 
 
 def test_block_hashes_depend_on_tokens_and_salt() -> None:
-    plain, salted = request_for(None), request_for(None)
+    plain, salted, other = (request_for(None) for _ in range(3))
     salted.salt = b"other"
-    for request in (plain, salted):
-        request.append(step(list(range(40))))
-    assert len(plain.hashes(16)) == 2
-    assert not set(plain.hashes(16)) & set(salted.hashes(16))
-    other = request_for(None)
-    other.append(step([9, *range(1, 40)]))
-    assert plain.hashes(16)[1] != other.hashes(16)[1], "a name covers all blocks before"
+    for request, first in (plain, 0), (salted, 0), (other, 9):
+        request.append(step([first, *range(1, 40)]))
     before = list(plain.hashes(16))
+    assert len({*before, *salted.hashes(16), *other.hashes(16)}) == 6  # each covers all blocks before
     plain.append(step([7] * 7))
     assert plain.hashes(16)[:2] == before
     assert len(plain.hashes(16)) == 3
 
 
 def test_derive_seed() -> None:
-    step = 0x9E3779B97F4A7C15
     lowest, highest = -(2**63), 2**63 - 1
     assert [derive_seed(seed, 0, 9) for seed in (lowest, -1, 0, 7, highest)] == [lowest, -1, 0, 7, highest]
-    assert [derive_seed(0, i, 9) for i in (1, 2, 3)] == [step - 2**64, 2 * step - 2**64, 3 * step - 2**65]
-    assert [derive_seed(None, 5, number) for number in (1, 2)] == [step - 2**64, 2 * step - 2**64]
+    steps = [SEED_STEP - 2**64, 2 * SEED_STEP - 2**64, 3 * SEED_STEP - 2**65]
+    assert [derive_seed(0, i, 9) for i in (1, 2, 3)] == steps
+    assert [derive_seed(None, 5, number) for number in (1, 2)] == steps[:2]
 
 
 def test_logprobs_as_dict() -> None:
     entry = -0.5, 2, [-0.1, -0.5, float("-inf")], [3, 4, 9]
     own, best = (4, Logprob(-0.5, 2)), (3, Logprob(-0.1, 1))
-    assert [list(logprobs_by_id(4, entry, n).items()) for n in (0, 1, 2)] == [[own], [own, best], [own, best]]
-    assert list(logprobs_by_id(4, entry, 20).items()) == [own, best]
+    for n, expected in (0, [own]), (1, [own, best]), (2, [own, best]), (20, [own, best]):
+        assert list(logprobs_by_id(4, entry, n).items()) == expected
     assert logprobs_by_id(9, (-7.0, 5, *entry[2:]), 2)[4] == Logprob(-0.5, 2)
 
 
 @pytest.mark.parametrize(
     ("prompt", "stops", "params", "sentence"),
     [
-        (7, 0, {}, None),
-        (8, 0, {}, "8 tokens"),
-        (0, 0, {}, "The prompt is empty"),
-        (1, MAX_STOP_IDS, {}, None),
-        (1, MAX_STOP_IDS + 1, {}, f"total {MAX_STOP_IDS + 1} ids, but the limit is {MAX_STOP_IDS}"),
-        (1, 0, {"logit_bias": {4: 1.0}}, "logit_bias contains token id 4; ids are integers from 0 to 3"),
-        (1, 0, {"acceptance": "exact"}, None),
-        (1, 0, {"acceptance": "typical"}, "requires an engine started with"),
-        (1, 0, {"stop": "a"}, "stop strings require a tokenizer"),
+        ([0] * 7, 0, {}, None),
+        ([0] * 8, 0, {}, "8 tokens"),
+        ([], 0, {}, "The prompt is empty"),
+        ([0], MAX_STOP_IDS, {}, None),
+        ([0], MAX_STOP_IDS + 1, {}, f"total {MAX_STOP_IDS + 1} ids, but the limit is {MAX_STOP_IDS}"),
+        ([0], 0, {"logit_bias": {4: 1.0}}, "logit_bias contains token id 4; ids are integers from 0 to 3"),
+        ([0], 0, {"stop_token_ids": [4]}, "stop_token_ids contains token id 4"),
+        ([0], 0, {"acceptance": "exact"}, None),
+        ([0], 0, {"acceptance": "typical"}, "requires an engine started with"),
+        ([0], 0, {"stop": "a"}, "stop strings require a tokenizer"),
+        ([0, 3], 0, {}, None),
+        *[
+            ([0, bad], 0, {}, f"The prompt contains token id {bad!r}; ids are integers from 0 to 3.")
+            for bad in (True, False, 1.0, "1", 4, -1)
+        ],
     ],
 )
-def test_check_request(prompt: int, stops: int, params: dict[str, Any], sentence: str | None) -> None:
+def test_check_request(prompt: Any, stops: int, params: dict[str, Any], sentence: str | None) -> None:
     tokenizer = Mock(eos_token_ids=range(stops)) if stops else None
-    limits = Limits(EngineConfig(), 4, 8, tokenizer)
-    arguments = [0] * prompt, SamplingParams(**params), limits
+    arguments = prompt, SamplingParams(**params), Limits(EngineConfig(), 4, 8, tokenizer)
     if sentence is None:
         check_request(*arguments)
     else:
@@ -166,42 +166,11 @@ def test_check_request(prompt: int, stops: int, params: dict[str, Any], sentence
             check_request(*arguments)
 
 
-@pytest.mark.parametrize("bad", [True, False, 1.0, "1", 9, -1])
-def test_invalid_token_ids_are_rejected(bad: object) -> None:
-    limits = Limits(EngineConfig(), 9, 8, None)
-    check_request([1, 8], SamplingParams(), limits)
-    with pytest.raises(
-        ValueError, match=f"The prompt contains token id {bad!r}; ids are integers from 0 to 8."
-    ):
-        check_request([1, bad], SamplingParams(), limits)  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize(
-    ("given", "prompts"),
-    [
-        ("ab", ["ab"]),
-        (["ab", "c"], ["ab", "c"]),
-        ([1, 2], [[1, 2]]),
-        ([True, 2.5], [[True, 2.5]]),  # one invalid prompt, rejected later
-        ([[1], "a"], [[1], "a"]),
-        ([], []),
-    ],
-    ids=str,
-)
-def test_one_prompt_or_several(given: Any, prompts: list[Any]) -> None:
-    assert as_list(given) == prompts
-
-
-def test_prompt_may_be_an_array() -> None:
-    ids: Any = np.array([3, 4])
-    assert len(as_list(ids)) == 1
-    assert [type(as_int(t)) for t in ids] == [int, int]
+def test_one_prompt_or_several() -> None:
+    several: list[list[Any]] = [["ab", "c"], [[1], "a"], []]
+    assert [as_list(prompts) for prompts in several] == several
+    one: list[Any] = ["ab", [1, 2], [True, 2.5], np.array([3, 4])]  # the third is rejected later
+    assert [len(as_list(prompt)) for prompt in one] == [1, 1, 1, 1]
+    assert as_list(one[1]) == [[1, 2]]
+    assert [type(as_int(t)) for t in one[3]] == [int, int]
     assert [as_int(t) for t in (True, 1.0, "1")] == [True, 1.0, "1"]
-
-
-def test_stop_string_suppresses_later_constraint_error(bytes_only: Tokenizer) -> None:
-    a, b = (bytes_only.backend.get_vocab()[piece] for piece in "ab")
-    request = request_for(bytes_only, stop="b")
-    request.constraint = Mock(ended=False, error="It cannot be followed.", **{"advance.side_effect": len})
-    request.append(step([a, b]))
-    assert (request.text, request.finish_reason, request.error) == ("a", "stop", None)
