@@ -141,7 +141,7 @@ def _encode(ids: Any, positions: Any) -> Any:
 
 
 def _bits(kv_cache: Tensor) -> Any:
-    """Return the cache as an array [2, slots, WIDTH] of integers, in the same memory. numpy has no bfloat16."""
+    """Return the cache as integers [2, slots, WIDTH] in the same memory, since numpy has no bfloat16."""
     integer = torch.int16 if kv_cache.dtype == torch.bfloat16 else torch.int32
     return kv_cache[0, :, 0].view(2, -1, WIDTH).view(integer).numpy()
 

@@ -7,6 +7,7 @@ windows, more drafts than fit, sampling parameters at their limits.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from pathlib import Path
@@ -72,46 +73,39 @@ def test_random_batches_match_single_requests(number: int) -> None:
     window = rng.choice((2, 3, 5, 16, 17, 33, 64, 65))
     model = random_model(rng, window)
     jobs = [random_job(rng, model.config.vocab_size, window) for _ in range(4)]
-    spec: dict[str, Any] = {"method": "ngram"}
-    spec |= {"tree_width": rng.choice((1, 4))} if spec["method"] == "ngram" else {}
-    engine = make_engine(
-        model, rng.choice((1, 3, 16, 63)), spec={**spec, "max_speculative_tokens": 63}, max_num_seqs=3,
-        max_model_len=window, max_num_batched_tokens=rng.choice((2048, 1, 17)),
-    )  # fmt: skip
+    spec = {"method": "ngram", "tree_width": rng.choice((1, 4)), "max_speculative_tokens": 63}
+    k, budget = rng.choice((1, 3, 16, 63)), rng.choice((2048, 1, 17))
+    limits = {"max_num_seqs": 3, "max_model_len": window, "max_num_batched_tokens": budget}
     expected = run_alone(model, jobs, max_model_len=window)
-    for request, wanted in zip(run(engine, jobs), expected, strict=True):
+    for request, wanted in zip(run(make_engine(model, k, spec=spec, **limits), jobs), expected, strict=True):
         assert wanted.finish_reason == "length"
         assert_same(outcome(request), wanted)
 
 
 def test_logprobs_exceeding_vocabulary() -> None:
     model = tiny_model(vocab_size=3)
+    jobs = [Job([1, 2, 0, 1, 2], SamplingParams(logprobs=n, max_tokens=9)) for n in (20, 2)]
     for k in (0, 4):
-        more, two = SamplingParams(logprobs=20, max_tokens=9), SamplingParams(logprobs=2, max_tokens=9)
-        for request in run(make_engine(model, k), [Job([1, 2, 0, 1, 2], more), Job([1], two)]):
-            for place in request.logprobs:
-                assert request.params.logprobs == 2 or sorted(place) == [0, 1, 2]
-                assert request.params.logprobs == 20 or len(place) in (2, 3)
-                known = torch.tensor([entry.logprob for entry in place.values()]).exp().sum()
-                assert len(place) < 3 or abs(float(known) - 1) < 1e-5
-
-
-@pytest.fixture(scope="module")
-def uniform_model() -> Model:
-    """A model whose logits are all equal."""
-    model = tiny_model(vocab_size=65)
-    model.norm.weight.zero_()
-    return model
+        more, two = run(make_engine(model, k), jobs)
+        for place in more.logprobs:
+            assert sorted(place) == [0, 1, 2]
+            assert sum(math.exp(entry.logprob) for entry in place.values()) == pytest.approx(1, abs=1e-5)
+        assert {len(place) for place in two.logprobs} <= {2, 3}
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 9.9e-6, LEAST, 1e-46])
-def test_tiny_temperature_is_greedy(uniform_model: Model, temperature: float) -> None:
-    """Above the threshold, sampling breaks ties at random; below it, the lowest id wins. Dividing by smaller
-    temperatures would overflow in float32."""
-    for limits in ({}, {"top_p": 0.5, "top_k": 9, "min_p": 0.5}):
-        params = SamplingParams(temperature=temperature, seed=1, max_tokens=20, **limits)  # type: ignore
-        for k in (0, 4):
-            (request,) = run(make_engine(uniform_model, k), [Job([3, 3, 3], params)])
+def test_tiny_temperature_is_greedy(temperature: float) -> None:
+    """All logits are equal. Above the threshold, sampling breaks ties at random; below it, the lowest id
+    wins. Dividing by smaller temperatures would overflow in float32."""
+    model = tiny_model(vocab_size=65)
+    model.norm.weight.zero_()
+    filters: list[dict[str, Any]] = [{}, {"top_p": 0.5, "top_k": 9, "min_p": 0.5}]
+    jobs = [
+        Job([3, 3, 3], SamplingParams(temperature=temperature, seed=1, max_tokens=20, **fields))
+        for fields in filters
+    ]
+    for k in (0, 4):
+        for request in run(make_engine(model, k), jobs):
             assert (set(request.output_ids) == {0}) == (temperature < 1e-5)
 
 
