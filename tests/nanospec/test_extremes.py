@@ -75,7 +75,7 @@ def test_random_batches_match_single_requests(number: int) -> None:
     jobs = [random_job(rng, model.config.vocab_size, window) for _ in range(4)]
     spec = {"method": "ngram", "tree_width": rng.choice((1, 4)), "max_speculative_tokens": 63}
     k, budget = rng.choice((1, 3, 16, 63)), rng.choice((2048, 1, 17))
-    limits = {"max_num_seqs": 3, "max_model_len": window, "max_num_batched_tokens": budget}
+    limits: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": window, "max_num_batched_tokens": budget}
     expected = run_alone(model, jobs, max_model_len=window)
     for request, wanted in zip(run(make_engine(model, k, spec=spec, **limits), jobs), expected, strict=True):
         assert wanted.finish_reason == "length"

@@ -79,7 +79,7 @@ def test_ends_inside_an_accepted_run(cyclic: Model, k: int) -> None:
 def test_max_model_len_inside_an_accepted_run(cyclic: Model, k: int, room: int, block_size: int) -> None:
     """The context length may end inside the last block."""
     window = len(PROMPT) + room
-    sizes = {"block_size": block_size, "num_blocks": -(-window // block_size)}
+    sizes: dict[str, Any] = {"block_size": block_size, "num_blocks": -(-window // block_size)}
     engine = make_engine(cyclic, k, max_model_len=window, **sizes)
     [request] = run(engine, [Job(PROMPT, greedy(max_tokens=None))])
     assert (request.output_ids, request.finish_reason) == (cycle(4, room), "length")
