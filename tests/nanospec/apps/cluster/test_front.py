@@ -82,6 +82,7 @@ def test_accepted_request_reaches_replica() -> None:
     received = eval(response.text)
     assert (received["path"], received["body"], received["names"]) == (URL, body, prefix_hashes(body))
     assert received["headers"][b"x-request-id"].decode() == response.headers["x-request-id"]
+    assert received["headers"][b"host"] == b"localhost"
     assert run(echo, "POST", URL, body, api_key=("secret-key",)).status_code == 401
     assert run(echo, "POST", URL, b"x" * 2501, max_body=2500).status_code == 413
 

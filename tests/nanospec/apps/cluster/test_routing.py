@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanospec.apps.cluster.routing import MAX_PREFIXES, PREFIX_STEP, Balancer, prefix_hashes
@@ -21,6 +21,7 @@ def hashes(prompt: Any, client: bytes = b"", **more: Any) -> list[bytes]:
 
 @settings(max_examples=40)
 @given(start=st.text(max_size=3 * PREFIX_STEP), ends=st.tuples(*[st.text(max_size=2 * PREFIX_STEP)] * 2))
+@example(start="x" * (PREFIX_STEP - 1), ends=("", ""))
 def test_shared_hashes_match_common_prefix_length(start: str, ends: tuple[str, str]) -> None:
     texts = [start + end for end in ends]
     first, second = map(hashes, texts)
@@ -44,6 +45,7 @@ def test_invalid_or_long_body() -> None:
     bodies = (b"", b"{", b"[]", b"[" * 99999, b"{}", b'{"messages": null}', b'{"prompt": 5}', b"\xff", b"7")
     assert [prefix_hashes(body) for body in bodies] == [[]] * len(bodies)
     assert len(hashes("x" * PREFIX_STEP * (MAX_PREFIXES + 9))) == MAX_PREFIXES
+    assert len(hashes(["é" * (PREFIX_STEP - 1)])) == 1
     assert len(hashes([99] * 100)) == len(json.dumps([99] * 100)) // PREFIX_STEP
 
 
