@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -400,6 +401,20 @@ def test_drafters_are_loaded(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert stats_of(method="medusa").by_drafter == {"medusa": [5, 10, 10]}  # not in the first step
     assert stats_of(drafter=Alphabet()).by_drafter == {"Alphabet": [3, 13, 13]}
     assert [*stats_of(drafter=["ngram", Alphabet()]).by_drafter] == ["ngram"]
+
+
+def test_worker_is_closed_at_exit_and_if_the_engine_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Worker] = []
+    monkeypatch.setattr(Worker, "close", lambda worker: closed.append(worker))
+    with make(folder) as llm:
+        assert closed == []
+    assert closed == [llm.engine.worker]
+    monkeypatch.setattr("nanospec.llm.Engine", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        make(folder)
+    assert len(closed) == 2
 
 
 def test_trace_ends_at_stop_string(folder: Path) -> None:
