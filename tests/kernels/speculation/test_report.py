@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nanospec.kernels.speculation.report import PIECE, logprobs
+from nanospec.kernels.speculation.report import PIECE, kept_logprobs, logprobs
 from tests.kernels.batches import ints
 from tests.util import assert_close
 
@@ -47,6 +47,16 @@ def test_ties_are_ordered_by_token_id() -> None:
         expected = [11, 4500, 0, 1], [3, 4999, 70, 0], [7, 0, 1, 2]
         assert result.top_ids.tolist() == [ids[:n] for ids in expected]
     assert (float(result.own[2]), int(result.rank[2]), float(result.top[2, 0])) == (0.0, 1, 0.0)  # certain
+
+
+def test_logprobs_of_kept_tokens() -> None:
+    """Only rows that request them, and only kept tokens; at most the vocabulary."""
+    logits, counts = torch.randn(6, 9, generator=torch.Generator().manual_seed(1)), [0] * 5
+    lines = [[2, *counts, 4, 5, -1, -1], [1, *counts, 6, -1, -1, -1], [1, *counts, 7, 8, -1, -1]]
+    path, q_start = torch.tensor([[0, 1], [0, 0], [1, 0]], dtype=torch.int32), ints(0, 2, 4)
+    result = kept_logprobs(torch.tensor(lines, dtype=torch.int32), path, q_start, logits, [20, -1, 0])
+    expected = logprobs(logits, ints(0, 1, 5), ints(4, 5, 7), 9)
+    assert all(map(torch.equal, result, expected))
 
 
 def test_result_is_bitwise_independent_of_other_rows() -> None:
