@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -76,7 +77,13 @@ def test_replicas_on_one_machine_share_memory(tmp_path: Path, monkeypatch: pytes
 
 
 def test_unreachable_ray_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=Mock(side_effect=ConnectionError)))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with (
+        pytest.raises(OSError, match="RAY_ADDRESS=auto: no Ray cluster found"),
+        start.connect_ray(1, EngineConfig()),
+    ):
+        pass
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
         for address in ("127.0.0.1:{}", "ray://127.0.0.1:{}", "auto"):
