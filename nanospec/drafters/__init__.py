@@ -176,12 +176,13 @@ def make_proposal(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = N
 
 
 def no_drafts(rows: Tensor, k: int) -> Proposal:
-    """Return an empty proposal for the rows [B]. Cached: later calls launch no kernels; do not modify it."""
-    return _no_drafts(rows.shape[0], k, rows.device)
+    """Return an empty proposal for the rows [B]. Later calls launch no kernels; do not modify it."""
+    B, n = len(rows), len(rows) * k
+    zeros, generated, none = _constants(max(B, n).bit_length(), rows.device)
+    drafts, source = zeros[:n].view(B, k), generated[:n].view(B, k)
+    return Proposal(drafts, zeros[:B], source, zeros[:B], none[:B])
 
 
-@cache
-def _no_drafts(B: int, k: int, device: torch.device) -> Proposal:
-    zeros = torch.zeros(B, dtype=torch.int32, device=device)
-    source = torch.full((B, k), GENERATED, dtype=torch.int32, device=device)
-    return Proposal(torch.zeros_like(source), zeros, source, zeros, torch.full_like(zeros, NO_DRAFTER))
+@cache  # never freed, since captured steps read them
+def _constants(bits: int, device: torch.device) -> list[Tensor]:
+    return [torch.full((1 << bits,), x, dtype=torch.int32, device=device) for x in (0, GENERATED, NO_DRAFTER)]
