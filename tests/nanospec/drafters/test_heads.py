@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from torch import Tensor
 from nanospec.drafters.medusa import Heads, lm_head_rows
 from nanospec.kernels.launch import forced
 from nanospec.models.decoder import Model
-from tests.random_weights import random_heads
 from tests.tiny import tiny_config
 from tests.util import assert_close
 
 H, V = 32, 64
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def target(dtype: torch.dtype = torch.float32, **overrides: Any) -> tuple[Model, Tensor]:
@@ -72,115 +71,77 @@ def reference(result: dict[str, Tensor], hidden: Tensor, lm_head: Tensor) -> Ten
 
 MAP = torch.tensor([3, 60, 7, 8, 41, 0, 22], dtype=torch.int32)
 LAYOUTS: dict[str, dict[str, Tensor]] = {
-    "published": tensors(own=(0, 1, 2)),
     "published-2-blocks": tensors(num_layers=2, own=(0, 1, 2)),
-    "shared": tensors(),
     "shared-3-blocks": tensors(num_layers=3),
     "one-of-three-shared": tensors(own=(0, 2)),
-    "shared-map": {**tensors(), "token_map": MAP},
     "own-map": {**tensors(own=(0, 1, 2), rows=len(MAP)), "token_map": MAP.long()},
-    "mixed-map-1-head": {**tensors(num_heads=1), "token_map": MAP},
+    "shared-map-1-head": {**tensors(num_heads=1), "token_map": MAP},
     "prefixed": {f"medusa_head.{name}": tensor for name, tensor in tensors(own=(1,)).items()},
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_logits_match_reference(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
-    model, lm_head = target(dtype, tie_word_embeddings=tied)
-    for layout, stored in LAYOUTS.items():
-        save_file(stored, tmp_path / "heads.safetensors")
-        heads = Heads.load(tmp_path / "heads.safetensors", model)
-        result = {name.removeprefix("medusa_head."): tensor for name, tensor in stored.items()}
-        for count in (0, 1, 63):
-            hidden = states(count, dtype)
-            actual = heads.logits(hidden)
-            assert actual.dtype == dtype
-            assert actual.shape[1] == heads.num_heads
-            assert_close(actual, reference(result, hidden, lm_head), TOLERANCE[dtype], layout)
+@pytest.mark.parametrize(
+    ("dtype", "tied", "backend"),
+    [(torch.float32, False, "auto"), (torch.bfloat16, True, "auto"), (torch.float32, False, "triton")],
+    ids=str,
+)
+def test_logits_match_reference(tmp_path: Path, tied: bool, dtype: torch.dtype, backend: Any) -> None:
+    with forced(backend):
+        model, lm_head = target(dtype, tie_word_embeddings=tied)
+        for layout, stored in LAYOUTS.items():
+            save_file(stored, tmp_path / "heads.safetensors")
+            heads = Heads.load(tmp_path / "heads.safetensors", model)
+            result = {name.removeprefix("medusa_head."): tensor for name, tensor in stored.items()}
+            for count in (3,) if backend == "triton" else (0, 1, 63):
+                actual, hidden = heads.logits(states(count, dtype)), states(count, dtype)
+                assert actual.dtype == dtype
+                assert actual.shape[1] == heads.num_heads
+                assert_close(actual, reference(result, hidden, lm_head), TOLERANCE[dtype], layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_lm_head_rows_of_packed_weights(dtype: torch.dtype) -> None:
-    for tied, hidden in itertools.product((False, True), (32, 144)):
+    for tied, hidden in product((False, True), (32, 144)):
         model, lm_head = target(dtype, tie_word_embeddings=tied, hidden_size=hidden)
         assert torch.equal(lm_head_rows(model, MAP.long()), lm_head[MAP.long()]), (tied, hidden)
-
-
-@pytest.mark.parametrize("vocab", [None, 10], ids=["all", "map"])
-def test_tokens_maps_indices_to_token_ids(vocab: int | None) -> None:
-    heads = random_heads(target()[0], 4, vocab, seed=1)
-    scores = torch.full((9, 4, V), -torch.inf)
-    scores[..., torch.arange(V) if heads.token_map is None else heads.token_map] = heads.logits(states(9))
-    result = heads.tokens(heads.logits(states(9)).topk(10).indices)
-    assert result.dtype == torch.int32
-    assert torch.equal(result.long(), scores.topk(10).indices)
-
-
-@pytest.mark.parametrize("layout", ["shared-map", "published-2-blocks"])
-def test_triton_matches_reference(tmp_path: Path, layout: str) -> None:
-    save_file(LAYOUTS[layout], tmp_path / "heads.safetensors")
-    with forced("triton"):
-        model, lm_head = target()
-        heads = Heads.load(tmp_path / "heads.safetensors", model)
-        actual = heads.logits(states(3))
-    assert_close(actual, reference(LAYOUTS[layout], states(3), lm_head), 1e-5)
 
 
 def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
     return lambda result: result.update({name: tensor})
 
 
-ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "no heads": (lambda result: result.clear(), "is not a file of Medusa heads: .* .found no tensors"),
-    "hidden size": (
+ERRORS: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
+    (lambda result: result.clear(), "is not a file of Medusa heads: .* .found no tensors"),
+    (
         put("1.0.linear.weight", torch.zeros(48, 48)),
         r"hidden size 32, 64 tokens.*wrong shape: 1.0.linear.weight \[48, 48\] instead of \[32, 32\]",
     ),
-    "vocabulary": (put("0.1.weight", torch.zeros(99, H)), r"0.1.weight \[99, 32\] instead of \[64, 32\]"),
-    "a projection that does not fit the map": (
+    (put("0.1.weight", torch.zeros(99, H)), r"0.1.weight \[99, 32\] instead of \[64, 32\]"),
+    (
         lambda result: result.update({"0.1.weight": torch.zeros(V, H), "token_map": MAP}),
         r"7 tokens.*0.1.weight \[64, 32\] instead of \[7, 32\]",
     ),
-    "bias missing": (lambda result: result.pop("2.0.linear.bias"), "1 tensor.s. missing: 2.0.linear.bias"),
-    "head missing": (
-        lambda result: [result.pop(f"1.0.linear.{part}") for part in ("weight", "bias")],
-        "2 tensor.s. missing: 1.0.linear.bias, 1.0.linear.weight",
-    ),
-    "a gap of many": (put("99.0.linear.bias", torch.zeros(H)), "missing: 10.0.linear.bias, .* more"),
-    "a number of many digits": (put(f"{'9' * 5000}.0.linear.bias", torch.zeros(H)), "unexpected: '999"),
-    "unknown": (put("lm_head.weight", torch.zeros(V, H)), "unexpected: lm_head.weight"),
-    "integers": (
-        put("0.0.linear.bias", torch.zeros(H, dtype=torch.int32)),
-        "not stored as F32, BF16, F16: 0.0.linear.bias I32",
-    ),
-    "token too high": (put("token_map", torch.tensor([1, 64])), "distinct ids from 0 to 63"),
-    "token negative": (put("token_map", torch.tensor([-2, 5])), "distinct ids from 0"),
-    "token twice": (put("token_map", torch.tensor([5, 5])), "distinct ids from 0"),
-    "map of floats": (put("token_map", torch.ones(3)), r"a list of int32 or int64, not float32 \[3\]"),
-    "map of pairs": (put("token_map", torch.ones(3, 2).int()), r"not int32 \[3, 2\]"),
-}
+    (lambda result: result.pop("2.0.linear.bias"), "1 tensor.s. missing: 2.0.linear.bias"),
+    (put("99.0.linear.bias", torch.zeros(H)), "missing: 10.0.linear.bias, .* more"),
+    (put(f"{'9' * 5000}.0.linear.bias", torch.zeros(H)), "unexpected: '999"),
+    (put("lm_head.weight", torch.zeros(V, H)), "unexpected: lm_head.weight"),
+    (put("0.0.linear.bias", torch.zeros(H).int()), "not stored as F32, BF16, F16: 0.0.linear.bias I32"),
+    (put("token_map", torch.tensor([1, 64])), "distinct ids from 0 to 63"),
+    (put("token_map", torch.tensor([-2, 5])), "distinct ids from 0"),
+    (put("token_map", torch.tensor([5, 5])), "distinct ids from 0"),
+    (put("token_map", torch.ones(3)), r"a list of int32 or int64, not float32 \[3\]"),
+    (put("token_map", torch.ones(3, 2).int()), r"not int32 \[3, 2\]"),
+    (put("token_map", torch.ones(0).int()), r"not int32 \[0\]"),
+]
 
 
-@pytest.mark.parametrize("what", ERRORS)
-def test_invalid_heads_are_rejected(tmp_path: Path, what: str) -> None:
-    change, sentence = ERRORS[what]
-    result = tensors()
-    change(result)
-    save_file(result, tmp_path / "heads.safetensors")
-    with pytest.raises(ValueError, match=sentence):
-        Heads.load(tmp_path / "heads.safetensors", target()[0])
-
-
-def test_truncated_file_is_rejected(tmp_path: Path) -> None:
-    file = tmp_path / "heads.safetensors"
-    save_file(tensors(), file)
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="not a valid safetensors file .* may be truncated"):
-        Heads.load(file, target()[0])
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_invalid_heads_are_rejected(tmp_path: Path) -> None:
     model, _ = target()
+    for change, sentence in ERRORS:
+        result = tensors()
+        change(result)
+        save_file(result, tmp_path / "heads.safetensors")
+        with pytest.raises(ValueError, match=sentence):
+            Heads.load(tmp_path / "heads.safetensors", model)
     with pytest.raises(FileNotFoundError, match="Medusa heads .*nowhere not found"):
         Heads.load(tmp_path / "nowhere", model)

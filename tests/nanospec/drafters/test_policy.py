@@ -5,16 +5,21 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate, pairwise, product
-from types import FrameType
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanospec.drafters.estimates import Estimator, RowAccounts, RowProposal, StepCosts, tokens_per_step
+from nanospec.drafters.estimates import (
+    DraftTimes,
+    Estimator,
+    RowAccounts,
+    RowProposal,
+    StepCosts,
+    tokens_per_step,
+)
 from nanospec.drafters.policy import OVERHEAD, AutoPolicy, Policy
 from nanospec.kernels import NO_DRAFTER
 from nanospec.kernels.speculation.report import RowReport
@@ -22,10 +27,12 @@ from nanospec.kernels.speculation.report import RowReport
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 FLAT = {k: 10.0 + 0.01 * k for k in KS}  # drafts are free
 HALF = {k: 10.0 + 2.0 * k for k in KS}
+SLOW = {k: 10.0 + 5.0 * k for k in KS}
 STEEP = {k: 10.0 * (k + 1) for k in KS}  # verifying a token costs as much as decoding it
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CHEAP = [10.0 + 0.1 * n for n in SIZES]  # cost almost independent of the number of tokens
+MEDIUM = [10.0 + 0.3 * n for n in SIZES]
 SLOPED = [10.0 + n for n in SIZES]
 LINEAR = [10.0 * n for n in SIZES]  # no gain from scoring tokens together
 FREE_TO_4 = [10.0 + max(n - 4, 0) for n in SIZES]  # 10 ms, and 1 ms per token beyond 4
@@ -50,26 +57,32 @@ def observe_row(policy: Policy, row: int, accepted: int, drafted: int = 4, steps
         policy.observe(row, report(drafted, accepted))
 
 
-def choose(
-    policy: Policy, rows: int | range | dict[int, int], most: int = 16, context: int = 0, waiting: bool = True
-) -> int:
-    rows = range(rows) if isinstance(rows, int) else rows
-    limits = rows if isinstance(rows, dict) else dict.fromkeys(rows, most)
+def choose(policy: Policy, rows: int | dict[int, int], context: int = 0, waiting: bool = True) -> int:
+    """Return the chosen K for rows with the given limits; a number means rows with a limit of 16."""
+    limits = rows if isinstance(rows, dict) else dict.fromkeys(range(rows), 16)
     return policy.choose(limits, limits, context, waiting)[1]
 
 
-def usual_k(policy: Policy, rows: int, steps: int = 100) -> int:
+def usual_k(policy: Policy, rows: int | dict[int, int]) -> int:
     """Return the most frequent K, which excludes probes."""
-    ks = [choose(policy, rows) for _ in range(steps)]
+    ks = [choose(policy, rows) for _ in range(100)]
     return max(set(ks), key=ks.count)
 
 
-def to_verify(policy: Policy, drafts: Sequence[int], match: int = 3, waiting: bool = True) -> list[int]:
+def to_verify(
+    policy: Policy,
+    drafts: Sequence[int],
+    match: int | Sequence[int] = 3,
+    context: int = 0,
+    waiting: bool = True,
+) -> list[int]:
     """Return the number of drafts to verify in a packed step of rows 0, 1, ..."""
-    choose(policy, len(drafts), waiting=waiting)
-    return policy.count_drafts(
-        [RowProposal(row, NGRAM if n else NO_DRAFTER, n, match) for row, n in enumerate(drafts)]
-    )
+    matches = [match] * len(drafts) if isinstance(match, int) else match
+    choose(policy, len(drafts), context, waiting)
+    offers = enumerate(zip(drafts, matches, strict=True))
+    taken = policy.count_drafts([RowProposal(row, NGRAM if n else -1, n, m) for row, (n, m) in offers])
+    assert all(0 <= n <= offered for n, offered in zip(taken, drafts, strict=True))
+    return taken
 
 
 def run(policy: AutoPolicy, chances: Sequence[float], steps: int, waiting: bool = True) -> list[list[int]]:
@@ -107,19 +120,28 @@ def test_cost_interpolation_and_extrapolation() -> None:
     assert costs.cost(2, 8, 100) == pytest.approx(17 + 100 * 0.008), "four tokens see each position"
 
 
-SOME_KS = st.dictionaries(st.sampled_from(KS[1:]), st.floats(0.01, 100))
+def test_captured_costs() -> None:
+    """Those of the smallest bucket that fits, made monotonic in K."""
+    costs = StepCosts(captured={4: {0: 1.0, 4: 3.0, 2: 0.5}, 1: {0: 0.5}, 16: {0: 2.0, 1: 2.5}})
+    assert costs.by_k(3, 3) == {0: 1.0, 2: 1.0}
+    assert costs.by_k(5, 1) == {0: 2.0, 1: 2.5}
+    assert [costs.cost(n, n) for n in (1, 2, 4, 5, 16)] == [0.5, 1.0, 1.0, 2.0, 2.0]
+    assert [costs.cost(2, n) for n in (3, 6, 7, 10)] == [1.0, 1.0, 3.0, 3.0]
 
 
-@given(st.dictionaries(st.integers(1, 300), SOME_KS, min_size=1, max_size=6))
-def test_captured_costs_are_monotonic_in_k(ms: dict[int, dict[int, float]]) -> None:
-    costs = StepCosts(captured={B: {0: 1.0, **row} for B, row in ms.items()})
-    for B in ms:
-        by_k = costs.by_k(B, 16)
-        assert list(by_k) == sorted(by_k)
-        assert all(a <= b for a, b in pairwise(by_k.values()))
-        assert all(costs.cost(B, B * (k + 1)) == ms for k, ms in by_k.items())
-    costs = StepCosts(captured={4: {0: 1.0}, 1: {0: 0.5}, 16: {0: 2.0}})
-    assert [costs.cost(n, n) for n in (1, 2, 4, 5, 16)] == [0.5, 1.0, 1.0, 2.0, 2.0], "the next bucket"
+def test_draft_times_include_calls_without_drafts() -> None:
+    times = DraftTimes()
+    assert times(4, 4) == 0
+    for share in (0.0,) * 9 + (1.0,):
+        times.add(4, 4, 2.0, share)
+    assert times(5, 4) == pytest.approx(2.0 * 11 / 2)
+    assert [times(4, k) for k in (0, 2, 8)] == pytest.approx([0, 5.5, 11]), "at least"
+    assert times(1, 4) == 0, "fewer rows may take less"
+    for _ in range(3000):
+        times.fade()
+    assert times(4, 4) < 1, "to be tried again"
+    times.add(4, 4, 2.0, 1.0)
+    assert times(4, 4) == pytest.approx(2.0 * 12 / 3)
 
 
 def test_tokens_per_step_with_constant_acceptance() -> None:
@@ -128,10 +150,10 @@ def test_tokens_per_step_with_constant_acceptance() -> None:
         assert tokens_per_step(x, x, x, KS, limit) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("chances", [(0.125, 0.75, 0.875), (0.5, 0.25, 0.5), (0.75, 1.0, 0.25)])
-@pytest.mark.parametrize("k", [1, 4, 8])
-def test_tokens_per_step_matches_simulation(chances: tuple[float, float, float], k: int) -> None:
-    miss, full, further = chances
+@pytest.mark.parametrize(
+    ("miss", "full", "further", "k"), [(0.125, 0.75, 0.875, 4), (0.5, 0.25, 0.5, 1), (0.75, 1.0, 0.25, 8)]
+)
+def test_tokens_per_step_matches_simulation(miss: float, full: float, further: float, k: int) -> None:
     rng, steps, tokens, copying = random.Random(0), 40_000, 0, False
     for _ in range(steps):
         accepted = 0
@@ -147,40 +169,23 @@ def first(estimator: Estimator, row: int, drafter: int = NGRAM, match: int = 0) 
     return estimator.gains(RowProposal(row, drafter, 1, match))[0]
 
 
-def test_match_length_statistics_are_shared_by_requests() -> None:
+def test_rates_are_kept_by_match_length_and_drafter_and_row() -> None:
     estimator = Estimator()
     assert first(estimator, 9, match=1) < first(estimator, 9, match=2) < first(estimator, 9, match=5)
-    for row in range(8):
-        for _ in range(50):
+    for _ in range(50):
+        for row in range(8):  # the rates of match lengths are shared by requests
             estimator.observe(row, NGRAM, 1, 4, 3)
             estimator.observe(row, NGRAM, 5, 4, 0)
+        estimator.observe(10, NGRAM, 2, 4, 3)
+        estimator.observe(10, MODEL, 0, 4, 0)
+        estimator.observe(11, NGRAM, 2, 4, 0)
     assert first(estimator, 9, match=1) > 0.85
     assert first(estimator, 9, match=5) < 0.15
-
-
-def test_new_request_with_short_match_gets_few_drafts() -> None:
-    """Statistics of a row's text are reset with the row; those by match length are kept."""
-    policy = packed(CHEAP)
-    assert to_verify(policy, [11], match=1)[0] <= 7
-    assert policy.expected_speedup is not None
-    assert 1 < policy.expected_speedup < 2
-    for _ in range(100):
-        policy.observe(0, report(8, 0, match=1))
-    policy.reset(0)
-    assert to_verify(policy, [11], match=1)[0] <= 2
-
-
-def test_estimates_per_drafter_and_row() -> None:
-    estimator = Estimator()
-    for _ in range(50):
-        estimator.observe(0, NGRAM, 2, 4, 3)
-        estimator.observe(0, MODEL, 0, 4, 0)
-        estimator.observe(1, NGRAM, 2, 4, 0)
-    assert first(estimator, 0, match=2) > 2 * first(estimator, 1, match=2)
-    assert first(estimator, 0, MODEL) < 0.1
-    before = first(estimator, 7, match=2)
-    estimator.reset(0)
-    assert first(estimator, 0, match=2) == before, "as a row that is new"
+    assert first(estimator, 10, match=2) > 2 * first(estimator, 11, match=2)
+    assert first(estimator, 10, MODEL) < 0.1
+    before = first(estimator, 7 + 5, match=2)
+    estimator.reset(10)
+    assert first(estimator, 10, match=2) == before, "as a row that is new"
 
 
 def test_estimate_after_full_acceptance_is_separate() -> None:
@@ -209,7 +214,7 @@ def test_fixed_policy_and_free_drafts() -> None:
     assert to_verify(fixed, [3, 0, 16]) == [3, 0, 16]
     assert fixed.expected_speedup is None
     observe_row(policy, 0, accepted=4)
-    assert [choose(policy, 1, most) for most in (16, 5, 0)] == [16, 4, 0]
+    assert [choose(policy, {0: most}) for most in (16, 5, 0)] == [16, 4, 0]
     assert policy.expected_speedup == 1
 
 
@@ -219,8 +224,8 @@ def test_fixed_policy_and_free_drafts() -> None:
         (HALF, 0, 1, 1, False),
         (STEEP, 3, 8, 8, False),
         (HALF, 4, 8, 7, True),
-        ({k: 10.0 + 5.0 * k for k in KS}, 4, 32, 1, False),
-        ({k: 10.0 + 5.0 * k for k in KS}, 4, 1, 1, True),
+        (SLOW, 4, 32, 1, False),
+        (SLOW, 4, 1, 1, True),
     ],
     ids=["wrong", "steep", "one-without-a-match", "one-of-many", "alone"],
 )
@@ -237,45 +242,30 @@ def test_limits_missing_ks_and_new_requests() -> None:
     policy = AutoPolicy(StepCosts(captured={1: HALF, 8: {0: 10.0, 2: 10.1}, 16: HALF}))
     for row in range(1, 32):
         observe_row(policy, row, accepted=3)
-    assert choose(policy, range(1, 9)) == 2
-    assert [choose(policy, range(1, 17), most) > 2 for most in (2, 16)] == [False, True]
-    one = [choose(policy, {row: 16 if row == 1 else 0 for row in range(1, 17)}) for _ in range(50)]
-    assert sorted(one)[25] == 0, "rows that may not draft gain nothing"
+    assert choose(policy, dict.fromkeys(range(1, 9), 16)) == 2
+    sixteen = range(1, 17)
+    assert [choose(policy, dict.fromkeys(sixteen, most)) > 2 for most in (2, 16)] == [False, True]
+    assert usual_k(policy, {row: 16 * (row == 1) for row in sixteen}) == 0, "others gain nothing"
     observe_row(policy, 0, accepted=0, steps=60)
     assert usual_k(policy, 1) == 0
     policy.reset(0)
     assert choose(policy, 1) > 0
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 16), st.integers(1, 5)), min_size=1, max_size=9),
-    st.sampled_from((CHEAP, LINEAR, [1.0] * 7, [0.001] * 7)),
-    st.integers(0, 100),
-    st.booleans(),
-)
-def test_count_drafts_never_exceeds_offers(
-    counts: list[tuple[int, int]], ms: list[float], seed: int, waiting: bool
-) -> None:
-    policy, rng = packed(ms), random.Random(seed)
-    offers = [
-        RowProposal(row, NGRAM if n else NO_DRAFTER, n, m if n else 0) for row, (n, m) in enumerate(counts)
-    ]
-    for _ in range(6):
-        choose(policy, len(offers), waiting=waiting)
-        taken = policy.count_drafts(offers)
-        for offer, n in zip(offers, taken, strict=True):
-            assert 0 <= n <= offer.num_drafts
-            policy.observe(offer.row, report(n, rng.randint(0, n), match=offer.match_len))
-
-
-def test_count_drafts_takes_drafts_that_pay() -> None:
-    for ms, accepted, taken in ((CHEAP, 8, 16), (SLOPED, 0, 0), (LINEAR, 4, 0)):
-        policy = packed(ms)
-        observe_row(policy, 0, accepted, drafted=8)
-        assert to_verify(policy, [16]) == [taken]
+def test_new_request_with_short_match_gets_few_drafts() -> None:
+    """Statistics of a row's text are reset with the row; those by match length are kept."""
+    policy = packed(CHEAP)
+    assert to_verify(policy, [11], match=1)[0] <= 7
+    assert policy.expected_speedup is not None
+    assert 1 < policy.expected_speedup < 2
+    for _ in range(100):
+        policy.observe(0, report(8, 0, match=1))
+    policy.reset(0)
+    assert to_verify(policy, [11], match=1)[0] <= 2
 
 
 @example(rows=[(4, 3, 0), (4, 3, 2), (4, 3, 4)], more=[10.0, 17.0, 0.0, 0.5, 2.5, 10.0, 20.0], context=0)
+@example(rows=[(16, 3, 8)], more=[0.0] * 7, context=0)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 9)), min_size=1, max_size=9),
     st.lists(st.floats(0.0, 9.0), min_size=len(SIZES), max_size=len(SIZES)),
@@ -289,26 +279,15 @@ def test_count_drafts_is_optimal_for_the_batch(
     for row, (_, match, accepted) in enumerate(rows):
         for _ in range(5):
             policy.observe(row, report(9, accepted, match=match))
-    choose(policy, B, context=context)
-    offers = [
-        RowProposal(row, NGRAM if n else NO_DRAFTER, n, match) for row, (n, match, _) in enumerate(rows)
-    ]
+    counts, matches, _ = zip(*rows)
+    offers = [RowProposal(row, NGRAM, n, match) for row, (n, match, _) in enumerate(rows)]
     gains = [gain for offer in offers for gain in policy.estimator.gains(offer)]
     totals = accumulate(sorted(gains, reverse=True), initial=float(B))
     rates = [total / policy.costs.cost(B, B + n, context) for n, total in enumerate(totals)]
-    policy.count_drafts(offers)
+    taken = to_verify(policy, counts, matches, context)
     assert policy.expected_speedup == pytest.approx(max(rates) / rates[0])
-
-
-def test_long_contexts_favor_drafts() -> None:
-    """Their steps are slow with or without drafts."""
-    taken = {}
-    for context in (0, 4000):
-        policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 514.0}, attention=(0.01, 0.0)))
-        observe_row(policy, 0, accepted=4, drafted=5)
-        choose(policy, 1, context=context)
-        [taken[context]] = policy.count_drafts([RowProposal(0, NGRAM, 16, 3)])
-    assert 0 < taken[0] < taken[4000]
+    best = [n for n, rate in enumerate(rates) if rate == pytest.approx(max(rates))]
+    assert sum(taken) in {*best, *(n + 1 for n in best)}, "with a probe"
 
 
 def test_row_accounts() -> None:
@@ -321,16 +300,16 @@ def test_row_accounts() -> None:
 @pytest.mark.parametrize("waiting", [True, False])
 def test_rows_without_drafts_lose_little_to_others(waiting: bool) -> None:
     """Row 0 copies, 15 rows have no drafts. A draft costs 1 ms; each row that ends saves 0.8 ms a step."""
-    policy, B, steps = packed(FREE_TO_4), 16, 400
+    policy, B, steps, taken = packed(FREE_TO_4), 16, 400, []
     observe_row(policy, 0, 8, drafted=8)
-    cost, taken = partial(policy.costs.cost, B), []
     for _ in range(steps):
         [n, *_] = to_verify(policy, [8] + [0] * 15, waiting=waiting)
         policy.observe(0, report(n, n))
         taken.append(n)
-    lost = sum(cost(B + n) - cost(B) for n in taken)
-    saved = sum(taken) * (cost(B) - cost(1)) / 15
-    share = (lost - saved) / (steps * cost(B))
+    plain = policy.costs.cost(B, B)
+    lost = sum(policy.costs.cost(B, B + n) - plain for n in taken)
+    saved = sum(taken) * (plain - policy.costs.cost(B, 1)) / 15
+    share = (lost - saved) / (steps * plain)
     if waiting:
         assert set(taken) == {8}
         assert share > 0.03
@@ -340,31 +319,23 @@ def test_rows_without_drafts_lose_little_to_others(waiting: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ms", "chances"),
+    ("ms", "chances", "most"),
     [
-        (FREE_TO_4, (1, 1, 1, 0)),
-        ([10 + 0.3 * n for n in SIZES], (0.8, 0)),
-        ([10 + 0.3 * n for n in SIZES], (0.8, 0.8, 0.8, 0)),
-        (CHEAP, (0,) * 16),
+        (FREE_TO_4, (1, 1, 1, 0), 0.1),
+        (MEDIUM, (0.8, 0), 0.1),
+        (MEDIUM, (0.8, 0.8, 0.8, 0), 0.1),
+        (CHEAP, (0,) * 16, 2 * OVERHEAD),
     ],
     ids=["three-copy", "one", "three", "none-is-ever-right"],
 )
-def test_row_without_acceptance_loses_little(ms: list[float], chances: tuple[float, ...]) -> None:
+def test_row_without_acceptance_loses_little(
+    ms: list[float], chances: tuple[float, ...], most: float
+) -> None:
     """Even though its neighbors make its drafts look promising, and their probes succeed."""
     policy, B, steps = packed(ms), len(chances), 800
     taken = run(policy, chances, steps, waiting=False)
     total = sum(policy.costs.cost(B, B + sum(own)) for own in taken)
-    assert total < 1.1 * steps * policy.costs.cost(B, B)
-    if not any(chances):
-        assert total < (1 + 2 * OVERHEAD) * steps * policy.costs.cost(B, B)
-
-
-def test_equal_rows_do_not_limit_each_other() -> None:
-    for rows, waiting in product((1, 4), (True, False)):
-        policy = packed(FREE_TO_4)
-        for row in range(rows):
-            observe_row(policy, row, 8, drafted=8)
-        assert all(taken == [8] * rows for taken in run(policy, (1.0,) * rows, 20, waiting))
+    assert total < (1 + most) * steps * policy.costs.cost(B, B)
 
 
 def model_policy(pass_ms: float) -> AutoPolicy:
@@ -376,7 +347,7 @@ def drafted_steps(policy: AutoPolicy, B: int, right: bool, steps: int) -> list[i
     """Return the drafts verified per step, for a draft model that is always right or always wrong."""
     result = []
     for _ in range(steps):
-        k = choose(policy, B, 8)
+        k = choose(policy, dict.fromkeys(range(B), 8))
         drafter = MODEL if k else NO_DRAFTER
         drafts = policy.count_drafts([RowProposal(row, drafter, k, 0) for row in range(B)])
         for row, n in enumerate(drafts):
@@ -396,7 +367,7 @@ def test_draft_model_without_gain_is_rarely_run() -> None:
     assert sum(n > 0 for n in drafted_steps(model_policy(30.0), 1, True, 300)) <= 40
     policy = model_policy(4.0)
     drafted_steps(policy, 8, True, 50)
-    assert choose(policy, 1, 8) > 0
+    assert choose(policy, {0: 8}) > 0
     assert choose(policy, {0: 8} | dict.fromkeys(range(1, 31), 0)) == 0
 
 
@@ -414,19 +385,6 @@ def test_failing_probes_cost_little(by_k: dict[int, float]) -> None:
     assert plain < spent < (1 + 1.2 * OVERHEAD) * plain or by_k is STEEP
 
 
-@pytest.mark.parametrize(("by_k", "within"), [(FLAT, 60), (HALF, 600)], ids=["flat", "half"])
-def test_text_becoming_repetitive_is_noticed(by_k: dict[int, float], within: int) -> None:
-    policy, ks = captured(by_k), []
-    for _ in range(200):
-        if choose(policy, 1):
-            policy.observe(0, report(0, 0))
-    for _ in range(1000):  # now every draft would be accepted
-        ks.append(choose(policy, 1))
-        if ks[-1]:
-            policy.observe(0, report(ks[-1], ks[-1]))
-    assert min(ks[within:]) >= 4
-
-
 def test_rows_without_drafts_are_probed_in_turn() -> None:
     policy = packed(SLOPED)
     for row in range(4):
@@ -436,22 +394,15 @@ def test_rows_without_drafts_are_probed_in_turn() -> None:
     assert 0 < sum(totals) <= 800 * OVERHEAD * policy.costs.cost(4, 4), "each costs 1 ms"
     taken = run(policy, (1.0,), 900)
     assert min(n for [n] in taken[-20:]) == 8
-    assert all(to_verify(packed(SLOPED), [0]) == [0] for _ in range(400)), "without a match there is no probe"
 
 
-def lines(call: Callable[[], Any]) -> int:
-    """Return the number of Python lines executed."""
-    count, before = 0, sys.gettrace()
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    call()
-    sys.settrace(before)
-    return count
+def calls(function: Callable[[], Any]) -> int:
+    """Return the number of Python and C functions called by a function."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    function()
+    sys.setprofile(None)
+    return len(events) // 2  # a call and a return each
 
 
 def test_choose_and_count_drafts_are_cheap() -> None:
@@ -459,10 +410,10 @@ def test_choose_and_count_drafts_are_cheap() -> None:
     policy, rng = captured(HALF), random.Random(0)
     for row in range(64):
         policy.observe(row, report(8, rng.randint(0, 8)))
-    assert 64 < lines(lambda: choose(policy, 64)) < 64 * 60
+    assert 64 < calls(lambda: choose(policy, 64)) < 64 * 45
     policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 73.0, 1088: 585.0}))
     for row in [*range(64)] * 20:
         policy.observe(row, report(1, int(rng.random() < 0.3), match=1 + row % 3))
     choose(policy, 64)
     offers = [RowProposal(row, NGRAM, 16, 1 + row % 3) for row in range(64)]
-    assert 64 < lines(lambda: policy.count_drafts(offers)) < 64 * 40
+    assert 64 < calls(lambda: policy.count_drafts(offers)) < 64 * 35
