@@ -6,7 +6,9 @@ launch nothing on a GPU, views and allocations, are omitted. Only tensors create
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -39,20 +41,17 @@ class DryRun(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __enter__(self) -> Any:
-        run, self._launch = self, GridExecutor.__call__
-
         def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
-            run.launches.append(executor.fn.__name__)
+            self.launches.append(executor.fn.__name__)
 
-        GridExecutor.__call__ = launch
-        self._forced = forced("triton")
-        self._forced.__enter__()
+        self._changes = ExitStack()
+        self._changes.enter_context(mock.patch.object(GridExecutor, "__call__", launch))
+        self._changes.enter_context(forced("triton"))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._forced.__exit__(*exception)
-        GridExecutor.__call__ = self._launch
+        self._changes.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from nanospec.device.step import StepResult
-
-HOST_READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "lift_fresh", "masked_select")
+from tests.waiting import READS
 
 
 class Tape(TorchDispatchMode):
@@ -47,7 +46,7 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        assert name not in HOST_READS, f"{name} makes the host wait for the device"
+        assert name not in READS, f"{name} makes the host wait for the device"
         out = func(*args, **kwargs)
         if name.startswith(("empty", "new_empty")):  # has no contents to recompute
             return out

@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -41,17 +40,21 @@ class WaitError(AssertionError):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Rejects waiting operations (see above). Enter it before the engine runs; `replays` are also allowed."""
+    """Rejects waiting operations (see above). Enter it before the engine runs; `replays` are also allowed.
+    Counts calls of `upload` in `uploads`."""
 
     def __init__(self, *replays: tuple[type, str]) -> None:
         super().__init__()
-        self._replays = replays
+        self._replays, self.uploads = replays, 0
+
+    def _upload(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.uploads += 1
+        return upload(*args, **kwargs)
 
     def __enter__(self) -> Any:
         self._patches = ExitStack()
         change = lambda *where: self._patches.enter_context(mock.patch.object(*where))  # noqa: E731
-        for function in (upload, to_host):
-            free = allowed(function)
+        for function, free in ((upload, allowed(self._upload)), (to_host, allowed(to_host))):
             for module in [m for name, m in sys.modules.items() if name.startswith("nanospec")]:
                 if getattr(module, function.__name__, None) is function:
                     change(module, function.__name__, free)
@@ -83,7 +86,6 @@ class NoWaiting(TorchDispatchMode):
 def allowed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with checks disabled during its calls."""
 
-    @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return function(*args, **kwargs)

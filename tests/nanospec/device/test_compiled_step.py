@@ -40,12 +40,13 @@ def expected(model: Model, jobs: list[Job]) -> list[Outcome]:
     return run_alone(model, jobs, max_model_len=WINDOW)
 
 
-@pytest.mark.parametrize("k", [None, 1, 3, 8, "auto"], ids=lambda k: f"K{k}")
-@pytest.mark.parametrize("mode", ["packed", "captured"])
+@pytest.mark.parametrize(
+    ("k", "eager"), [(None, False), (1, True), (3, False), (8, True), ("auto", False)], ids=str
+)
 def test_output_is_independent_of_drafts_and_batch(
-    model: Model, jobs: list[Job], expected: list[Outcome], k: K, mode: str
+    model: Model, jobs: list[Job], expected: list[Outcome], k: K, eager: bool
 ) -> None:
-    engine = make_engine(model, k, max_model_len=WINDOW, enforce_eager=mode == "packed")
+    engine = make_engine(model, k, max_model_len=WINDOW, enforce_eager=eager)
     assert isinstance(model, CompiledModel)
     for job, request, wanted in zip(jobs, run(engine, jobs), expected, strict=True):
         assert outcome(request) == wanted, job  # log-probabilities too
@@ -55,36 +56,33 @@ def test_output_is_independent_of_drafts_and_batch(
 def wide() -> Model:
     """A model whose attention would reveal a change of summation order."""
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "num_heads": 8}
-    return tiny_model(dtype=torch.bfloat16, vocab_size=VOCAB, num_layers=3, **sizes)
+    return tiny_model(dtype=torch.bfloat16, vocab_size=VOCAB, num_layers=2, **sizes)
 
 
-@pytest.mark.parametrize("mode", ["packed", "captured"])
-@pytest.mark.parametrize(("method", "width"), [("ngram", 1), ("ngram", 4), ("ngram+medusa", 4)])
-def test_trees_do_not_change_tokens_or_logprobs(wide: Model, width: int, method: str, mode: str) -> None:
+@pytest.mark.parametrize(("method", "eager"), [("ngram", True), ("ngram+medusa", False)])
+def test_trees_do_not_change_tokens_or_logprobs(wide: Model, method: str, eager: bool) -> None:
     """Greedy and seeded requests in one batch, some longer than one span of attention."""
     rng = random.Random(1)
     jobs = [
-        Job(job.prompt * rng.choice((1, 4)), replace(job.params, logprobs=3))
-        for job in random_jobs(rng, VOCAB, 10, max_tokens=80)
+        Job(job.prompt * rng.choice((1, 4)), replace(job.params, logprobs=3, max_tokens=40))
+        for job in random_jobs(rng, VOCAB, 7)
     ]
-    heads = random_heads(wide, 3, vocab=20) if "medusa" in method else None
-    engine = make_engine(
-        wide, 12, spec={"method": method, "tree_width": width}, heads=heads, max_model_len=400,
-        enforce_eager=mode == "packed",
-    )  # fmt: skip
+    spec, heads = {"method": method, "tree_width": 4}, None
+    if "medusa" in method:
+        heads = random_heads(wide, 3, vocab=20)
+    engine = make_engine(wide, 12, spec=spec, heads=heads, max_model_len=400, enforce_eager=eager)
     requests = run(engine, jobs)
     for job, request, wanted in zip(jobs, requests, run_alone(wide, jobs, max_model_len=400), strict=True):
         assert outcome(request) == wanted, job
-    assert engine.metrics.spec.num_accepted > 100
+    assert engine.metrics.spec.num_accepted > 60
 
 
-@pytest.mark.parametrize("width", [1, 4], ids=["chains", "trees"])
-def test_previous_block_contents_do_not_matter(model: Model, width: int) -> None:
+def test_previous_block_contents_do_not_matter(model: Model) -> None:
     """Blocks need not be zeroed, since steps write finite values only."""
     jobs = [Job([3, 1, 2] * 4, SamplingParams(temperature=0, max_tokens=60)) for _ in range(3)]
     outputs = []
     for value in (0.0, torch.finfo(torch.bfloat16).max):
-        engine: Any = make_engine(model, 6, max_model_len=WINDOW, spec={"tree_width": width})
+        engine: Any = make_engine(model, 6, max_model_len=WINDOW, spec={"tree_width": 4})
         engine.worker.kv_cache.fill_(value)
         outputs.append([request.output_ids for request in run(engine, jobs)])
     assert outputs[0] == outputs[1]

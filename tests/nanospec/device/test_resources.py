@@ -1,10 +1,11 @@
-"""Choice of device and current device; number of threads under quotas."""
+"""Choice of device, number of threads under quotas, memory in use, and out-of-memory errors."""
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,91 +14,86 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanospec import SamplingParams
+from nanospec.config import EngineConfig
 from nanospec.device import resources
-from nanospec.device.resources import cpu_quota, resolve_device, use_device, use_threads
-from tests.drive import Job, make_engine, run
+from nanospec.device.resources import (
+    OutOfMemory,
+    cpu_quota,
+    explain_oom,
+    is_oom,
+    oom_remedy,
+    resolve_device,
+    use_device,
+    use_threads,
+)
+from tests.drive import Job, K, make_engine, run
 from tests.tiny import tiny_model
 
 
-class DeviceRecorder:
-    """Replaces `use_device` and records the devices entered and whether one is entered now."""
+class OnlyInside(TorchDispatchMode):
+    """Rejects operations outside its `use_device`, which records the devices entered."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.devices: list[torch.device] = []
-        self.depth = 0
-        monkeypatch.setattr(resources, "use_device", self._use_device)
+    devices: set[torch.device]
+    depth = 0
 
     @contextmanager
-    def _use_device(self, device: torch.device) -> Iterator[None]:
-        self.devices.append(device)
+    def use_device(self, device: torch.device) -> Iterator[None]:
+        self.devices.add(device)
         self.depth += 1
         yield
         self.depth -= 1
 
-
-class OnlyInside(TorchDispatchMode):
-    """Rejects operations outside `use_device`."""
-
-    def __init__(self, entered: DeviceRecorder) -> None:
-        super().__init__()
-        self._entered = entered
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert self._entered.depth, f"{func} on whatever device is the current one"
+        assert self.depth, f"{func} on whatever device is the current one"
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "options", [{"enforce_eager": True}, {"enforce_eager": False}], ids=["eager", "captured"]
-)
-def test_worker_runs_on_its_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("eager", [True, False])
+def test_worker_runs_on_its_device(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Allocation, capture, timing, and all verbs."""
-    model = tiny_model(num_layers=1)
-    entered = DeviceRecorder(monkeypatch)
+    model, inside = tiny_model(num_layers=1), OnlyInside()
+    inside.devices = set()
+    monkeypatch.setattr(resources, "use_device", inside.use_device)
     params = SamplingParams(temperature=0, max_tokens=9, presence_penalty=0.1, logprobs=1)
-    with OnlyInside(entered):
-        engine = make_engine(model, "auto", max_num_seqs=2, async_scheduling=True, **options)
+    with inside:
+        k: K = 2 if eager else "auto"
+        engine = make_engine(model, k, max_num_seqs=2, async_scheduling=True, enforce_eager=eager)
         run(engine, [Job([1, 2, 3, 1, 2], params), Job([4] * 20, params), Job([5], params)])
-    assert set(entered.devices) == {model.device}
-    assert entered.depth == 0
+    assert inside.devices == {model.device}
+    assert inside.depth == 0
 
 
 def test_use_device_sets_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered_devices: list[torch.device] = []
-
-    @contextmanager
-    def fake(device: torch.device) -> Iterator[None]:
-        entered_devices.append(device)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "device", fake)
-    with use_device(torch.device("cpu")):
-        pass
-    assert not entered_devices
-    with use_device(torch.device("cuda", 1)):
-        pass
-    assert entered_devices == [torch.device("cuda", 1)]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(device))
+    with use_device(torch.device("cpu")) as device:
+        assert device is None
+    with use_device(torch.device("cuda", 1)) as device:
+        assert device == torch.device("cuda", 1)
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs, the second of which is current."""
-    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 1)):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-
-
-@pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(
-    ("name", "expected"), [("auto", "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")]
-)
-def test_resolve_device(name: str, expected: str) -> None:
-    assert resolve_device(name) == torch.device(expected)
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_missing_gpu_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"device='cuda:7' .* has 2 GPUs.* the last is 'cuda:1'"):
-        resolve_device("cuda:7")
+def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two GPUs, the second of which is current; then with one, and with none."""
+    gpus = {"is_available": True, "device_count": 2, "current_device": 1}
+    for name in gpus:
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: gpus[name])
+    names = {"auto": "cuda:1", "cuda": "cuda:1", "cuda:0": "cuda:0", "cpu": "cpu"}
+    assert {name: str(resolve_device(name)) for name in names} == names
+    invalid: list[tuple[Any, str]] = [
+        ("cuda:7", "device='cuda:7' is invalid: this machine has 2 GPUs; the last is 'cuda:1'"),
+        ("cuda:123", "device='cuda:123' is not supported; use 'auto', 'cpu' or 'cuda'"),
+        ("xcpu", "device='xcpu' is not supported"),
+        (7, "device=7 is not supported"),
+    ]
+    for value, what in invalid:
+        with pytest.raises(ValueError, match=what):
+            resolve_device(value)
+    gpus["device_count"] = 1
+    with pytest.raises(ValueError, match="device='cuda:1' is invalid: this machine has 1 GPU; the last is"):
+        resolve_device("cuda:1")
+    gpus["is_available"] = False
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match="device='cuda' is not available: no GPU was found; use 'cpu'"):
+        resolve_device("cuda")
 
 
 def test_use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,20 +114,62 @@ def test_use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    ("own", "files", "expected"),
-    [
+def test_cpu_quota(tmp_path: Path) -> None:
+    cases: list[tuple[str, dict[str, str], float]] = [
         ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
         ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
         ("0::/a/b\n", {"cpu.max": "max 100000", "a/cpu.max": "200000 100000", "a/b/cpu.max": "max 1"}, 2.0),
         ("0::/gone\n", {"cpu.max": "300000 100000"}, 3.0),
         ("0::/../a\n", {}, math.inf),
         ("", {}, math.inf),
-    ],
-)
-def test_cpu_quota(own: str, files: dict[str, str], expected: float, tmp_path: Path) -> None:
-    (tmp_path / "own").write_text(own)
-    for name, text in files.items():
-        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / name).write_text(text)
-    assert cpu_quota(tmp_path / "own", tmp_path / "root") == expected
+    ]
+    for i, (own, files, expected) in enumerate(cases):
+        folder = tmp_path / str(i)
+        for name, text in {"own": own, **{f"root/{name}": text for name, text in files.items()}}.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        assert cpu_quota(folder / "own", folder / "root") == expected, (own, files)
+
+
+def test_out_of_memory_errors_are_explained() -> None:
+    no_memory = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 8 bytes"
+    capture, unrelated, harmless = (RuntimeError(text) for text in ("capturing", "other", "captured"))
+    capture.__context__ = unrelated.__context__ = MemoryError()
+    harmless.__context__ = ValueError()
+    shortages = [
+        MemoryError(" first\nsecond"),
+        torch.OutOfMemoryError("first"),
+        OSError(errno.ENOMEM, "mmap"),
+    ]
+    for error in (*shortages, RuntimeError(no_memory), capture):
+        assert is_oom(error), repr(error)
+    for error in (
+        OSError(errno.ENOENT, "mmap"),
+        ValueError(no_memory),
+        unrelated,
+        harmless,
+        RuntimeError("captur"),
+    ):
+        assert not is_oom(error), repr(error)
+        with pytest.raises(type(error)) as caught, explain_oom("rows", "lower it"):
+            raise error
+        assert caught.value is error
+    explained = r"^Ran out of memory for rows \('first'\); lower it\.$"
+    with (
+        pytest.raises(OutOfMemory, match=explained),
+        explain_oom("a step", "wait"),  # explained once
+        explain_oom("rows", "lower it"),
+    ):
+        raise shortages[0]
+    config = EngineConfig(max_num_batched_tokens=64, max_num_seqs=2, kv_cache_memory=None, max_model_len=9)
+    assert oom_remedy(config) == "lower max_num_batched_tokens=64, max_num_seqs=2 or max_model_len=9"
+
+
+def test_memory_by_purpose() -> None:
+    target, draft = tiny_model(), tiny_model(num_layers=1)
+    worker = make_engine(target, 3, spec={"method": "draft"}, draft_model=draft, num_blocks=20).worker
+    per_token = [2 * layers * 2 * 16 * 4 for layers in (2, 1)]
+    [memory] = worker.memory
+    assert memory["weights"] == target.weight_bytes != memory["draft_weights"] == draft.weight_bytes
+    assert [memory["kv_cache"], memory["draft_kv_cache"]] == [20 * 16 * size for size in per_token]
+    assert memory["rows"] == sum(part.nbytes for part in worker.table if isinstance(part, torch.Tensor))

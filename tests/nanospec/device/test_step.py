@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from nanospec.config import SpecConfig
 from nanospec.device.graphs import StepGraphs
 from nanospec.device.step import Step, _truncate
-from nanospec.drafters import Drafter, no_drafts
 from nanospec.drafters.estimates import RowProposal
 from nanospec.kernels import NO_DRAFTER
 from nanospec.kernels.speculation.proposal import Proposal
-from nanospec.kernels.table import Table
 from tests.dry import DryRun, dry_step, meta_model
 from tests.kernels.batches import ints
 from tests.tiny import tiny_config
@@ -20,28 +17,26 @@ from tests.tiny import tiny_config
 VOCABULARY = 151936
 
 
+ROWS = torch.empty(8, dtype=torch.int32, device="meta")
+
+
 def step_of(num_layers: int) -> Step:
-    spec = SpecConfig(num_speculative_tokens=4)
     config = tiny_config(num_layers=num_layers, vocab_size=VOCABULARY, head_dim=64)
-    return dry_step(meta_model(config), spec, 8)
+    return dry_step(meta_model(config), SpecConfig(num_speculative_tokens=4), 8)
 
 
-def launches(num_layers: int, k: int) -> list[str]:
-    """Return the launches of a captured step of 8 rows, after a warm-up as before a real capture."""
-    step, rows = step_of(num_layers), torch.empty(8, dtype=torch.int32, device="meta")
-    with DryRun():
-        step(rows, k)
-    with DryRun() as run:
-        step(rows, k)
-    return run.launches
-
-
-@pytest.mark.parametrize("k", [0, 4])
-def test_launches_of_a_step(k: int) -> None:
-    begin = ["_propose"] * bool(k) + ["_lay_out", "index_select", "embedding", "_residual_add"]
+def test_launches_of_a_step() -> None:
+    """After a warm-up as before a real capture."""
     layer = ["_gemm", "_rope_cache", "_attend", "_gemm", "_gemm", "_gemm"]
     end = ["_residual_add", "_gemm", "_scan", "_finish", "_commit"]
-    assert launches(2, k) == [*begin, *layer, *layer, *end]
+    step = step_of(2)
+    for k in (0, 4):
+        with DryRun():
+            step(ROWS, k)
+        with DryRun() as run:
+            step(ROWS, k)
+        begin = ["_propose"] * bool(k) + ["_lay_out", "index_select", "embedding", "_residual_add"]
+        assert run.launches == [*begin, *layer, *layer, *end]
 
 
 def test_captures_share_logits() -> None:
@@ -68,23 +63,9 @@ def test_step_larger_than_shared_logits_allocates() -> None:
     step.share_logits(8)
     for k, own in ((0, False), (1, True)):
         with DryRun():
-            result = step(torch.empty(8, dtype=torch.int32, device="meta"), k)
+            result = step(ROWS, k)
         shared = result.logits.untyped_storage()._cdata == step._logits.untyped_storage()._cdata
         assert shared is not own
-
-
-class Modelled(Drafter):
-    runs_model = True
-
-    def propose(self, table: Table, rows: torch.Tensor, k: int) -> Proposal:
-        return no_drafts(rows, k)
-
-
-def test_padded_step_does_not_time_its_drafter() -> None:
-    step = step_of(1)
-    step.drafters = [Modelled()]
-    with DryRun():  # raises if the host reads a tensor
-        step(torch.empty(8, dtype=torch.int32, device="meta"), 4)
 
 
 def test_truncate_passes_proposals_to_policy() -> None:

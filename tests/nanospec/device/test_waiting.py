@@ -1,20 +1,23 @@
-"""The host never waits for the device, in admissions or anywhere else."""
+"""Captured Triton steps in a running engine: the host never waits for the device, in admissions or anywhere
+else, and no value of the host is frozen into a capture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-import nanospec.device.graphs as graphs
 from nanospec import SamplingParams
+from nanospec.device import graphs, worker
 from nanospec.engine.engine import Engine
-from nanospec.engine.request import Request
-from nanospec.engine.scheduler import Plan
 from nanospec.kernels import launch
+from nanospec.models.decoder import Model
 from tests.drive import Job, make_engine, outcome, run, run_alone
 from tests.random_weights import random_heads
 from tests.tape import TapeCapture
@@ -22,97 +25,92 @@ from tests.tiny import tiny_model, tiny_tokenizer
 from tests.waiting import NoWaiting, WaitError
 
 JOBS = [
-    Job([1, 2, 3] * 9, SamplingParams(temperature=0, max_tokens=7)),  # in two chunks
-    Job([9, 4] * 3, SamplingParams(temperature=0.8, seed=-3, top_k=5, max_tokens=4)),
-    Job([7, 5, 5], SamplingParams(temperature=0, max_tokens=15, logit_bias={5: 50}, stop_token_ids=[63])),
-    Job([8] * 20, SamplingParams(temperature=0, max_tokens=3, presence_penalty=0.1)),
+    Job([1, 2, 3, 1, 2] * 5, SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[63])),  # two chunks
+    Job([7, 5] * 4, SamplingParams(temperature=0, max_tokens=4, presence_penalty=0.1, logit_bias={5: 50})),
+    Job([9, 4] * 2, SamplingParams(temperature=0.8, seed=-3, top_k=5, max_tokens=3, acceptance="exact")),
 ]
+REGEX = {"type": "regex", "regex": "(ab|red)+-[0-9]{1,3}x"}
+GUIDED = Job([1, 2, 3], SamplingParams(temperature=1, seed=1, max_tokens=12, response_format=REGEX))
+SETUPS: dict[str, dict[str, Any]] = {
+    "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2, "acceptance": "rejection"},
+    "medusa-tree": {"method": "medusa", "tree_width": 2},
+    "grammar": {"method": "ngram"},
+}
 
 
-def captured_engine(method: str) -> Engine:
-    """Return an engine with captured Triton kernels, lag, and few rows and blocks."""
-    target, draft = tiny_model(num_layers=1), tiny_model(num_layers=1)
-    return make_engine(
-        target, 1, spec={"method": method}, draft_model=draft if "draft" in method else None,
-        heads=random_heads(target, 1) if "medusa" in method else None, num_blocks=3,
-        enforce_eager=False, async_scheduling=True, max_num_seqs=2, max_model_len=48,
-        max_num_batched_tokens=16,
-    )  # fmt: skip
+def small_model(setup: str) -> Model:
+    return tiny_model(num_layers=1, vocab_size=300 if setup == "grammar" else 64)
 
 
-def spy_on_plans(engine: Engine) -> list[Plan]:
-    """Return a list that collects the scheduler's plans."""
-    plans: list[Plan] = []
-    schedule = engine.scheduler.schedule
+@contextmanager
+def captured_engine(setup: str, **options: Any) -> Iterator[Engine]:
+    """Make an engine with captured Triton kernels for two rows, for use in the `with` block."""
+    with (
+        launch.forced("triton"),
+        mock.patch.object(graphs, "EagerCapture", TapeCapture),
+        mock.patch.object(graphs, "batch_sizes", lambda largest: [largest]),
+        mock.patch.object(worker, "KS", (0,)),
+    ):
+        target, draft = small_model(setup), small_model(setup)
+        needed = {"draft_model": draft} if "draft" in setup else {}
+        heads = random_heads(target, 2, vocab=40) if "medusa" in setup else None
+        few = {"max_num_seqs": 2, "num_blocks": 3, "max_model_len": 48, "max_num_batched_tokens": 16}
+        k, given = 1 + ("tree" in setup), {**few, **needed, **options}
+        yield make_engine(target, k, spec=SETUPS[setup], heads=heads, enforce_eager=False, **given)
 
-    def spy(held: Collection[Request] = ()) -> Plan:
-        plans.append(schedule(held))
-        return plans[-1]
 
-    engine.scheduler.schedule = spy  # type: ignore[method-assign]
-    return plans
-
-
-@pytest.mark.parametrize("method", [pytest.param("medusa", marks=pytest.mark.long), "ngram+draft"])
-def test_lagged_loop_never_waits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "setup", [name if "draft" in name else pytest.param(name, marks=pytest.mark.long) for name in SETUPS]
+)
+def test_captured_steps_never_wait_and_freeze_no_host_values(setup: str, tmp_path: Path) -> None:
     """With admissions, chunked prompts, growth, preemption, an abort and releases."""
-    wanted = run_alone(tiny_model(num_layers=1), JOBS, max_model_len=48)
-    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with launch.forced("triton"):
-        engine = captured_engine(method)
-        plans = spy_on_plans(engine)
-        with NoWaiting((TapeCapture, "replay")):
+    guided = setup == "grammar"
+    tokenizer, jobs = tiny_tokenizer(tmp_path) if guided else None, JOBS + [GUIDED] * guided
+    wanted = run_alone(small_model(setup), jobs, max_model_len=48, tokenizer=tokenizer)
+    with captured_engine(setup, tokenizer=tokenizer, async_scheduling=True) as engine:
+        if guided:  # steps with extensions are captured on use
+            run(engine, jobs)
+        assert engine.worker.graphs is not None
+        replays, unchanged = engine.worker.graphs.replays, 0
+        with NoWaiting((TapeCapture, "replay")) as device:
+            requests = [engine.add(job.prompt, job.params) for job in jobs]
             given_up = engine.add([6] * 9, SamplingParams(temperature=0, max_tokens=20))
-            requests = [engine.add(job.prompt, job.params) for job in JOBS]
             while engine.has_work:
+                before = device.uploads, replays.total()
                 engine.step()
-                if len(plans) == 3:
+                unchanged += device.uploads == before[0] and replays.total() > before[1]
+                if given_up in engine.scheduler.running:
                     engine.abort(given_up)
     assert engine.metrics.num_preemptions
-    assert any(plan.new_blocks for plan in plans)
     assert engine.metrics.spec.num_drafted
+    assert unchanged > 0, "the same rows without new blocks: nothing is uploaded"
     for request, expected in zip(requests, wanted, strict=True):
         assert outcome(request).token_ids == expected.token_ids
 
 
-@pytest.mark.long
-def test_lagged_loop_never_waits_with_grammars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guided steps are collected before the next is planned; masks and drafts are sent without waiting."""
-    target, tokenizer = tiny_model(num_layers=1, vocab_size=300), tiny_tokenizer(tmp_path)
-    response_format = {"type": "regex", "regex": "(ab|red)+-[0-9]{1,3}x"}
-    params = SamplingParams(temperature=1, seed=1, max_tokens=12, response_format=response_format)
-    jobs = [Job([1, 2, 3], params), Job([5, 6, 5, 6], SamplingParams(temperature=0, max_tokens=9))]
-    wanted = run_alone(target, jobs, tokenizer=tokenizer)
-    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with launch.forced("triton"):
-        engine = make_engine(
-            tiny_model(num_layers=1, vocab_size=300), 2, tokenizer=tokenizer, max_num_seqs=2,
-            max_model_len=32, enforce_eager=False, async_scheduling=True,
-        )  # fmt: skip
-        run(engine, jobs)  # captures all steps
-        with NoWaiting((TapeCapture, "replay")):
-            requests = [engine.add(job.prompt, job.params) for job in jobs]
-            while engine.has_work:
-                engine.step()
-    for request, expected in zip(requests, wanted, strict=True):
-        assert outcome(request).token_ids == expected.token_ids
+def test_tape_capture_freezes_host_values() -> None:
+    """Check that a `TapeCapture` detects a step that reads host values."""
+    counts, rows, host = torch.zeros(3), torch.tensor([1, 2, 3]), [5.0]
+
+    def step() -> Any:
+        counts.add_(host[0])
+        return rows + 1
+
+    tape = TapeCapture(step)
+    host[0], counts[:] = 7.0, 0.0
+    rows.copy_(torch.tensor([4, 5, 6]))
+    tape.replay()
+    assert tape.result.tolist() == [5, 6, 7]  # type: ignore[attr-defined]
+    assert counts.tolist() == [5.0] * 3  # the old value: frozen
+
+    def reads() -> Any:
+        return rows * int(rows[0])
+
+    with pytest.raises(AssertionError, match="makes the host wait"):
+        TapeCapture(reads)
 
 
-def test_unchanged_step_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
-    with launch.forced("triton"):
-        engine = captured_engine("ngram")
-        for job in JOBS[:2]:
-            engine.add(job.prompt, job.params)
-        for _ in range(4):  # until all rows decode and have decoded once
-            engine.step()
-        monkeypatch.setattr(engine.scheduler, "_extend", lambda request, plan: True)
-        for module in ("nanospec.device.graphs", "nanospec.kernels.transfer", "nanospec.kernels.batch"):
-            monkeypatch.setattr(f"{module}.upload", None)
-        engine.step()
-
-
-WAITING: dict[str, Callable[[torch.Tensor], Any]] = {
+WAITING: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x[0].item(),
     "if": lambda x: 1 if x.any() else 0,
     "tolist": lambda x: x.tolist(),
@@ -127,15 +125,11 @@ WAITING: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", WAITING)
-def test_no_waiting_rejects(how: str) -> None:
-    x = torch.arange(4)
-    with NoWaiting(), pytest.raises(WaitError):
-        WAITING[how](x)
-
-
-def test_no_waiting_allows() -> None:
+def test_no_waiting_rejects_and_allows() -> None:
     x, index = torch.arange(4), torch.tensor([1, 0])
+    for waits in WAITING.values():
+        with NoWaiting(), pytest.raises(WaitError):
+            waits(x)
     with NoWaiting():
         x[index] = x[index] + 1
         x[2].fill_(7)
