@@ -102,6 +102,11 @@ TESTS: dict[str, list[str]] = {
     "nanospec/drafters/estimates.py": POLICY,
     "nanospec/drafters/medusa.py": [DRAFTERS + "heads.py", DRAFTERS + "drafters.py"],
     "nanospec/drafters/": [DRAFTERS + "simple_drafter.py", DRAFTERS + "drafters.py"],
+    "nanospec/drafters/methods.py": [
+        "tests/nanospec/test_config.py",
+        DRAFTERS + "simple_drafter.py",
+        DRAFTERS + "drafters.py",
+    ],
     "nanospec/extras/grammar/response_format.py": [GRAMMAR + "response_format.py", GUIDED[2]],
     "nanospec/extras/grammar/grammar.py": [GRAMMAR + "grammar.py", GRAMMAR + "guided_rows.py"],
     "nanospec/extras/grammar/extension.py": [GRAMMAR + "mask.py", *GUIDED, GRAMMAR + "guided_rows.py"],

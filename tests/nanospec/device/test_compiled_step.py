@@ -74,7 +74,7 @@ def test_trees_do_not_change_tokens_or_logprobs(wide: Model, method: str, eager:
     requests = run(engine, jobs)
     for job, request, wanted in zip(jobs, requests, run_alone(wide, jobs, max_model_len=400), strict=True):
         assert outcome(request) == wanted, job
-    assert engine.metrics.spec.num_accepted > 60
+    assert engine.metrics.spec.num_accepted > 40
 
 
 def test_previous_block_contents_do_not_matter(model: Model) -> None:

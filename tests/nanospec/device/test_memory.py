@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device import resources
 from nanospec.device.graphs import KS, StepGraphs
-from nanospec.device.resources import plan_cache, step_bytes
+from nanospec.device.resources import plan_cache, spare_memory, step_bytes
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.native.packed import zeros_on_demand
 from tests.drive import finish, make_engine
@@ -75,7 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "k"), [("smollm2-135m", 1, 0), ("qwen3-0.6b", 12, "auto"), ("qwen3-8b", 256, 5)]
+    ("name", "rows", "k"), [("smollm2-135m", 1, 4), ("qwen3-0.6b", 12, "auto"), ("qwen3-8b", 256, 5)]
 )
 def test_step_bytes_covers_captures_and_prefill(
     name: str, rows: int, k: Any, monkeypatch: pytest.MonkeyPatch
@@ -89,7 +90,7 @@ def test_step_bytes_covers_captures_and_prefill(
 
     monkeypatch.setattr(resources, "peak_bytes", peak_bytes)
     model = meta_model(tiny_config(**MODELS[name]))
-    spec = SpecConfig(num_speculative_tokens=k, acceptance="typical") if k else SpecConfig(method="none")
+    spec = SpecConfig(num_speculative_tokens=k, acceptance="typical")
     step, config = dry_step(model, spec, rows), EngineConfig(spec=spec, max_num_seqs=rows)
     graphs = StepGraphs(step, model.device, rows, [*(k for k in KS if k < spec.max_k), spec.max_k])
     step.share_logits(graphs.max_tokens)
@@ -109,18 +110,49 @@ def test_step_bytes_covers_captures_and_prefill(
     needed = resources.row_bytes(step.table) + step._logits.nbytes + largest + max(largest, prefill)
     measured = step_bytes(config, model, step.drafters, model.config.max_position_embeddings)
     assert needed <= measured <= 5 * needed
+    if k == 4:  # a drafter that runs a model needs its own logits
+        modelled: Any = SimpleNamespace(runs_model=True, max_drafts=63)
+        more = step_bytes(config, model, [modelled], model.config.max_position_embeddings)
+        assert more - measured >= 2 * step._logits.nbytes
 
 
 def test_plan_cache_leaves_memory_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(spec=SpecConfig(method="none"), max_num_seqs=64)
-    model, needed, spare = tiny_model(), 1 << 20, 8 << 20
-    model.device = torch.device("cuda")
+    model, needed = tiny_model(), 1 << 20
+    per_block = 16 * model.config.kv_bytes_per_token(model.dtype)
+    spare = 40 * per_block
     monkeypatch.setattr(resources, "step_bytes", lambda *_: needed)
     monkeypatch.setattr(resources, "spare_memory", lambda device, sharing: spare)
-    per_block = 16 * model.config.kv_bytes_per_token(model.dtype)
+    assert plan_cache(config, model) == (40, 512)
+    assert plan_cache(replace(config, max_num_seqs=1), model) == (32, 512), "as many as can be used"
+    spare = 16 * per_block
+    assert plan_cache(config, model) == (16, 256), "a shorter context"
+    model.device = torch.device("cuda")
+    spare = 8 << 20
     assert plan_cache(config, model) == ((spare - needed) // per_block, 512)
     with pytest.raises(ValueError, match=r"kv_cache_memory of 16,384 bytes holds the K/V of 32 tokens"):
         plan_cache(replace(config, kv_cache_memory=2 * per_block), model)
     spare = needed + 100
     with pytest.raises(ValueError, match=r"free memory of 100 bytes holds the K/V of 0"):
         plan_cache(config, model)
+
+
+def test_request_rows_that_exceed_memory_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_free_cpu_memory", lambda: MIB)
+    with pytest.raises(
+        ValueError, match=r"max_num_seqs=4096 needs .* bytes for request rows, but only 1,048,576"
+    ):
+        make_engine(tiny_model(), 3, max_num_seqs=4096, kv_cache_memory=MIB)
+
+
+def test_spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 1 << 30
+    monkeypatch.setattr(resources, "_free_cpu_memory", lambda: free)
+    assert spare_memory(torch.device("cpu"), 2) == int(0.4 * free) // 2
+    free = 1 << 40
+    assert spare_memory(torch.device("cpu"), 4) == 1 << 30, "of at most 4 GiB"
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+    assert spare_memory(torch.device("cuda"), 2) == 600
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 1000))
+    assert spare_memory(torch.device("cuda"), 2) == 0

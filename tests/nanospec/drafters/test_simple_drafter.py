@@ -237,18 +237,19 @@ def test_draft_is_called_for_usable_drafts_only() -> None:
 
 
 def test_slow_drafter_is_rarely_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even though its drafts are always accepted."""
+    """Even though its drafts are always accepted. Lookup before it is not limited."""
     seconds = [0.0]
 
     def slow(tokens: list[int], k: int) -> list[int]:
         seconds.append(seconds[-1] + 0.05)
-        return cycle(tokens[-1] + 1, k)
+        return cycle(tokens[-1] + 1, k, 128)
 
     monkeypatch.setattr(methods, "time", SimpleNamespace(perf_counter=lambda: seconds[-1]))
-    engine = make_engine(cycle_model(), "auto", drafter=Stub(slow))
+    engine = make_engine(cycle_model(128), "auto", drafter=["ngram", Stub(slow)], max_model_len=256)
     engine.policy.costs = StepCosts(packed={1: 1.0, 64: 1.5}, propose=engine.worker._step.draft_times)
-    run(engine, [Job([1, 2], SamplingParams(temperature=0, max_tokens=120))])
+    [request] = run(engine, [Job([1, 2], SamplingParams(temperature=0, max_tokens=200))])
     assert 3 <= len(seconds) - 1 <= 6
+    assert request.stats.by_drafter["ngram"][1] > 50
 
 
 def test_drafters_that_do_not_fit_are_rejected(model: Model) -> None:
