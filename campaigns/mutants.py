@@ -109,11 +109,11 @@ TESTS: dict[str, list[str]] = {
     ],
     "nanospec/extras/grammar/response_format.py": [GRAMMAR + "response_format.py", GUIDED[2]],
     "nanospec/extras/grammar/grammar.py": [GRAMMAR + "grammar.py", GRAMMAR + "guided_rows.py"],
-    "nanospec/extras/grammar/extension.py": [GRAMMAR + "mask.py", *GUIDED, GRAMMAR + "guided_rows.py"],
+    "nanospec/extras/grammar/extension.py": [GRAMMAR + "guided_rows.py", *GUIDED],
     "nanospec/extras/tensor_parallel/shard.py": [LAYER + "parts.py", SPLIT + "shard.py"],
     "nanospec/extras/tensor_parallel/group.py": [
         SPLIT + "group.py",
-        SPLIT + "worker.py",
+        SPLIT + "launch.py::test_ranks_on_a_machine_share_cores_and_gpus",
         SPLIT + "launch.py::test_torchrun",
     ],
     "nanospec/extras/tensor_parallel/job.py": [SPLIT + "job.py", SPLIT + "launch.py"],

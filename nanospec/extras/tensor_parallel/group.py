@@ -11,7 +11,9 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
-START = 300  # time limit in seconds for all ranks to start
+START = 300  # time limit in seconds for all ranks to start and connect over gloo
 CLOSING = 10.0  # time limit in seconds for NCCL to leave the group
 
 # Run collectives in the current stream. A stream of their own would need events to synchronize with.
@@ -73,28 +75,30 @@ class Group:
     def __init__(
         self, device: torch.device, info: RankInfo, seconds: float, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait for the other ranks and connect to them. `check` is called while waiting and may raise.
-        Collectives raise RuntimeError after `seconds`.
+        """Wait for the other ranks and connect to them, within `START` seconds. `check` is called while
+        waiting and may raise. Collectives raise RuntimeError after `seconds`.
 
         NCCL allocates its buffers here, so measure the free memory afterwards.
         """
         rank, size, store = info.rank, info.size, info.store()
         self.device, self.rank, self.size = device, rank, size
         self._closing = threading.Lock()
-        deadline = time.monotonic() + START
+        timeout, deadline = timedelta(seconds=seconds), time.monotonic() + START
+
+        def wait_until(ready: Callable[[], bool]) -> None:
+            while not ready():
+                check()
+                if time.monotonic() > deadline:
+                    raise ConnectionError(f"Not all of the {size} ranks started within {START} seconds.")
+                time.sleep(0.02)
+
         store.add("nanospec/ranks", 1)
-        while store.add("nanospec/ranks", 0) < size:
-            check()
-            if time.monotonic() > deadline:
-                raise ConnectionError(f"Not all of the {size} ranks started within {START} seconds.")
-            time.sleep(0.02)
-        timeout = timedelta(seconds=seconds)
-        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack some of its attributes
-        options: Any = timeout
-        if info.path:
-            options = gloo._Options()
-            options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout
-        self._gloo: Any = gloo(dist.PrefixStore("nanospec/gloo", store), rank, size, options)
+        wait_until(lambda: store.add("nanospec/ranks", 0) >= size)
+        # gloo waits up to `timeout` for each rank in turn, and cannot be interrupted.
+        connected, connect = Future[Any](), partial(_connect_gloo, info, store, timeout)
+        threading.Thread(target=_fulfill, args=(connected, connect), daemon=True, name="connecting").start()
+        wait_until(connected.done)
+        self._gloo: Any = connected.result()
         self._tensors: Any = self._gloo
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
@@ -153,6 +157,24 @@ class Group:
                 leaving.join(CLOSING)
                 del leaving
             del tensors  # the last reference, dropped while holding the lock
+
+
+def _connect_gloo(info: RankInfo, store: dist.Store, timeout: timedelta) -> Any:
+    """Connect to the other ranks, which must do so at the same time."""
+    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack some of its attributes
+    options: Any = timeout
+    if info.path:
+        options = gloo._Options()
+        options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout
+    return gloo(dist.PrefixStore("nanospec/gloo", store), info.rank, info.size, options)
+
+
+def _fulfill(result: Future[Any], compute: Callable[[], Any]) -> None:
+    """Set the result to what `compute` returns or raises."""
+    try:
+        result.set_result(compute())
+    except Exception as error:
+        result.set_exception(error)
 
 
 def _bytes(x: Tensor) -> Tensor:

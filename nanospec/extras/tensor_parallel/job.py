@@ -42,7 +42,7 @@ class Job:
         self, processes: list[subprocess.Popen[bytes]], store: Store, seconds: float, path: str = ""
     ) -> None:
         """Start watching `processes`, ranks 1 and up; empty under torchrun, which stops them itself. A
-        command fails after `seconds`. The folder that contains `path` is removed when the job ends."""
+        command fails after `seconds`. `close` removes the folder that contains `path`."""
         self.processes, self.store, self.seconds, self.path = processes, store, seconds, path
         self.group: Group | None = None
         self.failure: str | None = None
@@ -90,8 +90,6 @@ class Job:
             process.kill()
         for process in self.processes:
             process.wait()
-        if self.path:
-            shutil.rmtree(os.path.dirname(self.path), ignore_errors=True)
 
     def close(self) -> None:
         """Stop the followers and disconnect from them."""
@@ -107,6 +105,13 @@ class Job:
             for process in self.processes:
                 process.wait(max(deadline - time.monotonic(), 0))
         self.end(CLOSED)
+        self._remove_store()
+
+    def _remove_store(self) -> None:
+        """Remove the store's folder. The leader must not wait for the ranks any more, as using a store
+        without a file blocks for minutes."""
+        if self.path:
+            shutil.rmtree(os.path.dirname(self.path), ignore_errors=True)
 
     def _watch_ranks(self) -> None:
         """End the job when a rank has failed, and exit the leader's process if it stays blocked."""
@@ -122,6 +127,7 @@ class Job:
             time.sleep(POLL)
         if self._deadline > 0:
             print(failure, file=sys.stderr, flush=True)
+            self._remove_store()
             os._exit(1)
 
     def _find_failure(self) -> str | None:

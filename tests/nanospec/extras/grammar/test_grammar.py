@@ -59,7 +59,7 @@ def accepts(grammars: Grammars, fmt: dict[str, Any], tokens: Sequence[int]) -> b
     return guide.ended or 0 in allowed(masks_of(guide))
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(IDS), max_size=40), st.integers(1, 4), st.integers(0, 6))
 def test_lookup_matches_ngram_kernel(text: list[int], least: int, more: int) -> None:
     """Also for ids that are surrogates in UTF-16."""
@@ -68,7 +68,7 @@ def test_lookup_matches_ngram_kernel(text: list[int], least: int, more: int) -> 
     assert look_up(text, least, least + more) == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(st.integers(0, 10**9), st.sampled_from([fmt for fmt, _ in FORMATS]))
 def test_plan_has_no_side_effects(grammars: Grammars, tokenizer: Tokenizer, seed: int, fmt: Any) -> None:
     """Each mask of a plan equals that of a fresh guide advanced by the preceding tokens."""
@@ -124,10 +124,8 @@ def test_allowed_texts(
         ({"type": "regex", "regex": "(a"}, "this regex cannot be compiled: .*unclosed group"),
         ({"type": "regex", "regex": r"[^\x00-\U0010FFFF]"}, "this regex .* no text matches it"),
         ({"type": "grammar", "grammar": "start: foo"}, 'this grammar cannot be .*unknown name: "foo"'),
-        ({"type": "grammar", "grammar": 'start: start "a"'}, "no text matches it"),
         ({"type": "grammar", "grammar": "hello"}, "this grammar is not valid: Expected ::= at line 1"),
         ({"type": "grammar", "grammar": "root ::= " + "(" * 30000}, "this grammar is not .*recursion"),
-        ({"type": "grammar", "grammar": "start: " + "(" * 30000}, "this grammar cannot be compiled"),
         ({"type": "regex", "regex": "(" * 30000}, "this regex cannot be compiled"),
         (schema({"type": "objekt"}), "this json_schema cannot be compiled: Invalid type: objekt"),
         (schema({"not": {}}), 'this json_schema cannot be compiled: Unimplemented keys: ..not"'),
@@ -154,28 +152,20 @@ def test_forced_tokens_are_drafted_before_lookup(grammars: Grammars, tokenizer: 
     forced = [token for token, source in zip(draft.tokens, draft.sources) if source == GENERATED]
     assert tokenizer.decode(forced).startswith("<<")
     assert guide.plan(text, 3, 1, 4).tokens == draft.tokens[:3]
+    assert guide.plan(text, 50, 1, 4, end=0).tokens == []  # out of time
     guide.advance(draft.tokens[:2])
     assert 0 < guide.plan(text + draft.tokens[:2], 9, 1, 4).match_len < FORCED
     assert grammars.guide({"type": "regex", "regex": "[a-z]+"}).plan([], 5, 1, 4).tokens == []
 
 
-def test_tokens_after_the_end_are_not_accepted(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_end_and_disallowed_tokens(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    ab, abab, bad = (tokenizer.encode(text, add_special_tokens=False) for text in ("ab", "abab", "ab;"))
+    for tokens, taken, ended in ((ab, 1, False), ([*abab, 5, 6], 1, True)):
+        guide = grammars.guide({"type": "choice", "choice": ["ab", "abab"]})
+        assert (guide.advance(tokens), guide.ended, guide.error) == (taken, ended, None)
     guide = grammars.guide({"type": "choice", "choice": ["ab", "abab"]})
-    ab, abab = (tokenizer.encode(text, add_special_tokens=False) for text in ("ab", "abab"))
-    assert guide.advance(ab) == 1
-    assert not guide.ended
-    guide = grammars.guide({"type": "choice", "choice": ["ab", "abab"]})
-    assert guide.advance([*abab, 5, 6]) == 1
-    assert guide.ended
-
-
-def test_disallowed_token_is_reported(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    guide = grammars.guide({"type": "regex", "regex": "<<[a-z]{3,20}>>"})
-    tokens = tokenizer.encode("<<gr;", add_special_tokens=False)
-    assert guide.advance([*tokens, 1]) == len(tokens)
-    assert not guide.ended
-    assert guide.error is not None
-    assert guide.error.endswith(f"at output token {len(tokens)}: the token is not allowed.")
+    assert (guide.advance([*bad, 1]), guide.ended) == (len(bad), False)
+    assert guide.error == "response_format failed at output token 2: the token is not allowed."
 
 
 def test_parser_limit_in_lookahead_and_advance(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +202,7 @@ def test_panic_during_compilation_is_a_grammar_error(
         Grammars(tokenizer, VOCAB).check(SamplingParams(response_format={"type": "regex", "regex": "a"}))
 
 
-def test_tokenizer_without_eos_is_rejected(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_tokenizer_without_eos_is_rejected(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="is not supported for models without an EOS token"):
@@ -234,12 +224,9 @@ def test_many_choices(tokenizer: Tokenizer) -> None:
     odd = ["a.*", "b|c", "d\ne", "-~/\\^$#& é", "ab", "abab"]
     fmt = {"type": "choice", "choice": [*odd, *odd, *map(str, range(3000))]}
     grammars, ids = Grammars(tokenizer, VOCAB), tokenizer.backend.get_vocab()
-    for text in (*odd, "7", "2999"):
+    for text in (*odd, "7", "2999", "axx", "b", "3000", "aba"):
         spelled = [ids[BYTE_OF[byte]] for byte in text.encode()]
-        assert accepts(grammars, fmt, spelled), text
-    for text in ("axx", "b", "3000", "aba"):
-        spelled = [ids[BYTE_OF[byte]] for byte in text.encode()]
-        assert not accepts(grammars, fmt, spelled), text
+        assert accepts(grammars, fmt, spelled) == (text in fmt["choice"]), text
 
 
 @pytest.mark.timeout(60)
@@ -248,20 +235,15 @@ def test_many_choices(tokenizer: Tokenizer) -> None:
     [
         {"type": "regex", "regex": "a{1000000}"},
         {"type": "regex", "regex": "(a|b)*a(a|b){200}"},
-        {"type": "regex", "regex": "(" * 20_000 + "a" + ")" * 20_000},
         {"type": "regex", "regex": "(.*)*" * 500},
-        {"type": "regex", "regex": "a{99999999999999999999}"},
         schema({"enum": [f"value{i:05d}" for i in range(4000)]}),
         schema({"type": "array", "minItems": 10**9}),
         schema({"type": "string", "minLength": 10**9}),
-        schema({"type": "string", "maxLength": 10**18}),
         schema({"$ref": "#"}),
         schema({"$ref": "file:///etc/passwd"}),
         schema({"allOf": [{"type": "string", "pattern": f"x{i}.*y"} for i in range(12)]}),
         schema({"$defs": {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)}}),
-        {"type": "grammar", "grammar": 'start: "a"{1000000}'},
         {"type": "grammar", "grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
-        {"type": "grammar", "grammar": 'start: start "a"'},
     ],
     ids=lambda fmt: str(fmt)[:60],
 )

@@ -31,6 +31,7 @@ from tests.tape import TapeCapture
 from tests.tiny import tiny_model, tiny_tokenizer
 
 JSON, REGEX, _, CHOICE, _ = (fmt for fmt, _ in FORMATS)
+Make = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def model() -> Model:
 
 
 @pytest.fixture
-def make(model: Model, tokenizer: Tokenizer) -> Callable[..., Engine]:
+def make(model: Model, tokenizer: Tokenizer) -> Make:
     def engine(k: Any = 4, **options: Any) -> Engine:
         return make_engine(model, k, tokenizer=tokenizer, **options)
 
@@ -65,30 +66,34 @@ def assert_formats_followed(requests: list[Request]) -> int:
     return count
 
 
-def test_many_outputs_follow_format_with_and_without_speculation(make: Callable[..., Engine]) -> None:
-    rng = random.Random(1)
-    temperatures, jobs = (0.0, 1.0, 8.0, 100.0), []
-    for i in range(400):
-        fmt = FORMATS[i % 4][0]
-        params = SamplingParams(
-            temperature=rng.choice(temperatures), seed=i, max_tokens=70, response_format=fmt
-        )
-        jobs.append(Job(rng.choices(range(1, 270), k=6) + list(range(30, 40)), params))
-    options = {"max_num_seqs": 64, "enable_prefix_caching": False}
-    plain, speculative = (run(make(k, **options), jobs) for k in (None, 6))
+def run_plain_and_speculative(make: Make, jobs: list[Job], k: int = 6, **options: Any) -> list[Request]:
+    """Check that speculation does not change the results, and return the requests that speculated."""
+    plain, speculative = (run(make(k, **options), jobs) for k in (None, k))
     for a, b in zip(plain, speculative, strict=True):
-        assert (a.output_ids, a.finish_reason, a.text) == (b.output_ids, b.finish_reason, b.text)
-    assert assert_formats_followed(speculative) == assert_formats_followed(plain) > 320
-    assert len({request.text for request in plain}) > 200
+        assert_same(outcome(b), outcome(a))
+        assert (a.text, a.stop_reason) == (b.text, b.stop_reason)
+    return speculative
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("k", [0, 3, "auto"])
+def test_many_outputs_follow_format_with_and_without_speculation(make: Make) -> None:
+    rng, jobs = random.Random(1), []
+    for i in range(160):
+        params = SamplingParams(
+            temperature=rng.choice((0.0, 1.0, 8.0, 100.0)), seed=i, max_tokens=70,
+            response_format=FORMATS[i % 4][0],
+        )  # fmt: skip
+        jobs.append(Job(rng.choices(range(1, 270), k=6) + list(range(30, 40)), params))
+    requests = run_plain_and_speculative(make, jobs, max_num_seqs=64, enable_prefix_caching=False)
+    assert assert_formats_followed(requests) > 125
+    assert len({request.text for request in requests}) > 80
+
+
+@pytest.mark.parametrize(("k", "mode"), [(0, "plain"), (3, "plain"), ("auto", "as-on-gpu")])
 def test_guided_requests_in_mixed_batches_with_preemption(
-    make: Callable[..., Engine], model: Model, tokenizer: Tokenizer, mode: str, k: Any
+    make: Make, model: Model, tokenizer: Tokenizer, mode: str, k: Any
 ) -> None:
-    jobs = guided_jobs(random.Random(f"{mode}{k}"), 24)
-    engine = make(k, num_blocks=14, max_num_seqs=5, **MODES[mode])
+    jobs = guided_jobs(random.Random(2), 14)
+    engine = make(k, num_blocks=11, max_num_seqs=5, **MODES[mode])
     requests = run(engine, jobs)
     for request, wanted in zip(requests, run_alone(model, jobs, tokenizer=tokenizer), strict=True):
         assert_same(outcome(request), wanted, request.params)
@@ -98,41 +103,35 @@ def test_guided_requests_in_mixed_batches_with_preemption(
         assert engine.metrics.spec.by_drafter["grammar"][2] > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "setup",
+    ("method", "width", "rule", "mode"),
     [
-        "ngram-tree", "draft", "draft by rejection", "draft by typical", "medusa-tree", "ngram-tree+medusa",
+        ("medusa", 3, "exact", "plain"),
+        ("ngram+medusa", 3, "exact", "as-on-gpu"),
+        ("draft", 1, "rejection", "plain"),
+        ("draft", 1, "typical", "as-on-gpu"),
     ],
-)  # fmt: skip
+)
 def test_guided_rows_next_to_every_drafter(
-    make: Callable[..., Engine], model: Model, tokenizer: Tokenizer, setup: str, mode: str
+    make: Make, model: Model, tokenizer: Tokenizer, method: str, width: int, rule: str, mode: str
 ) -> None:
-    jobs = guided_jobs(random.Random(setup), 14)
-    rule = setup.split(" ")[-1] if "by" in setup else "exact"
-    if rule != "exact":  # unguided requests would change under this rule
-        jobs = [job for job in jobs if job.params.response_format is not None]
-    spec = {
-        "method": setup.replace("-tree", "").split(" ")[0],
-        "tree_width": 3 if "tree" in setup else 1,
-        "acceptance": rule,
-    }
-    draft = tiny_model(3, vocab_size=VOCAB) if "draft" in setup else None
-    heads = random_heads(model, 3, vocab=40) if "medusa" in setup else None
-    engine = make(4, spec=spec, draft_model=draft, heads=heads, **MODES[mode])
+    """Guided outputs are exact under every rule; unguided rows still use the drafter."""
+    jobs = guided_jobs(random.Random(3), 8, all_of_them=True, max_tokens=40)
     others = [Job(job.prompt, replace(job.params, response_format=None)) for job in jobs[:4]]
+    draft = tiny_model(3, vocab_size=VOCAB) if method == "draft" else None
+    heads = random_heads(model, 3, vocab=40) if "medusa" in method else None
+    spec = {"method": method, "tree_width": width, "acceptance": rule}
+    engine = make(4, spec=spec, draft_model=draft, heads=heads, **MODES[mode])
     requests = run(engine, [*jobs, *others])[: len(jobs)]
     for request, wanted in zip(requests, run_alone(model, jobs, tokenizer=tokenizer), strict=True):
         assert_same(outcome(request), wanted, request.params)
     assert_formats_followed(requests)
-    names = set(engine.metrics.spec.by_drafter)
-    assert "grammar" in names
-    assert len(names) > 1  # unguided rows still use the drafter
+    assert engine.metrics.spec.by_drafter.keys() > {"grammar"}
 
 
 @pytest.mark.long
 def test_captured_guided_steps_freeze_no_host_values(
-    model: Model, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton kernels captured for a first request and replayed for others, with results one step later."""
     params = SamplingParams(temperature=1, seed=1, max_tokens=9, response_format=REGEX)
@@ -140,91 +139,78 @@ def test_captured_guided_steps_freeze_no_host_values(
     greedy = replace(params, temperature=0.0, response_format=CHOICE)
     jobs = [Job([1, 2, 3, 4], params), Job([5, 6, 5, 6, 5], plain), Job([9, 2, 1], greedy)]
     jobs += [Job([40, 41, 40, 41], plain), Job([7], replace(params, seed=3))]
-    wanted = run_alone(tiny_model(num_layers=1, vocab_size=VOCAB), jobs, tokenizer=tokenizer)
+    small = tiny_model(num_layers=1, vocab_size=VOCAB)
+    wanted = run_alone(small, jobs, tokenizer=tokenizer)
     monkeypatch.setattr(graphs, "EagerCapture", TapeCapture)
+    mode = {**MODES["as-on-gpu"], "lazy_capture": False, "max_num_seqs": 2, "max_model_len": 32}
     with launch.forced("triton"):
-        engine = make_engine(
-            tiny_model(num_layers=1, vocab_size=VOCAB), 2, max_num_seqs=2, max_model_len=32,
-            tokenizer=tokenizer, **{**MODES["as-on-gpu"], "lazy_capture": False},
-        )  # fmt: skip
+        small = tiny_model(num_layers=1, vocab_size=VOCAB)
+        engine = make_engine(small, 2, tokenizer=tokenizer, trace=True, **mode)
         requests = run(engine, jobs)
     for request, expected in zip(requests, wanted, strict=True):
         assert_same(outcome(request), expected)
     assert engine.worker.graphs is not None
 
 
-def test_more_drafts_than_a_captured_step_can_hold(make: Callable[..., Engine]) -> None:
+def test_more_drafts_than_a_captured_step_can_hold(make: Make) -> None:
     """64 rows of 17 tokens exceed the largest captured step, so fewer drafts are verified."""
     fmt = {"type": "choice", "choice": ["red or green or blue or red again"]}
     jobs = [Job([i, 2], SamplingParams(max_tokens=40, response_format=fmt)) for i in range(64)]
-    options = {"max_num_seqs": 64, "max_model_len": 48}
-    plain, speculative = (run(make(k, **options, **MODES["as-on-gpu"]), jobs) for k in (None, 16))
-    assert [r.output_ids for r in speculative] == [r.output_ids for r in plain]
+    run_plain_and_speculative(make, jobs, 16, max_num_seqs=64, max_model_len=48, **MODES["as-on-gpu"])
 
 
-@pytest.mark.parametrize("fmt", [JSON, REGEX, CHOICE], ids=["json", "regex", "choice"])
-def test_max_tokens_cuts_anywhere(make: Callable[..., Engine], fmt: dict[str, Any]) -> None:
-    whole = SamplingParams(temperature=3, seed=5, response_format=fmt, max_tokens=100)
-    engines = [make(k, enable_prefix_caching=False) for k in (None, 5)]
-    [full] = run(engines[0], [Job([1, 2, 3], whole)])
+def test_max_tokens_cuts_anywhere(make: Make) -> None:
+    whole = SamplingParams(temperature=3, seed=5, response_format=JSON, max_tokens=100)
+    [full] = run(make(None), [Job([1, 2, 3], whole)])
     assert full.finish_reason == "stop"
     length = len(full.output_ids)
     jobs = [Job([1, 2, 3], replace(whole, max_tokens=n)) for n in range(1, length + 3)]
-    for requests in (run(engine, jobs) for engine in engines):
-        for n, request in enumerate(requests, 1):
-            assert request.output_ids == full.output_ids[:n]
-            assert request.finish_reason == ("length" if n < length else "stop")
+    for n, request in enumerate(run_plain_and_speculative(make, jobs), 1):
+        assert request.output_ids == full.output_ids[:n]
+        assert request.finish_reason == ("length" if n < length else "stop")
 
 
-def test_stop_strings_and_tokens_end_guided_output(make: Callable[..., Engine], tokenizer: Tokenizer) -> None:
-    text = '", "b'
-    params = SamplingParams(temperature=2, seed=1, max_tokens=80, response_format=JSON)
+def test_stop_strings_bias_and_penalties(make: Make, tokenizer: Tokenizer) -> None:
+    json = SamplingParams(temperature=2, seed=1, max_tokens=80, response_format=JSON)
     comma = tokenizer.encode(", ", add_special_tokens=False)
-    variants: list[dict[str, Any]] = [{"stop": [text]}, {"stop": "c"}, {"stop_token_ids": comma}]
-    jobs = [Job([1, 2], replace(params, **variant)) for variant in variants] + [Job([1, 2], params)]
-    plain, speculative = (run(make(k), jobs) for k in (None, 6))
-    for a, b in zip(plain, speculative, strict=True):
-        assert (a.output_ids, a.text, a.stop_reason) == (b.output_ids, b.text, b.stop_reason)
-    full = speculative[3].text
-    assert speculative[1].text == full[: full.index("c")]
-    assert (speculative[1].stop_reason, speculative[3].stop_reason) == ("c", None)
-
-
-def test_logprobs_bias_and_penalties_with_grammar(make: Callable[..., Engine]) -> None:
-    params = SamplingParams(temperature=1, seed=2, max_tokens=40, logprobs=20, response_format=CHOICE)
+    choice = replace(json, temperature=1, logprobs=20, response_format=CHOICE)
     no = {t: -1e6 for t in range(VOCAB) if t not in (0, 1 + sorted(CHOICES).index("ab"))}
-    jobs = [Job([1], params), Job([1], replace(params, frequency_penalty=2, logit_bias={5: 9}))]
-    jobs.append(Job([1], replace(params, logit_bias=no)))
-    plain, speculative = (run(make(k), jobs) for k in (None, 6))
-    for a, b in zip(plain, speculative, strict=True):
-        assert_same(outcome(b), outcome(a))
-        assert b.text in CHOICES
-    for place in speculative[0].logprobs:
+    variants = [
+        replace(json, stop="c"),
+        json,
+        replace(json, stop=['", "b']),
+        replace(json, stop_token_ids=comma),
+    ]
+    variants += [
+        choice,
+        replace(choice, frequency_penalty=2, logit_bias={5: 9}),
+        replace(choice, logit_bias=no),
+    ]
+    stopped, full, *_, scored, penalized, biased = run_plain_and_speculative(
+        make, [Job([1, 2], params) for params in variants]
+    )
+    assert stopped.text == full.text[: full.text.index("c")]
+    assert (stopped.stop_reason, full.stop_reason) == ("c", None)
+    assert {scored.text, penalized.text, biased.text} <= {*CHOICES}
+    for place in scored.logprobs:
         assert sum(2.718281828**entry.logprob for entry in place.values()) == pytest.approx(1, abs=1e-4)
 
 
-def test_samples_of_one_prompt_have_separate_guides(model: Model, tokenizer: Tokenizer) -> None:
-    engine = make_engine(model, 4, tokenizer=tokenizer, max_num_seqs=4)
+def test_samples_of_one_prompt_have_separate_guides(make: Make) -> None:
+    engine, prompt = make(4, max_num_seqs=4), list(range(40))
     params = SamplingParams(n=6, temperature=9, seed=4, max_tokens=90, response_format=JSON)
-    prompt = list(range(40))
-    for _ in range(2):
-        requests = [engine.add(prompt, params, index) for index in range(6)]
-        finish(engine)
-        assert assert_formats_followed(requests) == 6
-        assert len({request.text for request in requests}) == 6
-    assert engine.metrics.num_cached_tokens >= 32 * 6
+    run(engine, [Job(prompt, SamplingParams(max_tokens=1))])
+    requests = [engine.add(prompt, params, index) for index in range(6)]
+    finish(engine)
+    assert assert_formats_followed(requests) == len({request.text for request in requests}) == 6
+    assert engine.metrics.num_cached_tokens == 32 * 6
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_aborted_or_failing_guide_does_not_affect_others(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_aborted_or_failing_guide_does_not_affect_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=5, seed=1, max_tokens=80, response_format=JSON)
-    engine = make(4, **MODES[mode])
+    engine = make(4, **MODES["as-on-gpu"])
     [wanted] = run(engine, [Job([1, 2], params)])
-    well, gone = engine.add([1, 2], params), engine.add([3], params)
-    bad = engine.add([4], params)
-    assert bad.constraint is not None
+    well, gone, bad = (engine.add(prompt, params) for prompt in ([1, 2], [3], [4]))
     guide: Any = bad.constraint
     follow = guide.advance
 
@@ -240,38 +226,28 @@ def test_aborted_or_failing_guide_does_not_affect_others(
     engine.abort(gone)
     finish(engine)
     assert outcome(well) == outcome(wanted)
-    assert (gone.finish_reason, bad.finish_reason) == ("abort", "abort")
-    assert bad.error is not None
-    assert bad.error.startswith("response_format failed at output token ")
-    assert gone.error is None
+    assert (gone.finish_reason, gone.error) == ("abort", None)
+    assert (bad.finish_reason, bad.error) == ("abort", "response_format failed at output token 9.")
 
 
-def test_unguided_requests_skip_masks_and_rows_are_reset(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unguided_requests_skip_masks_and_rows_are_reset(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [Job([1, 2, 1, 2], SamplingParams(temperature=1, seed=3, max_tokens=12))]
     engine = make(3, max_num_seqs=1)
     wanted = outcome(run(engine, plain)[0])
     [extension] = engine.extensions
     assert isinstance(extension, Grammar)
     assert len(extension.allowed) == 0
-    run(engine, [Job([1], SamplingParams(max_tokens=5, response_format=JSON))])
-
-    def never(*_: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(Grammar, "process_logits", never)
-    assert outcome(run(engine, plain)[0]) == wanted
-    monkeypatch.undo()
     neighbor = Job([1], SamplingParams(max_tokens=40, response_format=JSON))
+    run(engine, [neighbor])
+    with monkeypatch.context() as patch:
+        patch.setattr(Grammar, "process_logits", lambda *given: pytest.fail("nothing is masked"))
+        assert outcome(run(engine, plain)[0]) == wanted
     engine = make(3, max_num_seqs=2)
     run(engine, [neighbor, neighbor])
     assert outcome(run(engine, [*plain, neighbor])[0]) == wanted  # in a row that had a grammar before
 
 
-def test_invalid_formats_are_rejected(
-    make: Callable[..., Engine], model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_formats_are_rejected(make: Make, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def params(fmt: dict[str, Any]) -> SamplingParams:
         return SamplingParams(response_format=fmt)
 
@@ -284,7 +260,7 @@ def test_invalid_formats_are_rejected(
         make().check([1], params({"type": "json_object"}))
 
 
-def test_trace_shows_grammar_drafts(make: Callable[..., Engine]) -> None:
+def test_trace_shows_grammar_drafts(make: Make) -> None:
     params = SamplingParams(temperature=5, seed=1, max_tokens=80, response_format=JSON)
     [request] = run(make(4, trace=True), [Job([1, 2], params)])
     assert request.extension_data is not None
@@ -296,7 +272,7 @@ def test_trace_shows_grammar_drafts(make: Callable[..., Engine]) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_forced_tokens_are_accepted_in_one_step(make: Callable[..., Engine], width: int) -> None:
+def test_forced_tokens_are_accepted_in_one_step(make: Make, width: int) -> None:
     """Also as a chain in a tree."""
     fmt = {"type": "choice", "choice": ["red or green or blue"]}
     job = Job([1], SamplingParams(temperature=1, max_tokens=50, response_format=fmt))
@@ -306,7 +282,7 @@ def test_forced_tokens_are_accepted_in_one_step(make: Callable[..., Engine], wid
     assert request.stats.num_steps == 1
 
 
-def test_grammar_drafts_respect_limits(make: Callable[..., Engine]) -> None:
+def test_grammar_drafts_respect_limits(make: Make) -> None:
     fmt = {"type": "choice", "choice": ["red or green or blue"]}
     engine = make(3, enable_prefix_caching=False)
     result = []
@@ -317,7 +293,7 @@ def test_grammar_drafts_respect_limits(make: Callable[..., Engine]) -> None:
     assert result == [(0, 0, 1), (2, 2, 1), (3, 3, 1), (5, 5, 2), (4, 4, 2)]
 
 
-def test_draft_model_runs_for_unguided_rows_only(make: Callable[..., Engine]) -> None:
+def test_draft_model_runs_for_unguided_rows_only(make: Make) -> None:
     limits_seen: list[list[int]] = []
 
     class Spy(Policy):
@@ -331,29 +307,24 @@ def test_draft_model_runs_for_unguided_rows_only(make: Callable[..., Engine]) ->
     engine = make(3, spec={"method": "draft"}, draft_model=draft, enforce_eager=True)
     engine.policy = Spy()
     variants: list[dict[str, Any]] = [{}, {"response_format": REGEX}, {"num_speculative_tokens": 0}]
-    for variant in variants:
-        engine.add([1, 2, 3], SamplingParams(max_tokens=9, **variant))
-    finish(engine)
+    run(engine, [Job([1, 2, 3], SamplingParams(max_tokens=9, **variant)) for variant in variants])
     assert limits_seen[0] == [0, 0, 3]
 
 
-def test_drafters_skip_guided_rows(make: Callable[..., Engine]) -> None:
-    learned: list[int] = []
-    wanted: list[int] = []
+def test_drafters_skip_guided_rows(make: Make) -> None:
+    learned, wanted = list[int](), list[int]()
 
     class Repeat(Drafter):
         def propose(self, table: Table, rows: torch.Tensor, k: int) -> Proposal:
-            wanted.extend(draft_limits(table, rows, k).tolist())
-            return make_proposal(
-                torch.full((len(rows), k), 5, dtype=torch.int32), draft_limits(table, rows, k)
-            )
+            limits = draft_limits(table, rows, k)
+            wanted.extend(limits.tolist())
+            return make_proposal(torch.full((len(rows), k), 5, dtype=torch.int32), limits)
 
         def learn(self, table: Table, proposal: Proposal, *_: Any) -> None:
             learned.extend(proposal.drafter.tolist())
 
-    guided = SamplingParams(temperature=1, max_tokens=30, response_format=JSON)
     engine = make(3, drafter=Repeat())
-    run(engine, [Job([1], guided)])
+    run(engine, [Job([1], SamplingParams(temperature=1, max_tokens=30, response_format=JSON))])
     assert (set(learned), any(wanted)) == ({NO_DRAFTER}, False)
     assert set(engine.metrics.spec.by_drafter) == {"grammar"}
     run(engine, [Job([1], SamplingParams(max_tokens=5))])
@@ -361,10 +332,8 @@ def test_drafters_skip_guided_rows(make: Callable[..., Engine]) -> None:
 
 
 def test_real_model_extracts_json(smollm2: Path) -> None:
-    llm = LLM(
-        str(smollm2), max_num_seqs=4, kv_cache_memory="100M", max_model_len=512,
-        spec=SpecConfig(num_speculative_tokens=6),
-    )  # fmt: skip
+    spec = SpecConfig(num_speculative_tokens=6)
+    llm = LLM(str(smollm2), max_num_seqs=4, kv_cache_memory="100M", max_model_len=512, spec=spec)
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
@@ -372,13 +341,13 @@ def test_real_model_extracts_json(smollm2: Path) -> None:
         "additionalProperties": False,
     }
     fmt = {"type": "json_schema", "json_schema": {"schema": schema}}
-    chats = [[{"role": "user", "content": f"{name} is {age}. Say name and age as JSON."}] for name, age in
-             (("Anna Miller", 34), ("Tom", 7))]  # fmt: skip
-    result = []
-    for k in (0, None):
-        params = SamplingParams(temperature=0, max_tokens=40, response_format=fmt, num_speculative_tokens=k)
-        result.append([output.outputs[0] for output in llm.chat(chats, params)])
-    texts = ['{"name": "Anna Miller", "age": 34}', '{"name": "Tom", "age": 7}']
-    assert [done.text for done in result[0]] == texts
-    assert [done.token_ids for done in result[1]] == [done.token_ids for done in result[0]]
-    assert result[1][0].stats.num_steps < result[0][0].stats.num_steps
+    chat = [{"role": "user", "content": "Anna Miller is 34. Say name and age as JSON."}]
+    plain, speculative = (
+        llm.chat(
+            chat, SamplingParams(temperature=0, max_tokens=40, response_format=fmt, num_speculative_tokens=k)
+        )
+        for k in (0, None)
+    )
+    assert plain[0].text == '{"name": "Anna Miller", "age": 34}'
+    assert speculative[0].token_ids == plain[0].token_ids
+    assert speculative[0].outputs[0].stats.num_steps < plain[0].outputs[0].stats.num_steps

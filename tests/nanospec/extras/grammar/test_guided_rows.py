@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,15 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from nanospec.extras.grammar.extension import Grammar
+from nanospec.extras.grammar.extension import Grammar, mask
 from nanospec.extras.grammar.grammar import Draft
 from nanospec.kernels import GENERATED, NO_DRAFTER
 from nanospec.kernels.batch import Batch
+from nanospec.kernels.launch import Backend, forced
+from nanospec.kernels.native import library
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.kernels.table import Table
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ODD = torch.tensor([math.nan, math.inf, -math.inf])  # kept bitwise where allowed
 V, CODE = 40, 2
 TABLE = Table.empty(4, 64, 16, V, "cpu")
 
@@ -96,7 +102,36 @@ def test_reassigned_row_has_no_mask(guided: Grammar) -> None:
     assert torch.equal(logits, expected)
 
 
-def test_grammar_is_imported_lazily() -> None:
-    program = "import sys, nanospec.extras.grammar.extension as _; "
-    program += "sys.exit('nanospec.extras.grammar.grammar' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+def test_grammar_is_imported_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nanospec.extras.grammar.grammar", None)
+    runpy.run_module("nanospec.extras.grammar.extension")
+
+
+def masks(count: int, words: int, seed: int) -> torch.Tensor:
+    """Return masks with random, empty and full words."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (count, words), generator=generator).int()
+    kind = torch.randint(0, 4, (count, words), generator=generator)
+    return torch.where(kind == 0, 0, torch.where(kind == 1, -1, bits)).int()
+
+
+@pytest.mark.parametrize("backend", ["naive", *["native"] * (library() is not None)])
+@settings(max_examples=40)
+@given(st.integers(1, 5000), st.integers(0, 3), st.integers(-2, 2), st.integers(0, 2), st.integers(0, 10**6))
+def test_mask_matches_loop(backend: Backend, V: int, T: int, more: int, kind: int, seed: int) -> None:
+    """Masks may have fewer or more bits than the vocabulary; rows need not be contiguous."""
+    words = max(-(-V // 32) + more, 1)
+    allowed = masks(3, words + 2, seed)[:, :words]
+    generator = torch.Generator().manual_seed(seed)
+    at = torch.randint(-1, 3, (T,), generator=generator).int()
+    logits = torch.randn(T, V + 7, generator=generator).to(DTYPES[kind])[:, :V]
+    logits[:, : len(ODD)] = ODD[:V]
+    expected = logits.clone()
+    for t, m in enumerate(at.tolist()):
+        for i in range(V) if m >= 0 else ():
+            word = int(allowed[m, i // 32]) if i // 32 < words else 0
+            if not word >> (i % 32) & 1:
+                expected[t, i] = -math.inf
+    with forced(backend):
+        mask(logits, allowed, at)
+    assert torch.equal(logits.nan_to_num(7.5), expected.nan_to_num(7.5))

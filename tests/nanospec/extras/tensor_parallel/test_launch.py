@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
@@ -41,11 +43,7 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=4, top_p=0.8, max_tokens=20, logprobs=2, repetition_penalty=1.1),
     SamplingParams(temperature=0.9, seed=5, max_tokens=20, response_format=GRAMMAR),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("random"))
+Texts = list[tuple[str, list[int]]]
 
 
 def random_model(folder: Path) -> Path:
@@ -62,14 +60,24 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("random"))
+
+
 def make(folder: Path, size: int, **options: Any) -> LLM:
     spec = SpecConfig(num_speculative_tokens=4)
     options = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 128, "threads": 1, **options}
     return LLM(folder, spec=spec, device="cpu", tensor_parallel_size=size, **options)
 
 
-def ranks_of(llm: LLM) -> list[int]:
-    return [process.pid for process in llm.engine.worker.job.processes]  # type: ignore[attr-defined]
+def generate(llm: LLM) -> Texts:
+    return [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def processes_of(llm: LLM) -> list[subprocess.Popen[bytes]]:
+    processes: list[subprocess.Popen[bytes]] = llm.engine.worker.job.processes  # type: ignore[attr-defined]
+    return processes
 
 
 def is_alive(pid: int) -> bool:
@@ -86,116 +94,8 @@ def assert_gone(pids: Sequence[int], seconds: float = 15) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[tuple[str, list[int]]]:
-    outputs = make(folder, 1).generate(PROMPTS, PARAMS)
-    return [(output.text, output.token_ids) for output in outputs]
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    """An LLM shared by the tests that leave it unchanged."""
-    with make(folder, 2) as llm:
-        yield llm
-    assert_gone(ranks_of(llm))
-    with pytest.raises(RuntimeError, match="has been closed; create a new LLM"):
-        llm.generate(PROMPTS, PARAMS)
-    llm.close()  # a second close has no effect
-
-
-def test_output_matches_one_process(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
-    assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
-    for prompt, params, (text, _) in zip(PROMPTS, PARAMS, expected, strict=True):  # alone
-        assert "".join(llm.stream(prompt, params)) == text
-    assert llm.engine.metrics.spec.num_accepted > 0
-    report: Any = llm.metrics()
-    assert report["memory"][0] == report["memory"][1]
-    assert len(ranks_of(llm)) == 1
-
-
-def children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
-
-
-def test_ctrl_c_ends_requests_only(llm: LLM, expected: list[tuple[str, list[int]]]) -> None:
-    for delay in (0.02, 0.05, 0.11):
-        done = threading.Event()
-        threading.Thread(target=press, args=(delay, done)).start()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                generate_forever(llm)
-        finally:
-            done.set()
-    assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
-
-
-def press(delay: float, done: threading.Event) -> None:
-    """Press Ctrl-C, repeatedly, since Python drops interrupts in garbage-collector callbacks."""
-    while not done.wait(delay):
-        signal.raise_signal(signal.SIGINT)
-        delay = 20
-
-
-def test_ctrl_c_between_step_and_fetch(
-    llm: LLM, expected: list[tuple[str, list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job: Any = llm.engine.worker.job  # type: ignore[attr-defined]
-    command, fetches = job.command, [0]
-
-    def interrupted(name: str) -> Any:
-        fetches[0] += name == "fetch"
-        if fetches[0] == 4:
-            fetches[0] += 1
-            raise KeyboardInterrupt
-        return command(name)
-
-    monkeypatch.setattr(job, "command", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, PARAMS)
-    assert [(output.text, output.token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
-
-
-def generate_forever(llm: LLM) -> None:
-    while True:
-        llm.generate(PROMPTS, PARAMS)
-
-
-@pytest.mark.parametrize(
-    ("number", "seconds", "message"),
-    [
-        (signal.SIGKILL, 8, r"Rank 1 was killed by signal 9, so all ranks were stopped\."),
-        (signal.SIGSTOP, 12, r"A rank did not complete '\w+' within distributed_timeout=3 seconds"),
-    ],
-    ids=["killed", "hangs"],
-)
-def test_dead_or_hanging_rank_ends_job_in_time(
-    folder: Path, number: int, seconds: float, message: str
-) -> None:
-    llm = make(folder, 2, distributed_timeout=3 if number == signal.SIGSTOP else 300)
-    [rank] = ranks_of(llm)
-    at = [0.0]
-
-    def interrupt() -> None:
-        at[0] = time.monotonic()
-        os.kill(rank, number)
-
-    threading.Timer(0.5, interrupt).start()
-    with pytest.raises(RankFailed) as raised:
-        generate_forever(llm)
-    assert time.monotonic() - at[0] < seconds
-    sentence = str(raised.value)
-    assert re.match(message, sentence)
-    assert_gone([rank])
-    for _ in range(2):  # the second time at once
-        with pytest.raises(RankFailed) as raised:
-            llm.generate(PROMPTS, PARAMS)
-        assert str(raised.value) == sentence
-    assert not llm.engine.has_work
-    llm.close()
-
-
 class Unequal(Drafter):
-    """A drafter that fails when it is unpickled in another process."""
+    """A drafter that fails when it is unpickled by another rank."""
 
     def __init__(self, *given: object) -> None:
         self.given = given
@@ -203,7 +103,7 @@ class Unequal(Drafter):
     def __reduce__(self) -> Any:
         return fail, self.given
 
-    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+    def propose(self, table: Table, rows: Any, k: int) -> Proposal:
         raise NotImplementedError
 
 
@@ -212,39 +112,57 @@ def fail(*given: object) -> None:
 
 
 def test_start_failures_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(children())
+    """The second rank is a thread here."""
+    make_worker, threads = launch._worker, list[threading.Thread]()
+
+    def slowly(arguments: Any, tokenizer: Any, group: Any, job: Any = None) -> Any:
+        time.sleep(0.5 if job else 0)  # so that the other rank fails first
+        return make_worker(arguments, tokenizer, group, job)
+
+    def start_thread(leader: RankInfo, processes: Any) -> None:
+        other = leader._replace(rank=1, local_rank=1)
+        threads.append(threading.Thread(target=lambda: results.append(launch.follow(other))))
+        threads[-1].start()
+
+    results: list[int] = []
+    monkeypatch.setattr(launch, "_worker", slowly)
+    monkeypatch.setattr(launch, "_start_followers", start_thread)
+    monkeypatch.setattr(job_module, "GRACE", 0.2)  # a leader loading weights may exceed it
     with pytest.raises(ValueError, match="tensor_parallel_size=3 cannot split 4 attention heads"):
         make(folder, 3)
-    make_worker = launch._worker
-
-    def slowly(*args: Any) -> Any:  # so that another rank fails first
-        time.sleep(2)
-        return make_worker(*args)
-
-    monkeypatch.setattr(launch, "_worker", slowly)
-    monkeypatch.setattr(job_module, "GRACE", 0.5)  # a leader loading weights may exceed it
-    with pytest.raises(ValueError, match="kv_cache_memory of 99 bytes hold"):
-        make(folder, 2, kv_cache_memory=99)
     with pytest.raises(ValueError, match=r"Unequal object at .* cannot be sent .*: Can't pickle local"):
-        LLM(folder, drafter=Unequal(lambda: None), device="cpu", tensor_parallel_size=2)
-    with pytest.raises(RankFailed, match="Rank 1 failed, .*: This drafter is for one"):
-        LLM(folder, drafter=Unequal(), device="cpu", tensor_parallel_size=2)
-    assert set(children()) == before
+        make(folder, 2, drafter=Unequal(lambda: None))
+    with pytest.raises(ValueError, match="^kv_cache_memory of 99 bytes hold"):
+        make(folder, 2, kv_cache_memory=99)
+    with pytest.raises(RankFailed, match="^Rank 1 failed, .*: This drafter is for one process"):
+        make(folder, 2, drafter=Unequal())
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert results == [1, 1]
 
 
 def test_started_ranks_end_if_others_cannot_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
+    given: dict[str, Any] = {}
 
-    def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         if started:
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        started.append(subprocess.Popen(*args, **options))
+        given.update(options, program=command[-1])
+        started.append(subprocess.Popen(["sleep", "100"]))
         return started[0]
 
     monkeypatch.setattr(launch, "Popen", popen)
     with pytest.raises(BlockingIOError, match="Resource temporarily unavailable"):
         make(folder, 4)
     assert started[0].returncode == -signal.SIGKILL
+    place = r"rank=1, size=4, local_rank=1, local_size=4, path='(.*)/store'"
+    [path] = re.findall(rf"run_follower\({os.getpid()}, RankInfo\({place}\)\)", given["program"])
+    assert not Path(path).exists()
+    assert given["env"].items() >= {**os.environ, "PYTHONSAFEPATH": "1", "TQDM_DISABLE": "1",
+                                    "PYTHONPATH": given["env"]["PYTHONPATH"]}.items()  # fmt: skip
+    assert given["env"]["PYTHONPATH"].split(os.pathsep)[-1] == str(ROOT)
 
 
 @pytest.fixture
@@ -280,10 +198,10 @@ def test_ranks_on_a_machine_share_cores_and_gpus(place: RankInfo, monkeypatch: p
     monkeypatch.setattr(launch, "Group", lambda *given: None)
     monkeypatch.setattr(RankInfo, "store", lambda self: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
-    for local in range(8):
-        launch._connect(place._replace(rank=8 + local, local_rank=local), EngineConfig(device="cpu"))
-    launch._connect(place, EngineConfig(device="cpu", threads=3))
-    assert threads == [4] * 8 + [3]
+    for size in (8, 7, 40):
+        launch._connect(place._replace(local_size=size), EngineConfig(device="cpu"))
+    launch._connect(place, EngineConfig(device="cpu", threads=32))
+    assert threads == [4, 4, 1, 32]
     with pytest.raises(ValueError, match="threads=33 per rank exceeds the 32 available cores"):
         launch._connect(place, EngineConfig(device="cpu", threads=33))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -293,16 +211,140 @@ def test_ranks_on_a_machine_share_cores_and_gpus(place: RankInfo, monkeypatch: p
         assert place.gpu == number
 
 
-def test_torchrun(folder: Path) -> None:
+def test_each_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "resolve_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    several = EngineConfig(device="cuda", tensor_parallel_size=4)
+    launch._check_devices(several, 3)
+    with pytest.raises(ValueError, match="=4 needs 4 GPUs on this machine, but 3 are available; lower it or"):
+        launch._check_devices(several, 4)
+    with pytest.raises(ValueError, match="device='cuda:1' is a single GPU, but tensor_parallel_size=4; use"):
+        launch._check_devices(EngineConfig(device="cuda:1", tensor_parallel_size=4), 3)
+    launch._check_devices(EngineConfig(device="cpu", tensor_parallel_size=4), 4)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Texts:
+    return generate(make(folder, 1))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    """An LLM shared by the tests that leave it unchanged."""
+    with make(folder, 2) as llm:
+        yield llm
+    assert all(process.returncode is not None for process in processes_of(llm))
+    with pytest.raises(RuntimeError, match="has been closed; create a new LLM"):
+        generate(llm)
+    llm.close()  # a second close has no effect
+
+
+def test_output_matches_one_process(llm: LLM, expected: Texts) -> None:
+    assert generate(llm) == expected
+    assert "".join(llm.stream(PROMPTS[1], PARAMS[1])) == expected[1][0]
+    assert llm.engine.metrics.spec.num_accepted > 0
+    report: Any = llm.metrics()
+    assert report["memory"][0] == report["memory"][1]
+    assert len(processes_of(llm)) == 1
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.07])
+def test_ctrl_c_ends_requests_only(llm: LLM, expected: Texts, delay: float) -> None:
+    done = threading.Event()
+
+    def press() -> None:
+        """Press Ctrl-C, repeatedly, since Python drops interrupts in garbage-collector callbacks."""
+        while not done.wait(delay):
+            signal.raise_signal(signal.SIGINT)
+            done.wait(20)
+
+    threading.Thread(target=press).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            generate_forever(llm)
+    finally:
+        done.set()
+    assert generate(llm) == expected
+
+
+def test_ctrl_c_between_step_and_fetch(llm: LLM, expected: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    job: Any = llm.engine.worker.job  # type: ignore[attr-defined]
+    command, fetches = job.command, [0]
+
+    def interrupted(name: str) -> Any:
+        fetches[0] += name == "fetch"
+        if fetches[0] == 4:
+            fetches[0] += 1
+            raise KeyboardInterrupt
+        return command(name)
+
+    monkeypatch.setattr(job, "command", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm)
+    assert generate(llm) == expected
+
+
+def generate_forever(llm: LLM) -> None:
+    while True:
+        generate(llm)
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds", "message"),
+    [
+        (signal.SIGKILL, 8, r"Rank 1 was killed by signal 9, so all ranks were stopped\."),
+        (signal.SIGSTOP, 8, r"A rank did not complete '\w+' within distributed_timeout=1 seconds"),
+    ],
+    ids=["killed", "hangs"],
+)
+def test_dead_or_hanging_rank_ends_job_in_time(
+    folder: Path, number: int, seconds: float, message: str
+) -> None:
+    llm = make(folder, 2)
+    [rank] = [process.pid for process in processes_of(llm)]
+    if number == signal.SIGSTOP:
+        llm.engine.worker.job.seconds = 1  # type: ignore[attr-defined]
+    at = [0.0]
+
+    def interrupt() -> None:
+        at[0] = time.monotonic()
+        os.kill(rank, number)
+
+    threading.Timer(0.2, interrupt).start()
+    with pytest.raises(RankFailed) as raised:
+        generate_forever(llm)
+    assert time.monotonic() - at[0] < seconds
+    sentence = str(raised.value)
+    assert re.match(message, sentence)
+    assert_gone([rank])
+    for _ in range(2):  # the second time at once
+        with pytest.raises(RankFailed) as raised:
+            generate(llm)
+        assert str(raised.value) == sentence
+    assert not llm.engine.has_work
+    llm.close()
+
+
+def test_torchrun(folder: Path, tmp_path: Path) -> None:
     expected = make(folder, 1).generate("a red red", SamplingParams(temperature=0, max_tokens=30))[0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "run.py"), "--model", str(folder), "--prompt", "a red red", "--max-tokens", "30"]
-    command += ["--temperature", "0", "--tensor-parallel-size", "2", "--max-model-len", "128", "--json"]
-    command += ["--device", "cpu", "--dtype", "float32"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    printed = [line for line in done.stderr.splitlines() if line.startswith("Rank ")]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=0, logs_specs=DefaultLogsSpecs(str(tmp_path), Std.ALL),
+    )  # fmt: skip
+    arguments = ["--prompt", "a red red", "--max-tokens", "30", "--temperature", "0", "--json"]
+    arguments += ["--tensor-parallel-size", "2", "--max-model-len", "128", "--device", "cpu"]
+    arguments += ["--num-speculative-tokens", "3", "--max-num-seqs", "2"]
+    command = [str(ROOT / "run.py"), "--model", str(folder), *arguments, "--dtype", "float32"]
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    finally:
+        for number, handler in handlers.items():  # the launcher's handlers would end other tests
+            signal.signal(number, handler)
+    streams = {(file.parent.name, file.stem): file.read_text() for file in tmp_path.rglob("*.log")}
+    printed = [line for line in streams["0", "stderr"].splitlines() if line.startswith("Rank ")]
     assert [line.split(" MB")[0].rsplit(" ", 1)[0] for line in printed] == ["Rank 0 needs", "Rank 1 needs"]
-    [result] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    result = json.loads(streams["0", "stdout"])
     assert result["outputs"][0]["token_ids"] == expected.token_ids
     assert len(result["metrics"]["memory"]) == 2
+    assert streams["1", "stdout"] == ""
