@@ -109,49 +109,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mqa": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
     "llama-tied-llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
-    "llama-linear-biases-d24": (
-        "Llama",
-        {"rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True, "head_dim": 24},
-    ),
+    "llama-linear-biases-d24": ("Llama", {
+        "rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True, "head_dim": 24,
+    }),
     "mistral-full": ("Mistral", {"sliding_window": None}),
     "mistral-window9": ("Mistral", {"sliding_window": 9}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window12-from1": ("Qwen2", {**_SLIDING, "max_window_layers": 1}),
     "qwen3-d32": ("Qwen3", {"head_dim": 32}),
-    "qwen3-biases-windows": (
-        "Qwen3",
-        {
-            **_SLIDING,
-            "head_dim": 16,
-            "attention_bias": True,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-        },
-    ),
+    "qwen3-biases-windows": ("Qwen3", {
+        **_SLIDING, "head_dim": 16, "attention_bias": True,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }),
     "phi3-window11": ("Phi3", {"sliding_window": 11, "pad_token_id": 0}),
-    "phi3-longrope": (
-        "Phi3",
-        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32, "pad_token_id": 0},
-    ),
-    "phi3-partly-rotated": (
-        "Phi3",
-        {
-            "hidden_size": 80,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            "tie_word_embeddings": True,
-            "pad_token_id": 0,
-        },
-    ),
+    "phi3-longrope": ("Phi3", {
+        "rope_parameters": _LONGROPE, "original_max_position_embeddings": 32, "pad_token_id": 0,
+    }),
+    "phi3-partly-rotated": ("Phi3", {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "hidden_size": 80, "tie_word_embeddings": True, "pad_token_id": 0,
+    }),
     "gemma2-caps": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma2-biases": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": None, "attention_bias": True}),
-    "gemma3": (
-        "Gemma3",
-        {
-            **_GEMMA,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {"full_attention": _LINEAR, "sliding_attention": _THETA},
-        },
-    ),
-}
+    "gemma3": ("Gemma3", {
+        **_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"full_attention": _LINEAR, "sliding_attention": _THETA},
+    }),
+}  # fmt: skip
 
 
 def checkpoint(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -47,13 +47,8 @@ def _replace(target: Any, name: str, other: Callable[..., Any]) -> Defect:
 
 
 def _allocate_keeping_hashes(pool: BlockPool, count: int) -> list[int] | None:
-    """`BlockPool.allocate` without removing the hashes of the blocks."""
-    if count > len(pool.free):
-        return None
-    blocks = [pool.free.popitem(last=False)[0] for _ in range(count)]
-    for block in blocks:
-        pool._references[block] = 1
-    return blocks
+    with mock.patch.object(pool, "forget"):
+        return ALLOCATE(pool, count)
 
 
 def _skip_one_block(_: None, scheduler: Scheduler, request: Request, cached: list[int]) -> None:
@@ -65,10 +60,6 @@ def _register_early(_: None, scheduler: Scheduler, request: Request) -> None:
     i = request.num_registered
     if request.num_tokens - 1 > request.num_computed and len(request.hashes(scheduler.block_size)) > i:
         scheduler.pool.register(request.blocks[i], request.hashes(scheduler.block_size)[i])
-
-
-def _ignore_lag(_: None, scheduler: Scheduler, *args: Any) -> None:
-    scheduler.slots_ahead = scheduler.lookahead  # ignores the queued step
 
 
 def _accept_last_draft(targets: Any, batch: Any, table: Any, proposal: Any) -> Verdict:
@@ -102,10 +93,6 @@ def _preempt_always(scheduler: Scheduler, request: Request, plan: Plan) -> bool:
     return False
 
 
-def _reset_aborted(_: None, engine: Engine, *args: Any) -> None:
-    engine.metrics.num_aborted = 0
-
-
 def _extend_min_tokens(_: None, table: Table, request: Admission, spec: Any) -> None:
     """Forbid stop tokens for one token more than `min_tokens`."""
     end = request.num_prompt + request.params.min_tokens + 1
@@ -134,10 +121,6 @@ def _disable_drafts(_: None, table: Table, request: Admission, spec: Any) -> Non
         table.max_k[request.row] = 0
 
 
-def _add_in_front(scheduler: Scheduler, request: Request) -> None:
-    scheduler.waiting.appendleft(request)
-
-
 def _next_that_fits(scheduler: Scheduler, plan: Plan) -> tuple[Request, list[int]] | None:
     """Admit any request that fits, even if earlier ones are waiting."""
     if scheduler._free_rows and not plan.preempted:
@@ -162,11 +145,6 @@ def _drop_last_piece(pieces: list[Piece], request: Request) -> list[Piece]:
     return pieces[:-1] if request.is_finished and len(pieces) > 1 else pieces
 
 
-def _step_unguarded(shared: SharedEngine) -> list[Request]:
-    """Do not abort requests after an interrupted step."""
-    return shared.engine.step()
-
-
 def _abort_after_five(_: int, request: Request, *args: Any) -> None:
     """Abort requests after five output tokens, as if memory had run out."""
     if not request.is_finished and len(request.output_ids) >= 5:
@@ -179,38 +157,40 @@ def _fail_with_two(_: Any, engine: Engine) -> None:
         raise MemoryError
 
 
-@contextmanager
-def _remove(module: Any, name: str) -> Iterator[None]:
-    with mock.patch.object(module, name):
-        yield
-
-
-COMMIT, PREFILL = nanospec.device.step.commit, Worker.prefill
+ALLOCATE, COMMIT, PREFILL = BlockPool.allocate, nanospec.device.step.commit, Worker.prefill
 DEFECTS: dict[str, Defect] = {
     "reallocated block keeps its hash": _replace(BlockPool, "allocate", _allocate_keeping_hashes),
     "one block too many counts as cached": _after(Scheduler, "_admit", _skip_one_block),
     "block is registered too early": _after(Scheduler, "register", _register_early),
     "no slots for queued steps": _after(Scheduler, "reset", lambda _, s: setattr(s, "slots_ahead", 0)),
-    "too few slots with lag": _after(Scheduler, "__init__", _ignore_lag),
+    "too few slots with lag": _after(
+        Scheduler, "__init__", lambda _, s, *args: setattr(s, "slots_ahead", s.lookahead)
+    ),
     "last draft is not verified": _replace(nanospec.device.step, "commit", _accept_last_draft),
-    "accepted tree nodes are not moved": lambda: _remove(nanospec.device.step, "kv_move"),
+    "accepted tree nodes are not moved": lambda: mock.patch.object(nanospec.device.step, "kv_move"),
     "stop string across tokens is missed": _replace(OutputText, "_append", _search_latest_token),
     "outputs are aborted without cause": _after(Request, "append", _abort_after_five),
     "steps with two requests fail": _after(Engine, "step", _fail_with_two),
-    "interrupted step aborts no requests": _replace(SharedEngine, "step", _step_unguarded),
+    "interrupted step aborts no requests": _replace(
+        SharedEngine, "step", lambda shared: shared.engine.step()
+    ),
     "end of chunk is not computed": _replace(Worker, "prefill", _prefill_all_but_last),
     "min_tokens is off by one": _after_write_row(_extend_min_tokens),
     "top_p is ignored": _after_write_row(_reset_top_p),
     "held-back text is lost": _replace(Detokenizer, "flush", _flush_nothing),
     "prefix cache never hits": _replace(BlockPool, "match", lambda pool, names: []),
     "no drafts after preemption": _after_write_row(_disable_drafts),
-    "last request is admitted first": _replace(Scheduler, "add", _add_in_front),
+    "last request is admitted first": _replace(
+        Scheduler, "add", lambda s, request: s.waiting.appendleft(request)
+    ),
     "short request is admitted first": _replace(Scheduler, "_next", _next_that_fits),
     "panic aborts no requests": _replace(SharedEngine, "_guarded", _guard_exceptions_only),
     "end of stream is lost": _after(Request, "new_pieces", _drop_last_piece),
     "salts are ignored": _after(Engine, "new", lambda request, *args: setattr(request, "salt", b"")),
     "preempted request counts its own blocks as cached": _after(Scheduler, "_admit", _count_own_blocks),
-    "abort is not counted": _after(Engine, "abort", _reset_aborted),
+    "abort is not counted": _after(
+        Engine, "abort", lambda _, engine, *args: setattr(engine.metrics, "num_aborted", 0)
+    ),
     "decoding request is preempted": _replace(Scheduler, "_extend", _preempt_always),
     "released blocks are lost": _replace(BlockPool, "release", lambda pool, blocks: None),
 }

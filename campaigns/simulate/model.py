@@ -50,7 +50,8 @@ class Mock(Model):
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         cache, slots = _bits(kv_cache), batch.slots.numpy()
         entries, kept = _encode(batch.input_ids.numpy(), batch.positions.numpy()), slots >= 0
-        cache[:, slots[kept]] = _bits_of(entries[kept], cache.dtype)
+        bits = entries[kept].view(np.int32)
+        cache[:, slots[kept]] = bits if cache.dtype == np.int32 else bits >> 16  # bfloat16: the upper half
         hidden = np.zeros((batch.num_tokens, WIDTH), dtype=np.float32)
         block_size = kv_cache.shape[4]
         blocks, masks = batch.block_table.numpy(), batch.ancestors
@@ -144,12 +145,6 @@ def _bits(kv_cache: Tensor) -> Any:
     """Return the cache as integers [2, slots, WIDTH] in the same memory, since numpy has no bfloat16."""
     integer = torch.int16 if kv_cache.dtype == torch.bfloat16 else torch.int32
     return kv_cache[0, :, 0].view(2, -1, WIDTH).view(integer).numpy()
-
-
-def _bits_of(entries: Any, kind: Any) -> Any:
-    """Return the bits of float32 entries as integers of a kind; those of bfloat16 are the upper half."""
-    bits = entries.view(np.int32)
-    return bits if kind == np.int32 else (bits >> 16).astype(kind)
 
 
 def _decode(bits: Any) -> tuple[Any, Any]:

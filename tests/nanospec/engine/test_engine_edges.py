@@ -244,34 +244,6 @@ def test_reallocated_blocks_are_zeroed(cyclic: Model) -> None:
     assert torch.isnan(engine.worker.kv_cache[:, :, :, 7]).all()
 
 
-@pytest.mark.usefixtures("mode")
-@pytest.mark.parametrize("call", ["forward", "allocate", "register"])
-def test_interrupted_step_leaves_a_usable_engine(
-    cyclic: Model, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(cyclic, 3, num_blocks=8, max_num_batched_tokens=30)
-    jobs = [Job(cycle(i, 33 + i), greedy()) for i in range(4)]
-    requests = [engine.add(job.prompt, job.params) for job in jobs]
-    engine.step()
-    target: Any = {"forward": engine.worker.model, "allocate": engine.scheduler.pool}
-    target = target.get(call, engine.scheduler)
-    original = getattr(target, call)
-
-    def interrupted(*args: Any) -> None:
-        original(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(target, call, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            finish(engine)
-    engine.abort_all()
-    assert_idle(engine)
-    assert all(request.is_finished for request in requests)
-    assert engine.metrics.num_aborted + engine.metrics.num_finished == 4
-    assert [r.output_ids for r in run(engine, jobs)] == [cycle(33 + 2 * i, 20) for i in range(4)]
-
-
 def test_abort_all_after_device_failure(cyclic: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(cyclic, 3)
     requests = [engine.add(cycle(i, 33 + i), greedy()) for i in range(4)]

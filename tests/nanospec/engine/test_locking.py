@@ -106,39 +106,6 @@ def test_callback_may_wait_for_other_threads(llm: LLM) -> None:
     assert llm.generate(after("ab"), greedy(), report)[0].text == ALPHABET[2:]
 
 
-def test_interrupted_step_aborts_requests_of_all_threads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, queued = llm.engine.step, threading.Barrier(2)
-
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
-    def bystander() -> RequestOutput:
-        ends: list[RequestOutput] = []
-        stream = llm.stream(after("ab"), greedy(ignore_eos=True), ends.append)
-        begin = next(stream)
-        queued.wait(10)
-        queued.wait(10)
-        assert ends == []
-        assert begin + "".join(stream) == ends[0].text
-        return ends[0]
-
-    def culprit() -> str:
-        queued.wait(10)
-        monkeypatch.setattr(llm.engine, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(after("a"), greedy())
-        monkeypatch.setattr(llm.engine, "step", step)
-        queued.wait(10)
-        return llm.generate(after("abcd"), greedy())[0].text
-
-    output, text = at_once([bystander, culprit])
-    assert output.finish_reason == "abort"
-    assert (
-        output.error == "A step failed with KeyboardInterrupt(), and all requests were aborted; retry them."
-    )
-    assert text == ALPHABET[4:]
-
-
 def test_stream_garbage_collected_during_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [llm.stream(after("ab"), greedy(ignore_eos=True)) for _ in range(2)]
     step = llm.engine.step

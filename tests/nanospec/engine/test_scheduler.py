@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from campaigns.simulate.invariants import check_blocks, check_queues
 from nanospec.config import SamplingParams
 from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan, Scheduler
@@ -131,14 +133,11 @@ class Host:
 
     def check_holders(self) -> None:
         """Check that running requests alone hold rows and blocks."""
-        running = self.scheduler.running
-        holders = Counter(block for request in running for block in request.blocks)
-        assert self.pool._references == [holders[block] for block in range(self.pool.num_blocks)]
-        assert sorted(self.pool.free) == [b for b in range(self.pool.num_blocks) if not holders[b]]
-        assert all(len(set(request.blocks)) == len(request.blocks) for request in running)
-        rows = [request.row for request in running] + self.scheduler._free_rows
-        assert sorted(rows) == list(range(self.num_rows))
-        for request in set(self.requests) - set(running):
+        config = SimpleNamespace(max_num_seqs=self.num_rows)
+        engine: Any = SimpleNamespace(scheduler=self.scheduler, config=config)
+        check_queues(engine)
+        check_blocks(engine)
+        for request in set(self.requests) - set(self.scheduler.running):
             assert (request.row, request.blocks) == (-1, [])
 
 
