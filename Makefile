@@ -51,8 +51,9 @@ test-models: $(DONE)test  ## run the tests that need a second, larger model
 	@$(BIN)/python -m tests.second_model
 	@$(BIN)/python -m pytest -m model2 $(ARGS)
 
-test-long: $(DONE)test  ## run the tests that take about 30 seconds each
+test-long: $(DONE)test  ## run the tests that take about 30 seconds each, and short fault injection and fuzzing
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long --ignore tests/gpu $(ARGS)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal campaigns $(ARGS)
 
 test-ray: $(DONE)test  ## run the tests that start Ray
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/apps/cluster $(ARGS)

@@ -135,7 +135,7 @@ TESTS: dict[str, list[str]] = {
     "nanospec/apps/openai_format.py": [BATCH + "openai.py", SERVE + "api.py"],
     "nanospec/apps/options.py": [CLI + "main.py", CLI + "serve.py"],
     "nanospec/apps/training.py": ["tests/nanospec/apps/test_training.py"],
-    "nanospec/apps/cli/": [CLI + "main.py"],
+    "nanospec/apps/cli/": [CLI + "main.py", CLI + "generate.py"],
     "nanospec/apps/cli/chat.py": [CLI + "chat.py"],
     "nanospec/apps/cli/console.py": [CLI + "console.py"],
     "nanospec/apps/cli/demo.py": [CLI + "generate.py"],

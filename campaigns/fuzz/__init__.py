@@ -8,8 +8,8 @@ A fuzz target is a file target_NAME.py in this folder with
     mutate(data, rng) -> bytes          optional: mutates an input; `mutation.py` has two implementations
     INSTRUMENTED    optional: prefixes of modules whose coverage guides atheris (default: "nanospec")
 
-`make fuzz` runs the targets with atheris, a coverage-guided fuzzer (`__main__.py`). `make test` runs seeds
-and random mutants without it (`test_targets.py`).
+`make fuzz` runs the targets with atheris, a coverage-guided fuzzer (`__main__.py`). `make test-long` runs
+seeds and random mutants without it (`test_targets.py`).
 """
 
 from __future__ import annotations

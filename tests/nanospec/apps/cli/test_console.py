@@ -37,19 +37,16 @@ def test_colors_appear_in_terminals_only(kind: str, monkeypatch: pytest.MonkeyPa
     assert stream.getvalue() == expected.get(kind, "a\nbcd     xx\none   1\n")
 
 
-def test_loading_is_announced_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of the model in a terminal only; the memory of ranks if there are several."""
     (tmp_path / "a.safetensors").write_bytes(b"x" * 6_000_000)
     (tmp_path / "other").write_bytes(b"x" * 9_000_000)
-    for stream, expected in ((Terminal(), "Loading m (0.01 GB) ...\n"), (io.StringIO(), "")):
+    plans = [{"kv_cache": 2_000_000_000, "weights": 1_500_000}] * 2
+    for stream, shown in ((Terminal(), "Loading m (0.01 GB) ...\n"), (io.StringIO(), "")):
         monkeypatch.setattr(sys, "stderr", stream)
         announce("m", tmp_path)
-        assert stream.getvalue() == expected
-
-
-def test_memory_of_ranks_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
-    plans = [{"kv_cache": 2_000_000_000, "weights": 1_500_000}] * 2
-    for memory in (plans, plans[:1]):
-        llm: Any = SimpleNamespace(engine=SimpleNamespace(worker=SimpleNamespace(memory=memory)))
-        announce_ranks(llm)
-    line = "Rank {} needs 2,001.5 MB: kv cache 2,000.0, weights 1.5.\n"
-    assert capsys.readouterr().err == line.format(0) + line.format(1)
+        for memory in (plans, plans[:1]):
+            llm: Any = SimpleNamespace(engine=SimpleNamespace(worker=SimpleNamespace(memory=memory)))
+            announce_ranks(llm)
+        line = "Rank {} needs 2,001.5 MB: kv cache 2,000.0, weights 1.5.\n"
+        assert stream.getvalue() == shown + line.format(0) + line.format(1)
