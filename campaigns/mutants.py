@@ -57,7 +57,7 @@ GUIDED = [
         "grammar_drafts_respect_limits",
         "draft_model_runs_for_unguided_rows_only",
         "invalid_formats_are_rejected",
-        "trace_shows_grammar_drafts",
+        "forced_tokens_are_accepted_in_one_step",
     )
 ]  # fmt: skip
 GRAPHS = [DEVICE + "graphs.py"]
@@ -118,7 +118,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "nanospec/extras/tensor_parallel/job.py": [SPLIT + "job.py", SPLIT + "launch.py"],
     "nanospec/extras/tensor_parallel/launch.py": [SPLIT + "launch.py"],
-    "nanospec/extras/tensor_parallel/worker.py": [SPLIT + "worker.py", SPLIT + "program.py"],
+    "nanospec/extras/tensor_parallel/worker.py": [SPLIT + "worker.py", SPLIT + "launch.py::test_user_script"],
     "nanospec/apps/json_input.py": ["tests/nanospec/apps/test_json_input.py"],
     "nanospec/apps/tasks.py": [BATCH + "run.py", BATCH + "openai.py"],
     "nanospec/apps/batch/": [

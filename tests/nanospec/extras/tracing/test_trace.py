@@ -9,18 +9,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanospec import SamplingParams
 from nanospec.extras.tracing.trace import Trace, check_target, embedded
+from tests.drive import Job, cycle, cycle_model, make_engine, run
 from tests.nanospec.extras.tracing.examples import NASTY, example
+from tests.tiny import tiny_tokenizer
 
 
-def data_in(html: str) -> Any:
-    [data] = re.findall(r'<script type="application/json" id="trace">(.*?)</script>', html, re.DOTALL)
-    return json.loads(data)
+def test_lanes_of_outputs(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    engine = make_engine(cycle_model(tokenizer.vocab_size), 3, trace=True, tokenizer=tokenizer)
+    params, prompt = SamplingParams(temperature=0, max_tokens=7), cycle(60, 9, tokenizer.vocab_size) * 2
+    first, second = run(engine, [Job(prompt, params), Job([40, 2], params)])
+    first.arrival_time = first.extension_data.arrival = second.extension_data.arrival - 0.5
+    trace = Trace.of([request.completion() for request in (second, first)], num_omitted=4)
+    for lane, request in zip(trace.lanes, (second, first), strict=True):
+        assert "".join(lane.output) == tokenizer.decode(lane.token_ids) == request.text
+        assert "".join(lane.prompt) == tokenizer.decode(lane.prompt_ids)
+        assert (lane.prompt_ids, lane.token_ids) == (request.prompt_ids, request.output_ids)
+        assert [token for step in lane.steps for token in step.tokens] == lane.token_ids
+        begun, *later = lane.steps
+        ms = begun.plain_ms * (len(begun.tokens) - 1) + sum(len(s.tokens) * s.plain_ms for s in later)
+        assert lane.plain_seconds == pytest.approx(lane.first_token_seconds + ms / 1e3)
+    assert [lane.start for lane in trace.lanes] == [pytest.approx(0.5), 0]
+    assert trace.num_omitted == 4
+    drafted = {token for lane in trace.lanes for step in lane.steps for token in step.tokens + step.drafts}
+    assert trace.texts == {token: tokenizer.text_of(token) for token in sorted(drafted)}
+    assert Trace.of([]) == Trace()
 
 
+@settings(max_examples=25)
 @given(st.recursive(st.text() | st.integers() | st.none(), lambda inner: st.lists(inner)))
 def test_embedded_data_is_escaped(data: Any) -> None:
     text = embedded(data)
@@ -30,8 +51,11 @@ def test_embedded_data_is_escaped(data: Any) -> None:
 
 def test_page_is_self_contained() -> None:
     trace = example(texts=NASTY)
+    trace.lanes[0].seconds = 1.23456789
     html = trace.html()
-    assert data_in(html) == json.loads(json.dumps(trace.to_dict()))
+    [data] = re.findall(r'<script type="application/json" id="trace">(.*?)</script>', html, re.DOTALL)
+    assert json.loads(data) == json.loads(json.dumps(trace.to_dict()))
+    assert json.loads(data)["lanes"][0]["seconds"] == 1.235  # rounded
     assert html.count("</script>") == 2
     code = html.replace("http://www.w3.org/2000/svg", "")  # an XML namespace, not a URL
     assert re.search(r"https?:|src=|@import|url\(|href=|fetch\(|import\(", code) is None
@@ -39,14 +63,9 @@ def test_page_is_self_contained() -> None:
     assert "/* page.css */" not in html
 
 
-def test_numbers_are_rounded() -> None:
-    trace = example()
-    trace.lanes[0].seconds = 1.23456789
-    assert trace.to_dict()["lanes"][0]["seconds"] == 1.235
-
-
-def test_only_trace_pages_are_overwritten(tmp_path: Path) -> None:
+def test_only_trace_pages_are_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, notes = tmp_path / "trace.html", tmp_path / "notes.txt"
+    page.touch()  # an empty file may be overwritten
     example().save(page)
     first = page.read_text()
     example(texts=["x"]).save(page)
@@ -63,21 +82,19 @@ def test_only_trace_pages_are_overwritten(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=what):
             example().save(path)
     assert notes.read_text() == "mine"
-
-
-def test_unwritable_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "trace.html"
-    example().save(page)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     for path in (page, tmp_path / "new.html"):
         with pytest.raises(ValueError, match=f"{path} is not writable; specify another file for the trace"):
             check_target(path)
-    check_target("/dev/null")
+    example().save("/dev/null")
 
 
 def test_failed_save_keeps_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "trace.html"
     page.write_text("<!doctype html>old")
+    monkeypatch.setattr(os, "replace", lambda *given: os.rename(tmp_path / "no", "new"))
+    with pytest.raises(FileNotFoundError, match="trace.html"):
+        example().save(page)
     monkeypatch.setattr(Trace, "html", lambda self: "\ud800")  # not encodable as UTF-8
     with pytest.raises(UnicodeEncodeError):
         example().save(page)
