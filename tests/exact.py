@@ -7,7 +7,7 @@ numpy and float64. The model is a function: output so far -> logits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from nanospec.config import SamplingParams
 
 Output = tuple[int, ...]
 Logits = dict[Output, np.ndarray]
-Change = Callable[[np.ndarray, Output], np.ndarray]  # maps the next token's probabilities after an output
 
 
 def logits_by_output(folder: Path, prompt: Sequence[int], vocab: int, length: int) -> Logits:
@@ -77,9 +76,7 @@ def may_draw(x: np.ndarray, token: int, params: SamplingParams, slack: float = 1
     return bool(kept and p[token] >= (params.min_p - slack) * p.max())
 
 
-def joint(
-    logits: Logits, prompt: Sequence[int], params: SamplingParams, change: Change | None = None
-) -> dict[Output, float]:
+def joint(logits: Logits, prompt: Sequence[int], params: SamplingParams) -> dict[Output, float]:
     """Return the probability of every complete output: `max_tokens` tokens, or fewer up to a stop token."""
     going: dict[Output, float] = {(): 1.0}
     done: dict[Output, float] = {}
@@ -87,7 +84,6 @@ def joint(
         longer: dict[Output, float] = {}
         for output, p in going.items():
             following = next_token(logits[output], prompt, output, params)
-            following = following if change is None else change(following, output)
             for token in np.flatnonzero(following).tolist():
                 extended = (*output, token)
                 ended = token in params.stop_token_ids or n + 1 == params.max_tokens
@@ -104,16 +100,13 @@ class Fit(NamedTuple):
     p: float
 
 
-LEAST = 5.0  # outputs with smaller expected counts are pooled
-
-
 def fit(result: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit:
     """Return the fit of counts to probabilities; an impossible output gives p = 0."""
     n, p = round(sum(result.values())), np.array([*expected.values()])
     counts = np.array([result.get(output, 0) for output in expected], dtype=np.float64)
-    rare = n * p < LEAST
+    rare = n * p < 5  # such outputs are pooled
     o, e = (np.append(x[~rare], x[rare].sum()) for x in (counts, n * p))
-    if len(e) > 1 and e[-1] < LEAST:
+    if len(e) > 1 and e[-1] < 5:
         least = int(e[:-1].argmin())
         for x in (o, e):
             x[least] += x[-1]

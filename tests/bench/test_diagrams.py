@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bench import diagrams
 
 
@@ -11,9 +9,3 @@ def test_committed_diagrams_are_current() -> None:
     for draw in (diagrams.architecture, diagrams.request):
         committed = diagrams.ROOT / "docs" / "pictures" / f"{draw.__name__}.svg"
         assert committed.read_text(encoding="utf-8") == draw(), "run `python -m bench.diagrams`"
-
-
-def test_import_of_a_higher_layer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagrams, "LAYERS", dict(reversed(diagrams.LAYERS.items())))
-    with pytest.raises(ValueError, match="which is a higher layer"):
-        diagrams.imports()

@@ -15,7 +15,7 @@ from nanospec.kernels.native import library
 from nanospec.kernels.native.packed import tiled_shape
 from nanospec.kernels.speculation import kv_move
 from nanospec.kernels.speculation.verify import Verdict
-from tests.kernels.batches import make_batch
+from tests.kernels.batches import ints, make_batch
 
 LAYERS, HEADS, WIDTH = 2, 3, 9
 
@@ -24,14 +24,13 @@ def make(seed: int, head_dim: int, dtype: torch.dtype, block_size: int = 16) -> 
     """Return a cache of 320 tokens, and rows of 0 to 9 accepted nodes around the ends of blocks."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     bases, counts = [0, 14, 15, 40, 7], [WIDTH, rng.randint(1, WIDTH), 1, 0, rng.randint(1, WIDTH)]
-    path = torch.full((5, WIDTH), 99, dtype=torch.int32)  # entries beyond num_emitted must have no effect
+    path = ints(99).repeat(5, WIDTH)  # entries beyond num_emitted must have no effect
     for b, n in enumerate(counts):
-        nodes = [0, *sorted(rng.sample(range(1, 2 * WIDTH), max(n - 1, 0)))][:n]
-        path[b, :n] = torch.tensor(nodes, dtype=torch.int32)
+        path[b, :n] = ints(0, *sorted(rng.sample(range(1, 2 * WIDTH), max(n - 1, 0))))[:n]
     pages = torch.randperm(320 // block_size, generator=generator).int().view(5, -1)
     cache = torch.randn(LAYERS, 2, HEADS, pages.numel(), block_size, head_dim, generator=generator).to(dtype)
     batch = replace(make_batch(counts, bases), block_table=pages)
-    return cache, Verdict(path, torch.tensor(counts, dtype=torch.int32), path), batch
+    return cache, Verdict(path, ints(*counts), path), batch
 
 
 def moved(cache: Tensor, verdict: Verdict, batch: Batch) -> Tensor:
@@ -39,10 +38,8 @@ def moved(cache: Tensor, verdict: Verdict, batch: Batch) -> Tensor:
     out, block_size = cache.clone(), cache.shape[4]
     for b, n in enumerate(verdict.num_emitted.tolist()):
         pages, base = batch.block_table[b], int(batch.base_len[b])
-        for to in range(n):
-            (block, at), (to_block, to_at) = (
-                divmod(base + i, block_size) for i in (int(verdict.path[b, to]), to)
-            )
+        for to, node in enumerate(verdict.path[b, :n].tolist()):
+            (block, at), (to_block, to_at) = (divmod(base + i, block_size) for i in (node, to))
             out[:, :, :, pages[to_block], to_at] = cache[:, :, :, pages[block], at]
     return out
 

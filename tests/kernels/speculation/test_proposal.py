@@ -8,11 +8,10 @@ from torch import Tensor
 
 from nanospec.kernels import STOPPED
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.launch import Backend, forced
+from nanospec.kernels.launch import forced
 from nanospec.kernels.speculation.proposal import (
     Proposal,
     launch,
-    lay_out,
     lay_out_text,
     merge,
     naive,
@@ -54,7 +53,7 @@ def assert_same(ours: Batch, theirs: Batch, block_size: int = 16) -> None:
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS][1:])
 @pytest.mark.parametrize(
     ("B", "k", "block_size", "tree"),
-    [(1, 1, 16, False), (6, 7, 32, False), (6, 7, 32, True), (2, 63, 16, True)],
+    [(1, 1, 16, False), (6, 7, 32, True), (2, 63, 16, True)],
 )
 def test_lay_out_matches_naive(B: int, k: int, block_size: int, tree: bool, implementation: str) -> None:
     torch.manual_seed(B + k)
@@ -84,11 +83,9 @@ def test_block_table_longer_than_one_program_copies() -> None:
     length, tokens, pages_of = 16 * 1024 + 3, random_ints(2, 16 * 1100), random_ints(2, 1100)
     table = make_table(1000, tokens=tokens, num_tokens=[length, 5], max_len=length + 5, block_table=pages_of)
     proposal = random_proposal(2, 4)._replace(num_drafts=ints(4, 4))
-    with forced("triton"):
-        text = lay_out_text(table, ints(0, 1), ints(length - 1, 4), ints(5, 5), 5)
-    for batch in (launch(table, ints(0, 1), proposal), text):
-        assert torch.equal(batch.block_table[0, :1025], table.block_table[0, :1025])
-        assert torch.equal(batch.block_table[1, :1], table.block_table[1, :1])
+    batch = launch(table, ints(0, 1), proposal)
+    assert torch.equal(batch.block_table[0, :1025], table.block_table[0, :1025])
+    assert torch.equal(batch.block_table[1, :1], table.block_table[1, :1])
 
 
 @pytest.mark.parametrize(("B", "width", "bound"), [(1, 1, None), (5, 3, 131), (3, 66, None)])
@@ -107,15 +104,6 @@ def test_lay_out_text_matches_from_grid(B: int, width: int, bound: int | None) -
     assert_same(batch, Batch.from_grid(*given))
 
 
-@pytest.mark.parametrize("backend", ["naive", "triton", "auto"])
-def test_layout_is_padded_or_packed(backend: Backend) -> None:
-    table = make_table(1000, tokens=random_ints(2, 40), block_table=random_ints(2, 3), num_tokens=[5, 9])
-    proposal = random_proposal(2, 4)._replace(num_drafts=ints(1, 3))
-    with forced(backend):
-        batches = [lay_out(table, ints(1, 0), proposal, packed) for packed in (False, True)]
-    assert [(batch.padded, batch.num_tokens) for batch in batches] == [(True, 10), (False, 6)]
-
-
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_invalid_drafts_are_dropped(implementation: str, tree: bool) -> None:
@@ -126,14 +114,7 @@ def test_invalid_drafts_are_dropped(implementation: str, tree: bool) -> None:
     drafts, parents = torch.full((12, 4), 99, dtype=torch.int32), ints(0, 1, 2, 3).repeat(12, 1)
     drafts[:, 1] = 0
     drafts[3, 2], drafts[4, 0], drafts[5, 3] = 100, -1, MOST
-    for row, place, parent in (
-        (6, 0, 1),
-        (7, 1, 2),
-        (8, 2, -5),
-        (9, 3, MOST),
-        (10, 1, LEAST),
-        (11, 2, 10**6),
-    ):
+    for row, (place, parent) in enumerate([(0, 1), (1, 2), (2, -5), (3, MOST), (1, LEAST), (2, 10**6)], 6):
         parents[row, place] = parent
     count, tree_parents = torch.full((12,), 4, dtype=torch.int32), parents if tree else None
     given = Proposal(drafts, count, drafts, count, count, tree_parents)
@@ -143,25 +124,6 @@ def test_invalid_drafts_are_dropped(implementation: str, tree: bool) -> None:
     assert int(batch.input_ids.min()) >= 0
     if batch.parents is not None:
         assert (int(batch.parents.min()), int(batch.parents.max())) == (0, 2)
-
-
-def test_tree_layout_example() -> None:
-    parents, count = torch.tensor([[0, 1, 0, 3], [0, 0, 0, 0]], dtype=torch.int32), ints(4, 1)
-    drafts = torch.tensor([[11, 12, 13, 14], [21, 0, 0, 0]], dtype=torch.int32)
-    proposal = Proposal(drafts, count, drafts, count, count, parents)
-    tokens, pages = torch.arange(80).view(2, 40), [[3, 5, 7], [2, 4, 6]]
-    table = make_table(100, tokens=tokens, block_table=pages, num_tokens=[15, 9])
-    batch = naive(table, ints(0, 1), proposal).to_packed()
-    assert batch.rows.tolist() == [0, 1]
-    assert batch.input_ids.tolist() == [14, 11, 12, 13, 14, 48, 21]
-    assert batch.positions.tolist() == [14, 15, 16, 15, 16, 8, 9]
-    assert batch.slots.tolist() == [48 + 14, 48 + 15, 80, 81, 82, 32 + 8, 32 + 9]
-    assert batch.ancestors is not None
-    assert batch.parents is not None
-    assert batch.ancestors.tolist() == [0b1, 0b11, 0b111, 0b1001, 0b11001, 0b1, 0b11]
-    assert batch.parents.tolist() == [0, 0, 1, 0, 3, 0, 0]
-    assert batch.q_start.tolist() == [0, 5]
-    assert (batch.max_q_len, batch.max_kv_len, batch.padded) == (5, 19, False)
 
 
 def sampled(proposal: Proposal) -> list[bool]:
