@@ -66,7 +66,7 @@ mutants: $(DONE)test  ## test whether the tests detect mutations of FILES: SAMPL
 
 faults: $(DONE)test  ## inject faults at every line, call and byte (one hour): FAULTS=500 for fewer
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults campaigns/faults $(ARGS)
-statistics: $(DONE)test  ## test the output distributions of all drafters and acceptance rules
+statistics: $(DONE)test  ## test the output distributions of all drafters and lossless acceptance rules
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py
 fuzz: $(DONE)fuzz  ## fuzz the parsers of files and requests: SECONDS_EACH (60); TARGET=NAME for one
 	@TRITON_INTERPRET=1 $(BIN)/python -m campaigns.fuzz $(TARGET) --seconds $(SECONDS_EACH)
