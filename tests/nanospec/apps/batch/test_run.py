@@ -63,7 +63,7 @@ def result(task: Task) -> str:
         f'\ufeff{{"prompt": "{BREAKS}"}}\n',
         f'\n{{"prompt":\r"{BREAKS}"}}\r\n \n\n',
         "",
-        "\n",
+        "\ufeff\n",
     ],
 )
 def test_only_newlines_separate_lines(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,16 @@ def test_port_is_taken_before_loading(folder: Path, loaded: list[dict[str, Any]]
     assert logging.getLogger("nanospec.apps.serve").level == logging.WARNING
 
 
+def test_replicas_need_ray(folder: Path, loaded: list[Any], capsys: Any, monkeypatch: Any) -> None:
+    def missing(module: str) -> None:
+        raise ValueError(f"needs {module}")
+
+    monkeypatch.setattr("nanospec.apps.cluster.start.need_ray", missing)
+    assert main(["serve", str(folder), "--replicas", "2"]) == 2
+    assert capsys.readouterr().err.endswith(": needs ray.serve\n")
+    assert loaded == []
+
+
 def test_missing_dependency_is_named(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise ModuleNotFoundError(name="starlette")
