@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,6 +214,10 @@ def test_invalid_request_line_is_reported_before_running(tmp_path: Path, run: Ru
         assert not target.exists()
 
 
+def as_in_a_terminal(console: generate.Console, stream: Any = None, show_drafts: bool = False) -> None:
+    console.stream, console.color, console.show_drafts = sys.stdout, True, False
+
+
 def test_demo_compares_with_measured_time(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = tmp_path / "trace.html"
     monkeypatch.setattr(demo, "REQUESTS", {"quotation": PROMPT, "other": "z"})
@@ -228,6 +233,10 @@ def test_demo_compares_with_measured_time(run: Run, tmp_path: Path, monkeypatch:
     lanes = lanes_in(trace)
     assert [lane["name"] for lane in lanes] == ["quotation", "other"]
     assert all(lane["plain_is_measured"] for lane in lanes)
+    monkeypatch.setattr(generate.Console, "__init__", as_in_a_terminal)
+    text = run("--demo")[1]
+    assert "\x1b[2mGreen: accepted drafts.\x1b[0m\n" in text
+    assert "\x1b[32mj\x1b[0m" in text
 
 
 def test_row_of_the_demo() -> None:
