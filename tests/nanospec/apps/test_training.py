@@ -92,6 +92,7 @@ def test_train_learns_and_saves_heads(model: Model, data: tuple[Data, Data], tmp
     assert last["tokens_per_step"] > 2.5
     with safe_open(file, "pt") as handle:
         assert json.loads(handle.metadata()["nanospec"]) == figures
+        assert all(handle.get_tensor(name).any() for name in handle.keys())  # noqa: SIM118
     with pytest.raises(ValueError, match="the text has 34 tokens, too few to train on"):
         train(model, Settings(), (data[0]._replace(tokens=data[0].tokens[:34]), data[1]), file)
 

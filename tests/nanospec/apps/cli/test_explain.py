@@ -42,6 +42,8 @@ def test_slower_of_memory_and_arithmetic_determines_time(monkeypatch: pytest.Mon
     machine = Machine(bandwidth=1e9, flops=2e9)
     assert Part("a", 3_000_000, 20_000_000).cells(machine) == ("3.0", "0.02", "10.00")
     assert Part("a", 25_000_000, 20_000_000).ms(machine) == 25
+    monkeypatch.setattr(explain.timeit, "repeat", lambda run, number, repeat: [number + repeat, number])
+    assert explain._fastest(list, torch.device("cpu")) == 1
     runs: list[Any] = []
 
     def time(run: Any, device: object) -> float:
