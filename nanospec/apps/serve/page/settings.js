@@ -13,6 +13,7 @@ export function offer(model) {
   $("format").disabled = !model.structured_output;
   $("format").title = model.structured_output ? "" : "This server does not support structured output.";
   $("max-tokens").max = model.max_model_len ?? "";
+  if (model.max_model_len < $("max-tokens").value) $("max-tokens").value = model.max_model_len;
   $("about").textContent = [model.id, how, speculates ? `K ${tokens}` : ""].filter(Boolean).join(" · ");
   showChosen();
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -12,34 +11,22 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from nanospec import LLM, SamplingParams
-from nanospec.apps.cli.serve import build_parser
+from nanospec import SamplingParams
 from nanospec.apps.cluster.front import DRAINING
-from nanospec.apps.cluster.start import Bundle
 from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig
-from tests.nanospec.apps.cluster.test_batch import ROOT, children, needs_ray, on_ray
+from tests.nanospec.apps.cluster.test_batch import ROOT, children, on_ray
 from tests.nanospec.apps.serve.conftest import events_of
 from tests.nanospec.test_llm import after, folder, make
 
 __all__ = ["folder"]
 KEY = "key-of-a-client"
 LONG = {"prompt": after("a"), "temperature": 100, "seed": 3, "max_tokens": 450, "ignore_eos": True}
-
-
-def test_replicas_option(capsys: pytest.CaptureFixture[str]) -> None:
-    for text, number in (("2", (2, 2)), ("1:4", (1, 4)), ("3:3", (3, 3))):
-        assert build_parser().parse_args(["--replicas", text]).replicas == number
-    for text in ("0", "-1", "4:1", "1:", ":2", "two", "1:2:3"):
-        with pytest.raises(SystemExit):
-            build_parser().parse_args([f"--replicas={text}"])
-        assert f"'{text}' must be at least 1, or MIN:MAX such as 1:4." in capsys.readouterr().err
 
 
 @on_ray
@@ -49,30 +36,6 @@ def test_replica_start_failure_is_reported_in_one_line(folder: Path, tmp_path: P
     starting, line = served.log.read_text().splitlines()
     assert "starting" in starting
     assert "--kv-cache-memory of 1,024 bytes holds the K/V of 0 tokens, but --max-model-len" in line
-
-
-def test_health_check_fails_if_engine_is_dead() -> None:
-    serve = pytest.importorskip("nanospec.apps.cluster.serve")
-    engine = SimpleNamespace(fatal_error="Rank 1 is gone.", is_alive=False, start=lambda: None)
-    replica = object.__new__(serve.ServingEngine)
-    replica._app = SimpleNamespace(engine=engine)
-    with pytest.raises(RuntimeError, match="Rank 1 is gone"):
-        asyncio.run(replica.check_health())
-    engine.fatal_error = None
-    with pytest.raises(RuntimeError, match="steps fail"):
-        asyncio.run(replica.check_health())
-    engine.is_alive = True
-    asyncio.run(replica.check_health())
-
-
-@needs_ray
-def test_autoscaling_target_is_number_of_rows() -> None:
-    from nanospec.apps.cluster.serve import application
-
-    app = application(LLM, ServeConfig(), Bundle(1, 0, 1, 1), 64, (1, 4), "info", "stamp")
-    [engines, *_] = app._bound_deployment.init_args
-    result = engines._bound_deployment._deployment_config.autoscaling_config
-    assert (result.min_replicas, result.max_replicas, result.target_ongoing_requests) == (1, 4, 64)
 
 
 class Served:
@@ -113,10 +76,6 @@ class Served:
         result = [re.fullmatch(r'nanospec:steps_total\{.*replica="(\w+)"\} (.*)', line) for line in lines]
         return {each[1]: float(each[2]) for each in result if each}
 
-    def replicas(self) -> list[int]:
-        every = children(self.process.pid)
-        return [pid for pid, name in every if name.startswith("ray::ServeReplica:nanospec:ServingEngine")]
-
 
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -137,12 +96,10 @@ def test_answers_match_single_server(served: Served, folder: Path) -> None:
     assert chunks.pop() == "[DONE]"
     assert len(chunks) > 50
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == output.text
-    assert served.get("/health").json() == {"status": "ok"}
     assert served.get("/v1/models").json()["data"][0]["max_model_len"] == 512
     assert served.post({"prompt": "abc"}, path="/tokenize").json()["count"] == 3
     assert served.post(LONG, key="wrong").status_code == 401
-    wrong = served.post({**LONG, "top_P": 1})
-    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "unknown_field")
+    assert served.post({**LONG, "top_P": 1}).json()["error"]["code"] == "unknown_field"
     assert "text/html" in served.get("/").headers["content-type"]
 
 
@@ -161,7 +118,8 @@ def test_shared_prefix_stays_on_the_replica_that_cached_it(served: Served) -> No
 
 @on_ray
 def test_killed_replica_is_replaced(served: Served) -> None:
-    before, names = served.replicas(), set(served.steps())
+    names, kind = set(served.steps()), "ray::ServeReplica:nanospec:ServingEngine"
+    before = [pid for pid, name in children(served.process.pid) if name.startswith(kind)]
     assert (len(before), len(names)) == (2, 2)
     os.kill(before[0], signal.SIGKILL)
     result = [served.post({"prompt": "ab" * i, "max_tokens": 2}).status_code for i in range(1, 9)]
@@ -176,9 +134,10 @@ def test_killed_replica_is_replaced(served: Served) -> None:
 
 @on_ray
 def test_running_requests_finish_before_exit(served: Served) -> None:
-    prompts = [{**LONG, "seed": seed, "stream": seed > 2} for seed in range(1, 5)]
     with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(served.post, body) for body in prompts]
+        running = [
+            pool.submit(served.post, {**LONG, "stream": seed > 2, "seed": seed}) for seed in range(1, 5)
+        ]
         end = time.monotonic() + 20
         while "num_requests_running" not in served.get("/metrics").text and time.monotonic() < end:
             pass
@@ -187,10 +146,8 @@ def test_running_requests_finish_before_exit(served: Served) -> None:
             pass  # the signal has not been handled yet
         assert (late.status_code, late.json()["error"]["message"]) == (503, DRAINING)
         result = [each.result() for each in running]
-    assert [response.status_code for response in result] == [200] * 4
-    ended = [r.json()["choices"][0]["finish_reason"] for r in result if r.text.startswith("{")]
+    ended = [r.json()["choices"][0]["finish_reason"] for r in result[:2]]
     assert ended == ["length"] * 2
-    assert sum(r.text.endswith("data: [DONE]\n\n") for r in result) == 2
-    assert served.process.wait(60) == 0
-    assert served.process.stdout is not None
-    assert served.process.stdout.read() == b""
+    assert all(r.text.endswith("data: [DONE]\n\n") for r in result[2:])
+    output, _ = served.process.communicate(timeout=60)
+    assert (served.process.returncode, output) == (0, b"")

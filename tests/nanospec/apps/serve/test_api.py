@@ -89,26 +89,19 @@ def test_chat_applies_template(server: Served) -> None:
         ([{"role": "user", "content": parts}], {"max_completion_tokens": 5, "max_tokens": 5}, 5),
         (history, {"max_tokens": 5, **harmless}, 5),
     ):
-        body = {"messages": messages, "temperature": 0, **more}
-        given = server.post(CHAT, body).json()
-        [choice] = given["choices"]
+        [choice] = server.post(CHAT, {"messages": messages, "temperature": 0, **more}).json()["choices"]
         assert choice["message"] == {"role": "assistant", "content": ALPHABET[4:][:length]}
-        assert (choice["finish_reason"], given["object"]) == (
-            "length" if length else "stop",
-            "chat.completion",
-        )
+        assert choice["finish_reason"] == ("length" if length else "stop")
 
 
 def test_several_prompts_as_text_and_token_ids(server: Served) -> None:
     for prompt, texts in (
         ([after("abc"), after("lmno")], ["de", "de", "pq", "pq"]),
         ([0, 1, 2], ["de", "de"]),
-        ([[0, 1, 2]], ["de", "de"]),
         ([[0, 1, 2], [4, 5]], ["de", "de", "gh", "gh"]),
     ):
-        choices = choices_of(
-            server, COMPLETIONS, {"prompt": prompt, "max_tokens": 2, "temperature": 0, "n": 2}
-        )
+        body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "n": 2}
+        choices = choices_of(server, COMPLETIONS, body)
         assert [(each["index"], each["text"]) for each in choices] == list(enumerate(texts))
 
 
@@ -152,51 +145,46 @@ def test_logprobs_match_offline(server: Served, offline: LLM) -> None:
     assert {len(top) for top in choice["logprobs"]["top_logprobs"]} == {2}
 
 
-def test_speculation_statistics_in_usage(server: Served) -> None:
-    stats = {}
-    for k in (0, 3, None):
-        body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "num_speculative_tokens": k}
-        given = server.post(COMPLETIONS, body).json()
-        assert given["choices"][0]["text"] == ALPHABET[4:24]
-        stats[k] = result = given["usage"]["speculation"]
-        details = given["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] == result["num_accepted"]
-        assert details["rejected_prediction_tokens"] == result["num_drafted"] - result["num_accepted"]
-    assert (stats[0]["num_drafted"], stats[0]["tokens_per_step"]) == (0, 1)
-    assert 1 < stats[3]["tokens_per_step"] <= 4
-    assert stats[None]["tokens_per_step"] > stats[3]["tokens_per_step"]  # the engine's own K is 5
+def test_usage(server: Served) -> None:
+    body = {"prompt": PROMPT, "n": 4, "max_tokens": 1, "cache_salt": "cold"}
+    usages = [server.post(COMPLETIONS, body).json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 32]
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    for k, most in ((0, 1), (3, 4), (None, 6)):  # the engine's own K is 5
+        usage = server.post(COMPLETIONS, {**body, "num_speculative_tokens": k}).json()["usage"]
+        stats, details = usage["speculation"], usage["completion_tokens_details"]
+        assert most - 1 <= stats["tokens_per_step"] <= most
+        assert details["accepted_prediction_tokens"] == stats["num_accepted"]
+        assert details["rejected_prediction_tokens"] == stats["num_drafted"] - stats["num_accepted"]
 
 
 def test_include_drafts_reports_source_of_each_token(server: Served) -> None:
-    steps = {}
-    for prompt in (PROMPT, after(ALPHABET)):  # the second one has a step without text
+    for prompt in (after(ALPHABET), PROMPT):  # the first one has a step without text
         body = {"prompt": prompt, "max_tokens": 20, "temperature": 0}
         events = server.stream(COMPLETIONS, body, include_usage=True, include_drafts=True)
-        steps[prompt] = [event["speculation"] for event in events if "speculation" in event]
+        steps = [event["speculation"] for event in events if "speculation" in event]
         usage = events[-1]["usage"]["speculation"]
-        assert sum(step["drafted"] for step in steps[prompt]) == usage["num_drafted"] > 0
-        assert sum(step["accepted"] for step in steps[prompt]) == usage["num_accepted"]
-        assert {step["drafter"] for step in steps[prompt] if step["drafted"]} == {"ngram"}
+        assert sum(step["drafted"] for step in steps) == usage["num_drafted"] > 0
+        assert sum(step["accepted"] for step in steps) == usage["num_accepted"]
+        assert {step["drafter"] for step in steps if step["drafted"]} == {"ngram"}
         assert all(event["usage"] is None for event in events[:-1])
+    pieces = [piece for step in steps for piece in step["pieces"]]
+    assert "".join(text for text, _ in pieces) == ALPHABET[4:24]
+    copied = [(text, source) for text, source in pieces if source >= 0]
+    assert len(copied) == usage["num_accepted"]
+    assert all(PROMPT[source] == text for text, source in copied if source < 26)
     for options in ({}, {"continuous_usage_stats": True}, {"include_usage": False}):
         events = server.stream(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 3}, **options)
         assert not any({"usage", "speculation"} & event.keys() for event in events)
-    pieces = [piece for step in steps[PROMPT] for piece in step["pieces"]]
-    assert "".join(text for text, _ in pieces) == ALPHABET[4:24]
-    copied = [(text, source) for text, source in pieces if source >= 0]
-    assert len(copied) == sum(step["accepted"] for step in steps[PROMPT]) > 0
-    assert all(PROMPT[source] == text for text, source in copied if source < 26)
 
 
 def test_structured_output_with_and_without_speculation(server: Served) -> None:
     regex = {"type": "regex", "regex": "x(yz){3}[a-f]{2,9}"}
-    for seed in range(3):
-        body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 30, "response_format": regex, "seed": seed}
-        [choice] = choices_of(server, COMPLETIONS, body)
-        plain = server.post(COMPLETIONS, {**body, "num_speculative_tokens": 0}).json()
-        assert plain["choices"] == [choice]
-        assert re.fullmatch(regex["regex"], choice["text"])
-        assert server.post(COMPLETIONS, body).json()["usage"]["speculation"]["num_accepted"] >= 5  # of yzyzyz
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 30, "response_format": regex, "seed": 1}
+    [choice] = choices_of(server, COMPLETIONS, body)
+    assert re.fullmatch(regex["regex"], choice["text"])
+    plain = server.post(COMPLETIONS, {**body, "num_speculative_tokens": 0}).json()
+    assert plain["choices"] == [choice]
     named = {"type": "choice", "choice": ["abc", "xyz"]}  # as in vLLM's server
     [choice] = choices_of(server, CHAT, {"messages": MESSAGES, "max_tokens": 9, "response_format": named})
     assert choice["message"]["content"] in ("abc", "xyz")
@@ -211,12 +199,6 @@ def test_role_is_sent_with_first_token(server: Served) -> None:
         first = next(response.iter_lines())
         assert server.gate.is_set()
         assert '"role":"assistant"' in first
-
-
-def test_cached_tokens_in_usage(server: Served) -> None:
-    body = {"prompt": PROMPT, "n": 4, "max_tokens": 1, "cache_salt": "cold"}
-    usages = [server.post(COMPLETIONS, body).json()["usage"] for _ in range(2)]
-    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 32]
 
 
 def test_models_and_tokenization(server: Served, offline: LLM) -> None:
@@ -237,8 +219,6 @@ KWARGS, TEXT, CHATS = "chat_template_kwargs", {"prompt": "a"}, {"messages": MESS
 INVALID: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, {**TEXT, "max_token": 3}, "max_token", "did you mean max_tokens?"),
     (COMPLETIONS, {"prompt": "a" * 200}, "prompt", "The prompt has 200 tokens"),
-    (COMPLETIONS, {"prompt": "a" * 4000}, "prompt", "4000 characters, too many"),
-    (COMPLETIONS, {"prompt": [1, 99]}, "prompt", "token id 99"),
     (COMPLETIONS, {"prompt": "\ud83d"}, "prompt", "surrogate"),
     (COMPLETIONS, {"prompt": ["a"] * 21, "n": 16}, "n", "336 outputs"),
     (COMPLETIONS, {**TEXT, "stop": ["x"] * 17}, "stop", "16 strings"),
@@ -247,20 +227,17 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, {**TEXT, "stream_options": {"x": True}}, "stream_options", "requires stream=true"),
     (COMPLETIONS, {**TEXT, "stream_options": {"x": True}, "stream": True}, "stream_options", "'x' is un"),
     (COMPLETIONS, {**TEXT, KWARGS: {}}, KWARGS, "only supported by"),
-    (COMPLETIONS, {**TEXT, **CHATS}, "messages", "only supported by"),
     (COMPLETIONS, {**TEXT, "cache_salt": "x" * 257}, "cache_salt", "must be a string of at most 256"),
     (CHAT, {**CHATS, KWARGS: True}, KWARGS, "object"),
     (CHAT, {**CHATS, KWARGS: {"chat_template": "{{ 1 }}"}}, KWARGS, "must not contain 'chat_template'"),
-    (CHAT, {**CHATS, "chat_template": "{{ 1 }}"}, "chat_template", "unknown"),
-    (CHAT, {"messages": [{"role": "user", "content": "\ud83d"}]}, None, "unpaired surrogate, '\\ud83d'"),
     (CHAT, {**CHATS, "response_format": {"type": "regex", "regex": "("}}, "response_format", "regex"),
-    ("/tokenize", {**TEXT, "x": 1}, "x", "unknown field 'x'"),
     ("/tokenize", {"\ud800" * 101: 1}, "?" * 100, "unknown field '\\ud800"),
     ("/tokenize", {**TEXT, **CHATS}, "prompt", "Send 'prompt' (a string) or 'messages' (a list), not both."),
     ("/tokenize", {"messages": [1]}, "messages", 'needs a "role"'),
     ("/detokenize", {"tokens": [len(TOKENS)]}, "tokens", f"ids from 0 to {len(TOKENS) - 1}."),
-    ("/detokenize", {"tokens": [-1]}, "tokens", "must be a list of token ids"),
     ("/detokenize", {"tokens": [True]}, "tokens", "must be a list of token ids"),
+    (COMPLETIONS, b"[" * 100_000, None, "not valid JSON"),
+    (COMPLETIONS, b"[1]", None, "a JSON object"),
 ]  # fmt: skip
 
 
@@ -268,7 +245,8 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
 def test_invalid_requests_are_rejected(
     server: Served, path: str, body: Any, param: str | None, sentence: str
 ) -> None:
-    response = server.ask("POST", path, content=json.dumps(body), headers=JSON)  # with surrogates
+    content = body if isinstance(body, bytes) else json.dumps(body)  # with surrogates
+    response = server.ask("POST", path, content=content, headers=JSON)
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
     assert sentence in error["message"]
@@ -279,41 +257,14 @@ def test_invalid_requests_are_rejected(
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"", "not valid JSON"),
-        (b"\xff\xfe{", "not valid JSON"),
-        (b"[1]", "a JSON object"),
-        (b"[" * 100_000, "not valid JSON"),
-        (b'{"prompt": ' + b"1" * 5000 + b"}", "not valid JSON"),
-        (b'{"prompt": "a", "temperature": NaN}', "NaN is not a finite number"),
-        (b'{"prompt": "a", "prompt": "b"}', "duplicate key 'prompt'"),
-        (b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}", "128 levels deep"),
-    ],
-)
-def test_invalid_json_is_rejected(server: Served, content: bytes, sentence: str) -> None:
-    response = server.ask("POST", COMPLETIONS, content=content, headers=JSON)
-    assert response.status_code == 400
-    assert sentence in response.json()["error"]["message"]
-    assert len(response.content) < 1000
-
-
-@pytest.mark.parametrize(
     ("method", "path", "options", "status", "message"),
     [
         ("GET", "/v1/no", {}, 404, "Unknown path '/v1/no'. Available: /, /detokenize, /health, /metrics, "),
         ("GET", COMPLETIONS, {}, 405, "Method not allowed; use POST."),
-        ("POST", "/", {}, 405, "Method not allowed; use "),
         ("GET", "/health/", {}, 404, "Unknown path"),
         ("GET", "/v1/models/other", {}, 404, "The model 'other' does not exist. Available: 'alphabet'."),
         ("POST", "/detokenize", {"json": {"model": "x"}}, 404, "The model 'x' does not exist."),
-        (
-            "POST",
-            COMPLETIONS,
-            {"content": b"{}", "headers": {"content-type": "text/plain"}},
-            415,
-            "Unsupported",
-        ),
+        ("POST", COMPLETIONS, {"headers": {"content-type": "text/plain"}}, 415, "Unsupported"),
     ],
 )
 def test_unknown_paths_methods_models_and_media_types(
@@ -345,13 +296,10 @@ def test_openai_client(server: Served) -> None:
     assert completion.usage is not None
     assert completion.usage.prompt_tokens == 31 + 4
     chunks = list(client.chat.completions.create(messages=MESSAGES, **options, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ALPHABET[4:9]
     assert {(chunk.object, chunk.usage) for chunk in chunks} == {("chat.completion.chunk", None)}
     assert client.models.retrieve(MODEL) == client.models.list().data[0]
     with pytest.raises(openai.NotFoundError, match="model 'nobody' does not exist"):
         client.completions.create(model="nobody", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="unknown field 'wishes'"):
-        client.completions.create(model=MODEL, prompt="a", extra_body={"wishes": 3})
 
 
 def test_example_in_docs(server: Served, capsys: pytest.CaptureFixture[str]) -> None:

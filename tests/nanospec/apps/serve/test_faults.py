@@ -24,7 +24,6 @@ import httpx
 import pytest
 
 from nanospec.apps.openai_format import COMPLETIONS
-from nanospec.apps.serve import app as app_module
 from nanospec.apps.serve import gate, jobs
 from nanospec.apps.serve.app import App
 from nanospec.apps.serve.logs import log_to_stderr
@@ -38,7 +37,6 @@ __all__ = ["folder"]
 LONG = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 60, "ignore_eos": True, "n": 2}
 SHORT = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 5}
 JSON = {"content-type": "application/json"}
-both_modes = pytest.mark.parametrize("shared", MODES, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -82,33 +80,20 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
-@both_modes
+@pytest.mark.parametrize("shared", MODES, indirect=True)
 @pytest.mark.parametrize(("stream", "leave"), [(False, socket.socket.close), (True, reset)])
-def test_disconnect_frees_blocks_before_next_step(
-    server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool, leave: Any
-) -> None:
-    engine, steps = server.llm.engine, list[int]()
-    step, aborted = engine.step, engine.metrics.num_aborted
-
-    def counted() -> Any:
-        steps.append(len(engine.scheduler.running))
-        actual = step()
-        if len(steps) == 1:
-            server.gate.clear()
-        return actual
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "step", counted)
-        connection = server.connect()
-        connection.sendall(raw({**LONG, "stream": stream}))
-        server.wait_until(lambda: not server.gate.is_set())
-        assert engine.scheduler.running
-        leave(connection)
-        server.wait_until(lambda: not server.app.engine.num_outputs)
-        before = len(steps)
+def test_disconnect_frees_blocks_before_next_step(server: Served, stream: bool, leave: Any) -> None:
+    metrics = server.llm.engine.metrics
+    steps, aborted = metrics.num_forward_steps, metrics.num_aborted
+    server.gate.clear()
+    connection = server.connect()
+    connection.sendall(raw({**LONG, "stream": stream}))
+    server.wait_until(lambda: server.llm.engine.has_work)
+    leave(connection)
+    server.wait_until(lambda: not server.app.engine.num_outputs)
     server.settle()
-    assert len(steps) - before <= 1  # the step in progress
-    assert engine.metrics.num_aborted == aborted + 2
+    assert metrics.num_forward_steps - steps <= 1  # the step in progress
+    assert metrics.num_aborted == aborted + 2
 
 
 def answer(connection: socket.socket) -> bytes:
@@ -167,23 +152,26 @@ def test_idle_stream_sends_comments(server: Served, monkeypatch: pytest.MonkeyPa
 
 
 def test_connection_limit_still_answers_health(server: Served, limits: Any) -> None:
+    def wait_for(count: int) -> None:
+        server.wait_until(lambda: len(server.server.server_state.connections) == count)
+
     limits(max_connections=2)
-    server.wait_until(lambda: not server.server.server_state.connections)
+    wait_for(0)
     idle = [server.connect()]
-    server.wait_until(lambda: len(server.server.server_state.connections) == 1)
+    wait_for(1)
     assert server.post(COMPLETIONS, SHORT).status_code == 200
     idle += [server.connect() for _ in range(2)]
-    server.wait_until(lambda: len(server.server.server_state.connections) >= 3)
+    wait_for(3)
     refused = server.post(COMPLETIONS, SHORT)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "Too many connections" in refused.json()["error"]["message"]
     assert server.get("/health").status_code == server.get("/metrics").status_code == 200
     idle += [server.connect() for _ in range(12)]
-    server.wait_until(lambda: len(server.server.server_state.connections) == 2 * 2 + 8)
+    wait_for(2 * 2 + 8)
     assert [answer(connection) for connection in idle[12:]] == [b""] * 3
     for connection in idle:
         connection.close()
-    server.wait_until(lambda: len(server.server.server_state.connections) <= 1)
+    wait_for(0)
 
 
 def test_request_timeout(server: Served, limits: Any) -> None:
@@ -197,40 +185,31 @@ def test_request_timeout(server: Served, limits: Any) -> None:
     assert "[DONE]" not in streamed.text
 
 
-def test_size_of_bodies_is_limited(server: Served, limits: Any) -> None:
+def test_size_of_bodies_is_limited(server: Served, limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each body and of all together, with their lengths or in chunks."""
+
+    def send(data: bytes) -> list[httpx.Response]:
+        chunks = (data[i : i + 100] for i in range(0, len(data), 100))
+        return [server.ask("POST", COMPLETIONS, content=c, headers=JSON) for c in (data, chunks)]
+
     limits(max_body=1000)
+    monkeypatch.setattr(gate, "MAX_BODIES", 2)
     for size, status in ((1000, 200), (1001, 413)):
         data = json.dumps(SHORT).encode().ljust(size)
-        for content in (data, (data[i : i + 100] for i in range(0, size, 100))):
-            assert server.ask("POST", COMPLETIONS, content=content, headers=JSON).status_code == status
+        assert [response.status_code for response in send(data)] == [status] * 2
     lying = server.connect()
     lying.sendall(raw(SHORT).replace(b"content-length: ", b"content-length: 9999999999"))
     assert b" 413 " in answer(lying)
-
-
-def test_bytes_of_all_bodies_are_limited(
-    server: Served, limits: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They count from their arrival until the request is parsed."""
-    limits(max_body=1000)
-    monkeypatch.setattr(gate, "MAX_BODIES", 2)
-    bodies, go, read_request = server.app._bodies, threading.Event(), app_module.read_request
-    monkeypatch.setattr(app_module, "read_request", lambda *args: (go.wait(20), read_request(*args))[1])
-    parsed, arriving, last = (server.connect() for _ in range(3))
-    parsed.sendall(raw(SHORT, 1000))
-    arriving.sendall(raw(SHORT, 999)[:-99])
+    bodies, arriving = server.app._bodies, [server.connect() for _ in range(2)]
+    for connection in arriving:
+        connection.sendall(raw(SHORT, 999)[:-49])
     server.wait_until(lambda: bodies.size == 1900)
-    for content in (b" " * 101, iter([b" " * 101])):  # with a length or in chunks
-        refused = server.ask("POST", COMPLETIONS, content=content, headers=JSON)
+    for refused in send(b" " * 101):
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert bodies.size == 1900
-    last.sendall(raw({"prompt": "a", "max_tokens": 1}, 100))
-    server.wait_until(lambda: bodies.size == 2000)
-    arriving.close()
-    server.wait_until(lambda: bodies.size == 1100)
-    go.set()
-    assert b" 200 " in answer(parsed)
-    assert b" 200 " in answer(last)
+    arriving[0].close()
+    server.wait_until(lambda: bodies.size == 950)
+    arriving[1].sendall(b" " * 49)
+    assert b" 200 " in answer(arriving[1])
 
 
 class Panic(BaseException):
@@ -242,11 +221,9 @@ class Panic(BaseException):
     [
         ("plain", "step", 2, RuntimeError),
         ("plain", "prefill", 2, Panic),
-        ("plain", "on_done", 3, RuntimeError),
+        ("plain", "on_done", 3, RuntimeError),  # the third failure: a successful step resets their count
         ("plain", "add", 2, Panic),
         ("as-on-gpu", "fetch", 2, RuntimeError),
-        ("as-on-gpu", "admit", 2, Panic),
-        ("as-on-gpu", "on_done", 1, RuntimeError),
         ("as-on-gpu", "step", 1, Panic),
     ],
     indirect=["shared"],
@@ -275,7 +252,6 @@ def test_exception_fails_running_requests_only(
         responses = [future.result() for future in actual]
     failed = [r for r in responses if "engine failed" in r.text]
     assert failed
-    assert len(calls) >= nth
     for response in responses:
         if response.headers["content-type"].startswith("text/event-stream"):
             assert ("[DONE]" in response.text) == (response not in failed)
@@ -287,8 +263,10 @@ def test_exception_fails_running_requests_only(
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What the server logs. Signals outside the server have no effect during the test."""
-    loggers = [logging.getLogger(name) for name in ("nanospec.apps.serve", "uvicorn")]
-    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    for name in ("nanospec.apps.serve", "uvicorn"):
+        logger = logging.getLogger(name)
+        for attribute in ("handlers", "propagate", "level"):  # are restored after the test
+            monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
     numbers = signal.SIGTERM, signal.SIGHUP
     handlers = [signal.signal(number, lambda *_: None) for number in numbers]
     monkeypatch.setattr(sys, "stderr", io.StringIO())
@@ -296,9 +274,6 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     yield sys.stderr  # type: ignore[misc]
     for number, handler in zip(numbers, handlers):
         signal.signal(number, handler)
-    for logger, (previous, propagate, level) in zip(loggers, before):
-        logger.handlers, logger.propagate = previous, propagate
-        logger.setLevel(level)
 
 
 def run_server(app: App, visit: Callable[[str], Any]) -> tuple[int, Any]:
@@ -311,13 +286,13 @@ def run_server(app: App, visit: Callable[[str], Any]) -> tuple[int, Any]:
 
 @pytest.mark.parametrize(
     ("seconds", "signals"),
-    [(20, [signal.SIGTERM]), (20, [signal.SIGHUP]), (0.1, [signal.SIGTERM]), (20, [signal.SIGTERM] * 2)],
+    [(20, [signal.SIGHUP]), (0.1, [signal.SIGTERM]), (20, [signal.SIGTERM] * 2)],
 )
 def test_signal_under_load(
-    folder: Path, lines: io.StringIO, caplog: Any, seconds: float, signals: list[signal.Signals]
+    folder: Path, lines: io.StringIO, seconds: float, signals: list[signal.Signals]
 ) -> None:
     """With time to drain, all accepted requests are answered. Without it, or after a second signal, the
-    server ends at once: waiting requests get an error, incomplete ones are cut off, no error is logged."""
+    server ends at once, and waiting requests get an error."""
     llm = make(folder)
     step = llm.engine.step
 
@@ -330,11 +305,8 @@ def test_signal_under_load(
     body = {**LONG, "num_speculative_tokens": 0, "max_tokens": 20}
 
     def visit(url: str) -> list[httpx.Response]:
-        with ThreadPoolExecutor(3) as pool, socket.socket() as half:
+        with ThreadPoolExecutor(3) as pool:
             ask = [pool.submit(httpx.post, url + COMPLETIONS, json=body, timeout=30) for _ in range(3)]
-            if len(signals) == 2:
-                half.connect((httpx.URL(url).host, httpx.URL(url).port))
-                half.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             while app.engine.num_outputs < 6 or not llm.engine.scheduler.running:
                 time.sleep(0.01)
             for number in signals:
@@ -347,47 +319,33 @@ def test_signal_under_load(
     code, results = run_server(app, visit)
     assert code == 0
     assert_idle(llm.engine)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert {json.loads(line)["level"] for line in lines.getvalue().splitlines()} == {"info"}
-    if len(signals) == 1 and seconds > 1:
-        choices = [response.json()["choices"] for response in results]
-        assert [[each["finish_reason"] for each in two] for two in choices] == [["length"] * 2] * 3
-    else:
-        assert {response.status_code for response in results} == {503}
+    drained = signals == [signal.SIGHUP]
+    assert {response.status_code for response in results} == {200 if drained else 503}
+    if drained:
+        choices = [choice for response in results for choice in response.json()["choices"]]
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 6
 
 
-@pytest.mark.parametrize("cleans_up", [True, False], ids=["a rank is gone", "cannot clean up"])
-def test_server_ends_when_engine_is_dead(
-    folder: Path, lines: io.StringIO, monkeypatch: pytest.MonkeyPatch, cleans_up: bool
+def test_server_ends_when_a_rank_is_gone(
+    folder: Path, lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the server has ended, running and new requests are answered with an error."""
-    llm = make(folder)
-    app = App(llm, ServeConfig(port=0), "m")
+    """Until it has ended, its health check fails."""
+    app = App(make(folder), ServeConfig(port=0), "m")
     seen, on_tick = threading.Event(), Server.on_tick
 
     async def later(server: Server, counter: int) -> bool:
         return seen.is_set() and await on_tick(server, counter)
 
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("broken")
-
-    def visit(url: str) -> list[str]:
-        messages = []
+    def visit(url: str) -> httpx.Response:
         while not app.engine.is_alive:
             time.sleep(0.01)
-        if cleans_up:
-            llm.engine.worker.failure = "Rank 1 is gone."
-        else:
-            for name in ("step", "abort_all"):
-                monkeypatch.setattr(llm.engine, name, fail)
-            answers = [httpx.post(url + COMPLETIONS, json=SHORT, timeout=20) for _ in range(2)]
-            messages = [f"{each.status_code}: {each.json()['error']['message']}" for each in answers]
+        app.llm.engine.worker.failure = "Rank 1 is gone."
         health = httpx.get(url + "/health")
-        messages.append(f"{health.status_code}: {health.json()['status']}")
         seen.set()
-        return messages
+        return health
 
     monkeypatch.setattr(Server, "on_tick", later)
-    failed = "500: The engine failed while processing this request; try again."
-    assert run_server(app, visit) == (1, [*([] if cleans_up else [failed] * 2), "503: failed"])
-    assert lines.getvalue().count("Rank 1 is gone." if cleans_up else "restart the server") == 1
+    code, health = run_server(app, visit)
+    assert (code, health.status_code, health.json()) == (1, 503, {"status": "failed"})
+    assert lines.getvalue().count("Rank 1 is gone.") == 1

@@ -4,7 +4,6 @@ an error."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanospec import LLM, SamplingParams, SpecConfig
+from nanospec import LLM, SamplingParams
 from nanospec.apps.openai_format import COMPLETIONS
 from nanospec.apps.serve.jobs import ENDED, FAILED, Job, JobFailed
 from nanospec.apps.serve.loop import MAX_FAILURES, EngineLoop
@@ -48,7 +47,7 @@ def expected(offline: LLM) -> list[list[str]]:
     return [[done.text for done in output.outputs] for [output] in outputs]
 
 
-@pytest.mark.parametrize("kind", ["as-on-gpu", "little-memory", "traced"])
+@pytest.mark.parametrize("kind", ["as-on-gpu", "little-memory"])
 def test_outputs_under_load_match_offline(folder: Path, expected: list[list[str]], kind: str) -> None:
     options = {**MODES["as-on-gpu" if kind == "as-on-gpu" else "plain"], "max_num_batched_tokens": 32}
     if kind == "little-memory":  # for about 1.5 outputs of maximum length, so that requests are preempted
@@ -66,7 +65,7 @@ def test_outputs_under_load_match_offline(folder: Path, expected: list[list[str]
                 texts[choice["index"]] += choice["text"]
         return texts
 
-    with serving(make(folder, trace=kind == "traced", **options)) as server, ThreadPoolExecutor(24) as pool:
+    with serving(make(folder, **options)) as server, ThreadPoolExecutor(24) as pool:
         assert list(pool.map(one, range(24))) == expected
         assert (server.llm.engine.metrics.num_preemptions > 0) == (kind == "little-memory")
 
@@ -83,10 +82,10 @@ def metrics_of(server: Served) -> dict[tuple[str, ...], float]:
     return actual
 
 
-@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
-def test_metrics_add_up(folder: Path, mode: str) -> None:
+def test_metrics_add_up(folder: Path) -> None:
     shown: list[dict[str, float]] = []
-    with serving(make(folder, **MODES[mode]), max_queue=5) as server, ThreadPoolExecutor(1) as pool:
+    options = MODES["as-on-gpu"]
+    with serving(make(folder, **options), max_queue=5) as server, ThreadPoolExecutor(1) as pool:
         assert metrics_of(server)["time_to_first_token_seconds_count",] == 0
         for i in range(6):
             assert server.post(COMPLETIONS, {**request_body(i), "n": 1, "stream": i % 2 == 0}).is_success
@@ -102,7 +101,9 @@ def test_metrics_add_up(folder: Path, mode: str) -> None:
         server.gate.clear()
         running = pool.submit(server.post, COMPLETIONS, {**request_body(1), "n": 9})
         server.wait_until(lambda: server.app.engine.num_outputs == 9)
-        assert server.post(COMPLETIONS, {"prompt": "a"}).status_code == 429
+        refused = server.post(COMPLETIONS, {"prompt": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
         server.gate.set()
         running.result()
         server.settle()
@@ -116,7 +117,6 @@ def test_metrics_add_up(folder: Path, mode: str) -> None:
     names = [f"request_{stage}_time" for stage in ("queue", "prefill", "decode")]
     for name in (*names, "time_to_first_token", "e2e_request_latency"):
         assert actual[f"{name}_seconds_count",] == 15
-        assert actual[f"{name}_seconds_sum",] >= 0
     total = sum(actual[f"{name}_seconds_sum",] for name in names)
     assert total == pytest.approx(actual["e2e_request_latency_seconds_sum",])
     assert 0 < actual["inter_token_latency_seconds_sum",] <= actual["request_decode_time_seconds_sum",] + 0.1
@@ -132,15 +132,12 @@ def test_metrics_add_up(folder: Path, mode: str) -> None:
     assert 0 < actual["prefix_cache_hits_total",] < actual["prefix_cache_queries_total",]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert actual[name,] == 0
-    assert actual["stage_seconds_total", "forward"] > 0 or mode != "plain"
     buckets = [n for key, n in actual.items() if key[0] == "steps_by_bucket_total"]
-    assert sum(buckets) == (actual["steps_total",] if mode == "as-on-gpu" else 0)
+    assert sum(buckets) == actual["steps_total",]
     dashboard = (Path(__file__).parents[4] / "docs" / "grafana.json").read_text(encoding="utf-8")
-    panels = [panel for panel in json.loads(dashboard)["panels"] if panel["type"] != "row"]
-    expressions = {target["expr"] for panel in panels for target in panel["targets"]}
-    used = {name for expression in expressions for name in re.findall(r"nanospec:(\w+)", expression)}
+    used = set(re.findall(r"nanospec:(\w+)", dashboard))
     assert len(used) > 20
-    assert used - {key[0] for key in actual} <= ({"steps_by_bucket_total"} if mode == "plain" else set())
+    assert used <= {key[0] for key in actual}
 
 
 def test_rejected_drafts_are_streamed_when_tracing(folder: Path) -> None:
@@ -154,45 +151,18 @@ def test_rejected_drafts_are_streamed_when_tracing(folder: Path) -> None:
     assert all(set(text) <= set(ALPHABET + "<e>!\ufffd") for text in rejected)
 
 
-def test_real_model_in_bf16_is_bitwise_identical_under_load(smollm2: Path) -> None:
-    """Bitwise, log-probabilities included. Greedy and sampled requests overlap, with speculation."""
-
-    def body(i: int) -> dict[str, Any]:
-        text = f"def f{i}(x):\n    return x + {i}\n\ndef g{i}(x):\n    return x - {i}\n\n"
-        drawn = {"temperature": 0.7, "top_p": 0.9} if i % 2 else {"temperature": 0}
-        return {"prompt": text, "seed": i, "max_tokens": 8 + 4 * (i % 2), "logprobs": 2, **drawn}
-
-    spec = SpecConfig(num_speculative_tokens=5)  # "auto" may see that the machine is busy
-    llm = LLM(smollm2, spec=spec, max_num_seqs=3, max_model_len=256, max_num_batched_tokens=64)
-    with serving(llm) as server, ThreadPoolExecutor(4) as pool:
-        bodies = [body(i) for i in range(4)]
-        actual = list(pool.map(lambda body: server.post(COMPLETIONS, body).json()["choices"][0], bodies))
-    num_accepted = 0
-    for request, choice in zip(bodies, actual, strict=True):
-        [alone] = llm.generate(request.pop("prompt"), SamplingParams(**request))
-        assert choice["text"] == alone.text
-        own = [at[token].logprob for token, at in zip(alone.token_ids, alone.logprobs)]
-        assert choice["logprobs"]["token_logprobs"] == own
-        num_accepted += alone.stats.num_accepted
-    assert num_accepted > 5
-
-
 def fail(*_: Any) -> Any:
     raise RuntimeError("broken")
 
 
 async def end_of(job: Job) -> str:
     """Return the message of the failure that ends the job."""
-
-    async def read() -> str:
-        try:
-            async for _ in job:
-                pass
-        except JobFailed as error:
-            return str(error)
-        return ""
-
-    return await asyncio.wait_for(read(), 20)
+    try:
+        async for _ in job:
+            pass
+    except JobFailed as error:
+        return str(error)
+    return ""
 
 
 @pytest.fixture
@@ -233,63 +203,14 @@ def test_jobs_submitted_around_the_last_step_fail(
         ends = [await end_of(job) for job in jobs]
         return [*ends, await end_of(loop.submit([ids], PARAMS))]
 
-    assert asyncio.run(run()) == [message] * 3
+    assert asyncio.run(asyncio.wait_for(run(), 20)) == [message] * 3
     assert (loop.num_outputs, loop._jobs) == (0, set())
     assert (loop.fatal_error is None) == (message == ENDED)
 
 
-def test_failed_step_ends_all_outputs_of_its_jobs(blocked: Blocked, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, ids, go = blocked
-
-    async def run() -> list[str]:
-        loop.start()
-        go()
-        with monkeypatch.context() as patch:
-            patch.setattr(loop.llm.engine, "step", fail)
-            failed = await end_of(loop.submit([ids], SamplingParams(n=3)))
-            assert (loop.num_outputs, loop.failures, loop._jobs) == (0, 1, set())
-        ends = [failed, await end_of(loop.submit([ids], PARAMS))]
-        assert (loop.num_outputs, loop.failures) == (0, 0)
-        await loop.stop()
-        return ends
-
-    assert asyncio.run(run()) == [FAILED, ""]
-
-
-def test_job_that_can_be_neither_queued_nor_aborted(
-    blocked: Blocked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop, ids, go = blocked
-    engine, calls = loop.llm.engine, list[Any]()
-    new, abort = engine.new, engine.abort
-
-    def second_fails(*values: Any) -> Any:
-        calls.append(values)
-        return fail() if len(calls) == 2 else new(*values)
-
-    def first_fails(*values: Any) -> None:
-        monkeypatch.setattr(engine, "abort", abort)
-        fail()
-
-    monkeypatch.setattr(engine, "new", second_fails)
-    monkeypatch.setattr(engine, "abort", first_fails)
-
-    async def run() -> str:
-        loop.start()
-        go()
-        result = await end_of(loop.submit([ids, ids], PARAMS))
-        await loop.stop()
-        return result
-
-    assert asyncio.run(run()) == FAILED
-    assert loop.num_outputs == 0
-
-
 def test_limit_of_outputs(blocked: Blocked) -> None:
     loop, ids, _ = blocked
-    with pytest.raises(
-        ValueError, match=r"The request has 12 outputs \(prompts x n\), but the limit is 10\."
-    ):
+    with pytest.raises(ValueError, match=r"The request has 12 outputs .*, but the limit is 10\."):
         loop.submit([ids, ids], SamplingParams(n=6))
     loop.submit([ids], SamplingParams(n=10)).abort()
     loop.submit([ids], SamplingParams(n=3))
