@@ -55,14 +55,6 @@ class Served:
                 stderr=file,
             )
 
-    def wait(self) -> None:
-        """Wait until the server is ready."""
-        end = time.monotonic() + 150
-        while '"event": "ready"' not in self.log.read_text():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < end, self.log.read_text()
-            time.sleep(0.1)
-
     def post(self, body: Any, key: str = KEY, path: str = "/v1/completions") -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"}
         return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
@@ -80,7 +72,11 @@ class Served:
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     made = Served(folder, tmp_path_factory.mktemp("served") / "log")
-    made.wait()
+    end = time.monotonic() + 150
+    while '"event": "ready"' not in made.log.read_text():
+        assert made.process.poll() is None, made.log.read_text()
+        assert time.monotonic() < end
+        time.sleep(0.1)
     yield made
     made.process.kill()
     made.process.wait()
@@ -120,7 +116,7 @@ def test_shared_prefix_stays_on_the_replica_that_cached_it(served: Served) -> No
 def test_killed_replica_is_replaced(served: Served) -> None:
     names, kind = set(served.steps()), "ray::ServeReplica:nanospec:ServingEngine"
     before = [pid for pid, name in children(served.process.pid) if name.startswith(kind)]
-    assert (len(before), len(names)) == (2, 2)
+    assert len(before) == len(names) == 2
     os.kill(before[0], signal.SIGKILL)
     result = [served.post({"prompt": "ab" * i, "max_tokens": 2}).status_code for i in range(1, 9)]
     assert set(result) <= {200, 503}  # 503: the request was on the killed replica
@@ -146,8 +142,7 @@ def test_running_requests_finish_before_exit(served: Served) -> None:
             pass  # the signal has not been handled yet
         assert (late.status_code, late.json()["error"]["message"]) == (503, DRAINING)
         result = [each.result() for each in running]
-    ended = [r.json()["choices"][0]["finish_reason"] for r in result[:2]]
-    assert ended == ["length"] * 2
+    assert [r.json()["choices"][0]["finish_reason"] for r in result[:2]] == ["length"] * 2
     assert all(r.text.endswith("data: [DONE]\n\n") for r in result[2:])
     output, _ = served.process.communicate(timeout=60)
     assert (served.process.returncode, output) == (0, b"")

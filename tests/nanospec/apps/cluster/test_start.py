@@ -23,7 +23,6 @@ GPUS = [{"CPU": 8.0, "GPU": 2.0}]
 @pytest.mark.parametrize(
     ("replicas", "options", "machines", "expected"),
     [
-        (2, {}, [{"CPU": 8.0}], Bundle(4, 0, 4, 2)),
         (1, {}, [{"CPU": 8.0}, {"CPU": 4.0}], Bundle(8, 0, 8, 1)),
         (2, {}, GPUS, Bundle(1, 1, None, 1)),
         (2, {"device": "cpu", "threads": 3}, GPUS, Bundle(3, 0, 3, 2)),
@@ -76,8 +75,8 @@ def test_unreachable_ray_address_is_reported(monkeypatch: pytest.MonkeyPatch) ->
         start.connect_ray(1, EngineConfig()).__enter__()
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
-        for address in ("127.0.0.1:{}", "ray://127.0.0.1:{}", "auto"):
-            start.check_reachable(address.format(port))
+        for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "auto"):
+            start.check_reachable(address)
     for address in (f"ray://127.0.0.1:{port}", f"127.0.0.1:{port}99999", f"[::1]:{port}"):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(OSError, match=r"could not connect \(.*\); start Ray there, or unset RAY_ADDRESS"):

@@ -28,12 +28,7 @@ MODEL = "alphabet"
 
 
 class Served:
-    """A running server.
-
-    Attributes:
-        url: the server's URL, without a trailing slash.
-        gate: while it is cleared, the engine runs no step.
-    """
+    """A running server. While `gate` is cleared, its engine runs no step."""
 
     def __init__(self, llm: LLM, **options: Any) -> None:
         self.llm = llm
@@ -130,7 +125,7 @@ def serving(llm: LLM, **options: Any) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Served]:
-    with serving(make(folder)) as served:
+    with serving(make(folder, trace=True)) as served:
         yield served
 
 
