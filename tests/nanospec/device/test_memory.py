@@ -17,8 +17,10 @@ from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device import resources
 from nanospec.device.graphs import KS, StepGraphs
 from nanospec.device.resources import plan_cache, spare_memory, step_bytes
+from nanospec.drafters.methods import NgramDrafter
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.native.packed import zeros_on_demand
+from nanospec.kernels.table import Table
 from tests.drive import finish, make_engine
 from tests.dry import DryRun, dry_step, meta_model
 from tests.tiny import tiny_config, tiny_model
@@ -114,6 +116,23 @@ def test_step_bytes_covers_captures_and_prefill(
         modelled: Any = SimpleNamespace(runs_model=True, max_drafts=63)
         more = step_bytes(config, model, [modelled], model.config.max_position_embeddings)
         assert more - measured >= 2 * step._logits.nbytes
+
+
+def test_step_bytes_of_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and prefills of all rows over the whole context are measured, and parts of these."""
+    shapes: set[tuple[int, int]] = set()
+    from_grid = Batch.from_grid
+
+    def spy(table: Table, rows: torch.Tensor, first: Any, count: Any, width: int, bound: int) -> Batch:
+        shapes.add((len(rows), width))
+        return from_grid(table, rows, first, count, width, bound)
+
+    monkeypatch.setattr(Batch, "from_grid", spy)
+    monkeypatch.setattr(resources, "peak_bytes", lambda device, run: 0)
+    spec = SpecConfig(num_speculative_tokens=8)
+    drafters = [NgramDrafter(spec)]
+    step_bytes(EngineConfig(spec=spec, max_num_seqs=2), meta_model(tiny_config()), drafters, 4)
+    assert shapes == {(2, 1), (1, 1), (2, 4), (1, 4), (2, 2)}
 
 
 def test_plan_cache_leaves_memory_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
