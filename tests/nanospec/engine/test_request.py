@@ -10,6 +10,7 @@ import pytest
 
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.messages import logprobs_by_id
+from nanospec.engine.blocks import block_hash
 from nanospec.engine.request import SEED_STEP, Limits, Request, check_request, derive_seed
 from nanospec.kernels import FROM_TARGET, LENGTH, MAX_STOP_IDS, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
@@ -114,6 +115,8 @@ def test_block_hashes_depend_on_tokens_and_salt() -> None:
     for request, first in (plain, 0), (salted, 0), (other, 9):
         request.append(step([first, *range(1, 40)]))
     before = list(plain.hashes(16))
+    root = block_hash(b"", plain.tokens[:16])
+    assert before == [root, block_hash(root, plain.tokens[16:32])]
     assert len({*before, *salted.hashes(16), *other.hashes(16)}) == 6  # each covers all blocks before
     plain.append(step([7] * 7))
     assert plain.hashes(16)[:2] == before
