@@ -322,7 +322,8 @@ def main() -> None:
     earlier = json.loads(args.again.read_text())["mutants"] if args.again else []
     lines = [line for line in earlier if line["outcome"] not in OPEN and line["file"] in args.files]
     with tempfile.TemporaryDirectory(prefix="mutants") as name:
-        os.environ["XDG_CACHE_HOME"] = f"{name}/.cache"  # of compiled C++ mutants
+        if not all(file.endswith(".py") for file in args.files):
+            os.environ["XDG_CACHE_HOME"] = f"{name}/.cache"  # of compiled C++ mutants
         copy_checkout(Path(name))
         for file in args.files:
             source = (ROOT / file).read_text()
