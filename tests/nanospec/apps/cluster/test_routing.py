@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -96,6 +97,13 @@ def test_load_difference_is_bounded(sent: list[str], slack: int) -> None:
         balancer.running[balancer.choose(names(text), REPLICAS)] += 1
         load = [balancer.running[replica] for replica in REPLICAS]
         assert max(load) - min(load) <= slack + 1
+
+
+def test_new_replica_does_not_catch_up_with_others() -> None:
+    balancer = Balancer(slack=2)
+    for _ in range(200):
+        balancer.choose([], ("a", "b"))
+    assert Counter(balancer.choose([], REPLICAS) for _ in range(300)) == dict.fromkeys(REPLICAS, 100)
 
 
 def test_replicas_that_have_left_are_forgotten() -> None:
