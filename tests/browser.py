@@ -23,5 +23,4 @@ def browser() -> Iterator[Any]:
 
 
 def texts_of(page: Any, selector: str) -> list[str]:
-    result: list[str] = page.locator(selector).all_text_contents()
-    return result
+    return list(page.locator(selector).all_text_contents())

@@ -1,9 +1,4 @@
-"""Ranks as threads of one process: tensor parallelism without its processes.
-
-    with split_engine(2, config, weights_of(config), EngineConfig(...)) as split: run(split.engine, jobs)
-
-The leader is the engine's worker in the test's thread; each other rank has its own thread.
-"""
+"""Ranks as threads of one process. The leader is the engine's worker, in the test's thread."""
 
 from __future__ import annotations
 
@@ -48,9 +43,8 @@ class Threads(Group):
         self.count += 1
         self.given[self.rank] = x
         self.barrier.wait(PATIENCE)
-        shapes = {(tuple(part.shape), part.dtype) for part in self.given}
-        assert len(shapes) == 1, f"ranks are out of step: {shapes}"
-        result = torch.stack(list(self.given))
+        assert len({part.dtype for part in self.given}) == 1
+        result = torch.stack(self.given)
         self.barrier.wait(PATIENCE)  # before any rank gathers again
         return result
 
@@ -78,13 +72,11 @@ def groups_of(size: int) -> list[Threads]:
 
 
 def together(size: int, work: Callable[[Group], Any]) -> list[Any]:
-    """Run `work` on `size` ranks concurrently and return their results."""
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, groups_of(size)))
 
 
 def weights_of(config: ModelConfig, seed: int = 0) -> Weights:
-    """Return random weights by name."""
     get = random_weights(config, torch.float32, "cpu", seed)
     return {name: get(name) for name in config.parameter_shapes()}
 
@@ -92,15 +84,12 @@ def weights_of(config: ModelConfig, seed: int = 0) -> Weights:
 def part_of(config: ModelConfig, weights: Weights, group: Group) -> Model:
     """Return the model of one rank."""
     shard = Shard(config, group)
-
-    def get(name: str) -> Tensor:
-        return shard.take(name, weights[name]).clone()
-
-    return shard.joined(Model(shard.config, torch.float32, "cpu", get))
+    parts = {name: shard.take(name, weight).clone() for name, weight in weights.items()}
+    return shard.joined(Model(shard.config, torch.float32, "cpu", parts.__getitem__))
 
 
 class Split(NamedTuple):
-    """An engine over several ranks, with each rank's group and, once started, worker."""
+    """An engine over several ranks, their groups, and the workers of all ranks but 0."""
 
     engine: Engine
     groups: list[Threads]
@@ -125,14 +114,15 @@ def split_engine(
     groups, workers = groups_of(size), dict[int, Rank]()
     job = Job([], HashStore(), PATIENCE)
 
-    def parts(rank: int) -> tuple[Any, ...]:
-        model = part_of(config, weights, groups[rank])
-        made = load_drafters(options.spec, Target(model)) if drafter is None else drafter(model, groups[rank])
-        return options, model, made, create_extensions(options)
+    def worker(rank: int, job: Job | None = None) -> Rank:
+        group = groups[rank]
+        model = part_of(config, weights, group)
+        made = load_drafters(options.spec, Target(model)) if drafter is None else drafter(model, group)
+        return Rank(group, job, options, model, made, create_extensions(options))
 
     def run_rank(rank: int) -> None:
         try:
-            workers[rank] = Rank(groups[rank], None, *parts(rank))
+            workers[rank] = worker(rank)
             workers[rank].follow()
         except Exception as error:
             report_failure(job.store, rank, error)
@@ -142,7 +132,7 @@ def split_engine(
     for thread in threads:
         thread.start()
     with job.command("start"):
-        job.group, leader = groups[0], Rank(groups[0], job, *parts(0))
+        job.group, leader = groups[0], worker(0, job)
     try:
         yield Split(Engine(options, leader), groups, workers)
     finally:

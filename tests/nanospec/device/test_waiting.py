@@ -19,6 +19,7 @@ from nanospec.engine.engine import Engine
 from nanospec.kernels import launch
 from nanospec.models.decoder import Model
 from tests.drive import Job, make_engine, outcome, run, run_alone
+from tests.nanospec.extras.tracing.records import check
 from tests.random_weights import random_heads
 from tests.tape import TapeCapture
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -67,7 +68,7 @@ def test_captured_steps_never_wait_and_freeze_no_host_values(setup: str, tmp_pat
     guided = setup == "grammar"
     tokenizer, jobs = tiny_tokenizer(tmp_path) if guided else None, JOBS + [GUIDED] * guided
     wanted = run_alone(small_model(setup), jobs, max_model_len=48, tokenizer=tokenizer)
-    with captured_engine(setup, tokenizer=tokenizer, async_scheduling=True) as engine:
+    with captured_engine(setup, tokenizer=tokenizer, async_scheduling=True, trace=True) as engine:
         if guided:  # steps with extensions are captured on use
             run(engine, jobs)
         assert engine.worker.graphs is not None
@@ -86,6 +87,7 @@ def test_captured_steps_never_wait_and_freeze_no_host_values(setup: str, tmp_pat
     assert unchanged > 0, "the same rows without new blocks: nothing is uploaded"
     for request, expected in zip(requests, wanted, strict=True):
         assert outcome(request).token_ids == expected.token_ids
+        check(request)
 
 
 def test_tape_capture_freezes_host_values() -> None:

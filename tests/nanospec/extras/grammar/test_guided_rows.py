@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import runpy
-import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +27,9 @@ V, CODE = 40, 2
 TABLE = Table.empty(4, 64, 16, V, "cpu")
 
 
+WORKER: Any = type("Worker", (), {"table": TABLE, "max_k": 5, "methods": ("ngram", "draft", "grammar")})()
+
+
 def line(*tokens: int) -> bytes:
     """Return a mask that allows these tokens."""
     return sum(1 << token for token in tokens).to_bytes(8, "little")
@@ -39,23 +39,19 @@ def ints(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-class Fake(SimpleNamespace):
-    """A worker that supports weak references, unlike its base."""
-
-
-@pytest.fixture(params=[None, 12], ids=["packed", "captured"])
-def guided(request: pytest.FixtureRequest) -> Iterator[Grammar]:
+@pytest.fixture(params=[None, SimpleNamespace(max_tokens=12)], ids=["packed", "captured"])
+def guided(request: pytest.FixtureRequest) -> Grammar:
     """Four rows, of which 1 and 3 have grammars; row 3 has more drafts than a step may verify."""
-    graphs = SimpleNamespace(max_tokens=request.param) if request.param else None
-    methods = ("ngram", "draft", "grammar")
+    WORKER.graphs = request.param
     rows = Grammar(None)
-    worker = Fake(table=TABLE, max_k=5, graphs=graphs, methods=methods)
-    rows.attach(worker)
+    rows.attach(WORKER)
     long = Draft([7, 8, 9, 7, 8], [GENERATED, 1, 2, 3, 4], 64, [line(7), line(8), line(9), *[line(1)] * 3])
-    drafts = [(3, long), (1, Draft([], [], 0, [line(0, 35)]))]
-    rows.send(drafts, 3)
-    yield rows
-    del worker  # only a weak reference to it remains
+    rows.send([(2, Draft([5], [1], 1, [line(5), line(6)]))], 3)
+    before = rows.allowed
+    rows.send([(3, long), (1, Draft([], [], 0, [line(0, 35)]))], 3)
+    assert (before.data_ptr() == rows.allowed.data_ptr()) == (request.param is not None)
+    rows.admit(2)
+    return rows
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -82,9 +78,9 @@ def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
 
 
 def test_disallowed_tokens_are_masked(guided: Grammar) -> None:
-    """Row 3 has two tokens and padding, row 0 three, row 1 one; padding has no row."""
-    batch = Batch.from_grid(TABLE, ints(3, 0, -1, 1), ints(0, 0, 0, 0), ints(2, 3, 3, 1), 3)
-    logits = torch.randn(12, V)
+    """Row 3 has two tokens and padding, row 0 three, row 1 one; padding has no row; row 2 is new."""
+    batch = Batch.from_grid(TABLE, ints(3, 0, -1, 1, 2), ints(0, 0, 0, 0, 0), ints(2, 3, 3, 1, 1), 3)
+    logits = torch.randn(15, V)
     expected = logits.clone()
     for t, may in ((0, [7]), (1, [8]), (9, [0, 35])):
         kept = expected[t, may]
@@ -94,43 +90,22 @@ def test_disallowed_tokens_are_masked(guided: Grammar) -> None:
     assert torch.equal(logits, expected)
 
 
-def test_reassigned_row_has_no_mask(guided: Grammar) -> None:
-    guided.admit(3)
-    logits = torch.randn(1, V)
-    expected = logits.clone()
-    guided.process_logits(logits, Batch.from_grid(TABLE, ints(3), ints(0), ints(1), 1))
-    assert torch.equal(logits, expected)
-
-
-def test_grammar_is_imported_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nanospec.extras.grammar.grammar", None)
-    runpy.run_module("nanospec.extras.grammar.extension")
-
-
-def masks(count: int, words: int, seed: int) -> torch.Tensor:
-    """Return masks with random, empty and full words."""
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-(2**31), 2**31, (count, words), generator=generator).int()
-    kind = torch.randint(0, 4, (count, words), generator=generator)
-    return torch.where(kind == 0, 0, torch.where(kind == 1, -1, bits)).int()
-
-
 @pytest.mark.parametrize("backend", ["naive", *["native"] * (library() is not None)])
 @settings(max_examples=40)
 @given(st.integers(1, 5000), st.integers(0, 3), st.integers(-2, 2), st.integers(0, 2), st.integers(0, 10**6))
 def test_mask_matches_loop(backend: Backend, V: int, T: int, more: int, kind: int, seed: int) -> None:
     """Masks may have fewer or more bits than the vocabulary; rows need not be contiguous."""
     words = max(-(-V // 32) + more, 1)
-    allowed = masks(3, words + 2, seed)[:, :words]
     generator = torch.Generator().manual_seed(seed)
+    allowed = torch.randint(-(2**31), 2**31, (3, words + 2), generator=generator).int()[:, :words]
+    allowed[0, ::2], allowed[1, ::3] = -1, 0
     at = torch.randint(-1, 3, (T,), generator=generator).int()
     logits = torch.randn(T, V + 7, generator=generator).to(DTYPES[kind])[:, :V]
     logits[:, : len(ODD)] = ODD[:V]
     expected = logits.clone()
     for t, m in enumerate(at.tolist()):
         for i in range(V) if m >= 0 else ():
-            word = int(allowed[m, i // 32]) if i // 32 < words else 0
-            if not word >> (i % 32) & 1:
+            if i // 32 >= words or not int(allowed[m, i // 32]) >> (i % 32) & 1:
                 expected[t, i] = -math.inf
     with forced(backend):
         mask(logits, allowed, at)

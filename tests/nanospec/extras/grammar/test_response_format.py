@@ -18,7 +18,6 @@ WIDE: Any = []
 for _ in range(50):
     WIDE = [WIDE, WIDE]
 COMBINED = {"items": {"allOf": [{"type": "string", "pattern": f"x{i}.*y"} for i in range(13)]}}
-CHAINED = {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}", "pattern": f"x{i}"} for i in range(13)}}
 
 
 def schema(of: Any, **more: Any) -> dict[str, Any]:
@@ -36,31 +35,23 @@ BAD: list[tuple[Any, str]] = [
     ({**ANY_JSON, "x": 1}, "must have only the field 'type'."),
     ({"type": "regex", "regex": " "}, "'regex' must be a non-empty string."),
     ({"type": "unknown", "wide": WIDE}, "64 levels deep and 65,536 bytes long as JSON."),
-    ({"type": "regex", "regex": "a" * (65536 - 29)}, "64 levels deep and 65,536 bytes long as JSON."),
     ({"type": "choice", "choice": ["a", ""]}, "a non-empty list of non-empty strings."),
-    ({"type": "choice", "choice": "ab"}, "a non-empty list of non-empty strings."),
     ({"type": "choice", "choice": ["\ud800"]}, "must be valid JSON: objects"),
-    (schema({1, 2}), "must be valid JSON: objects"),
-    (schema(float("nan")), "must be valid JSON: objects"),
     (schema(DEEP), "must be at most 64 levels deep and 65,536 bytes long as JSON."),
     (schema({}, shape=1), "unknown field 'shape'; 'json_schema' has 'name'"),
-    (schema([], schema=COMBINED), "may have at most 12 different patterns and formats"),
-    (schema([], schema=CHAINED), "may have at most 12 different patterns and formats"),
+    (grammar(COMBINED), "may have at most 12 different patterns and formats"),
     (schema([1 - 2**63]), "must be at least -9000000000000000000, got -9223372036854775807"),
     (schema([], schema={"minimum": -1e300}), "must be at least -9000000000000000000, got -1e+300"),
     (grammar({"const": -(2**63)}), "-9000000000000000000, got -9223372036854775808"),
-    (grammar(CHAINED), "may have at most 12 different patterns and formats"),
     ({"type": "json_schema", "json_schema": {}}, "must be an object with the object 'schema'"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("fmt", "sentence"), BAD, ids=lambda value: value[:60] if isinstance(value, str) else ""
-)
-def test_invalid_response_format_is_rejected(fmt: Any, sentence: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        validate(fmt)
-    assert sentence in str(caught.value)
+def test_invalid_response_format_is_rejected() -> None:
+    for fmt, sentence in BAD:
+        with pytest.raises(ValueError) as caught:
+            validate(fmt)
+        assert sentence in str(caught.value)
 
 
 def test_params_incompatible_with_grammar_are_rejected() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,27 +19,20 @@ from nanospec.extras.tensor_parallel.job import Job, RankFailed, report_failure
 LATE = "A rank did not complete 'step' within distributed_timeout=0.3 seconds, so all ranks were stopped."
 
 
-class Connection:
-    """Records sent commands."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, command: Any) -> None:
-        self.sent.append(command)
-
-    def close(self) -> None:
-        self.sent.append("closed")
-
-
 @pytest.fixture
 def job() -> Iterator[Any]:
     """A job without processes and with a time limit of 0.3 seconds per command."""
-    job: Any = Job([], HashStore(), 0.3)
-    job.group = Connection()
-    yield job
+    job = Job([], HashStore(), 0.3)
+    yield connect(job)
     job.close()
     assert not job._watch.is_alive()  # it could drop the group during interpreter shutdown
+
+
+def connect(job: Any) -> Any:
+    """Give the job a group that records the sent commands."""
+    job.sent = []
+    job.group = SimpleNamespace(send=job.sent.append, close=lambda: job.sent.append("closed"))
+    return job
 
 
 def eventually(true: Callable[[], object]) -> None:
@@ -54,7 +47,7 @@ def test_commands_time_out_but_loading_does_not(job: Any) -> None:
     with job.command("start", math.inf):
         time.sleep(0.6)
     with pytest.raises(RankFailed) as raised, job.command("step"):
-        eventually(lambda: job.group.sent == ["closed"])
+        eventually(lambda: job.sent == ["closed"])
     assert str(raised.value) == LATE
     with pytest.raises(RankFailed, match="did not complete 'step'"), job.command("step"):
         pytest.fail("nothing is begun any more")
@@ -83,45 +76,40 @@ def test_first_failure_is_the_error(job: Any) -> None:
     assert raised.value.__cause__ is closed
 
 
-def test_exception_in_command_ends_job(job: Any) -> None:
-    with pytest.raises(RankFailed) as raised, job.command("step", 30):
-        raise RuntimeError("no")
-    assert str(raised.value) == "Rank 0 failed, so all ranks were stopped: RuntimeError('no')"
-
-
-def test_interrupted_command_ends_job(job: Any) -> None:
-    """Otherwise the ranks would be out of step."""
-    with pytest.raises(KeyboardInterrupt), job.command("step"):
-        raise KeyboardInterrupt
-    assert job.failure == "'step' was interrupted, so all ranks were stopped."
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("no"), "Rank 0 failed, so all ranks were stopped: RuntimeError('no')"),
+        (KeyboardInterrupt(), "'step' was interrupted, so all ranks were stopped."),
+    ],
+)
+def test_exception_in_command_ends_job(job: Any, error: BaseException, message: str) -> None:
+    with pytest.raises((RankFailed, KeyboardInterrupt)), job.command("step", 30):
+        raise error
+    assert job.failure == message
 
 
 @pytest.mark.parametrize(
-    ("program", "message"), [("exit(3)", "exited with status 3"), ("os.kill(0, 9)", "was killed by signal 9")]
+    ("program", "message"), [("exit 3", "exited with status 3"), ("kill -9 $$", "was killed by signal 9")]
 )
 def test_dead_process_ends_job(program: str, message: str) -> None:
-    command = [sys.executable, "-c", f"import os; {program}"]
-    others = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
-    dead = subprocess.Popen(command, start_new_session=True)
-    job = Job([others[0], dead, others[1]], HashStore(), 30)
-    with (
-        pytest.raises(RankFailed, match=f"^Rank 2 {message}, so all ranks were stopped\\.$"),
-        job.command("step"),
-    ):
+    first, dead, last = (subprocess.Popen(["sh", "-c", each]) for each in ("sleep 99", program, "sleep 99"))
+    job = Job([first, dead, last], HashStore(), 30)
+    error = f"^Rank 2 {message}, so all ranks were stopped\\.$"
+    with pytest.raises(RankFailed, match=error), job.command("step"):
         eventually(lambda: job.failure)
     job.close()
-    assert [other.returncode for other in others] == [-9, -9]
+    assert [first.returncode, last.returncode] == [-9, -9]
 
 
 def test_close_notifies_ranks_once_and_waits(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "0.3"])
     (tmp_path / "folder").mkdir()
-    job: Any = Job([process], HashStore(), 1, str(tmp_path / "folder/store"))
-    job.group = Connection()
+    job = connect(Job([process], HashStore(), 1, str(tmp_path / "folder/store")))
     for _ in range(2):
         job.close()
     assert process.returncode == 0
-    assert job.group.sent == [None, "closed", "closed"]
+    assert job.sent == [None, "closed", "closed"]
     assert not list(tmp_path.iterdir())
     with pytest.raises(RuntimeError, match="has been closed; create a new LLM"), job.command("step"):
         pytest.fail("nothing is begun any more")

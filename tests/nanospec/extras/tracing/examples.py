@@ -16,7 +16,6 @@ MS = {"prefill": 0.0, "propose": 0.5, "forward": 10.0, "verify": 0.5, "wait": 0.
 def step(
     tokens: Sequence[int], drafts: Sequence[int] = (), accepted: Sequence[int] = (), **fields: Any
 ) -> StepRecord:
-    """Return a step whose drafts come from n-gram lookup, unless `fields` override it."""
     K = len(drafts)
     result: dict[str, Any] = {
         "at": 0.0, "ms": MS, "batch": 1, "tokens": list(tokens), "method": "ngram" if K else "",
@@ -29,7 +28,6 @@ def step(
 
 
 def steps() -> list[StepRecord]:
-    """Return six steps with 12 tokens: chains, a tree, Medusa drafts, unverified drafts, and no drafts."""
     made = [
         step([3, 4, 5], [3, 4, 9, 9], [1, 2]),
         step([6]),
@@ -43,29 +41,18 @@ def steps() -> list[StepRecord]:
     return made
 
 
-def lane(name: str = "request-0", texts: Sequence[str] = WORDS) -> Lane:
-    """Return a lane with a prompt of 8 tokens and the example steps."""
+def lane(name: str, texts: Sequence[str]) -> Lane:
     taken, prompt = steps(), [0, 1, 2, 3, 4, 5, 0, 1]
     ids = [token for one in taken for token in one.tokens]
     shown = [texts[i % len(texts)] for i in range(10)]
     return Lane(
-        name=name,
-        prompt=[shown[i] for i in prompt],
-        prompt_ids=prompt,
-        output=[shown[i] for i in ids],
-        token_ids=ids,
-        steps=taken,
-        start=0.0,
-        seconds=taken[-1].at,
-        first_token_seconds=0.1,
-        finish_reason="length",
-        acceptance="exact",
-        plain_seconds=0.7,
-    )
+        name=name, prompt=[shown[i] for i in prompt], prompt_ids=prompt,
+        output=[shown[i] for i in ids], token_ids=ids, steps=taken, start=0.0, seconds=taken[-1].at,
+        first_token_seconds=0.1, finish_reason="length", acceptance="exact", plain_seconds=0.7,
+    )  # fmt: skip
 
 
 def example(lanes: int = 1, texts: Sequence[str] = WORDS) -> Trace:
-    about = {"model": "tiny", "dtype": "float32", "device": "cpu", "by": "PyTorch"}
-    about |= {"method": "ngram+medusa", "k": "auto"}
+    about = {"model": "tiny", "device": "cpu", "by": "PyTorch", "method": "ngram", "k": "auto"}
     shown = {i: texts[i % len(texts)] for i in range(10)}
     return Trace(about, [lane(f"request-{i}", texts) for i in range(lanes)], shown, num_omitted=lanes // 3)

@@ -25,12 +25,12 @@ def check(request: Request) -> None:
         assert 0 <= step.verified <= len(step.drafts) == len(step.sources) == len(step.parents)
         assert all(parent <= i for i, parent in enumerate(step.parents))
         text = request.tokens[: len(request.prompt_ids) + len(sources) - len(step.tokens)]
-        if step.match_len:
+        known = text + step.drafts
+        for draft, source in zip(step.drafts, step.sources):
+            assert source == GENERATED or known[source] == draft
+        assert step.match_len or {*step.sources} <= {GENERATED}
+        if step.match_len and step.method != "grammar":
             assert text[-step.match_len :] == text[step.sources[0] - step.match_len : step.sources[0]]
-            for place, (draft, source) in enumerate(zip(step.drafts, step.sources)):
-                assert draft == text[source], place
-        elif step.drafts:
-            assert set(step.sources) == {GENERATED}
         assert bool(step.method) == bool(step.drafts)
         assert step.plain_ms >= 0
         assert all(ms >= 0 for ms in step.ms.values())
