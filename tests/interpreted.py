@@ -12,7 +12,6 @@ if not torch.cuda.is_available():
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests import interpreter
 
-    interpreter.find_builtins_once()
     interpreter.patch_modules_once()
     interpreter.cache_types()
     interpreter.keep_boolean_conditions()
@@ -23,4 +22,4 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def order_programs_by(name: str) -> None:
     """Seed the order of programs by `name`."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreter.programs.test = name
+        interpreter.running_test = name

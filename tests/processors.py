@@ -54,10 +54,9 @@ def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path
         pytest.skip("the other tests run on it")
     library = ctypes.CDLL(str(built_for(option)))
     library.nanospec_target.restype = ctypes.c_char_p
-    target = library.nanospec_target().decode()
-    if (request.param, target) == ("AMX", "AVX-512"):
+    if library.nanospec_target().decode() != request.param:
+        assert request.param == "AMX"
         pytest.skip("the system refuses AMX")
-    assert target == request.param
     return library
 
 

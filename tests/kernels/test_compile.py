@@ -1,7 +1,7 @@
 """Every production configuration compiles for every target, without spills and within its limits, and its
 machine code has the expected structure.
 
-Compilation runs in subprocesses, since this process uses Triton's interpreter.
+Compilation runs in a subprocess, since this process uses Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -26,25 +26,17 @@ Row = dict[str, Any]  # a row of the table of `bench/compile.py`
 PRODUCTS = ("norm_linear", "linear_add", "norm_swiglu")  # the kernels with products of a layer
 
 
-def run_compile(folder: Path, *arguments: str) -> tuple[list[Row], Row]:
-    """Run `bench/compile.py` and return its table and last line."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    process = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "compile.py"), "--out", str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert process.returncode in (0, 1), process.stderr[-3000:]
-    print("\n".join(line for line in process.stdout.splitlines() if not line.startswith("|")))
-    assert (folder / "compile.json").is_file(), process.stderr[-3000:]
-    return json.loads((folder / "compile.json").read_text()), json.loads(process.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Row]:
-    """The whole table, reusing committed rows of unchanged kernels; compiling all of them takes minutes."""
-    return run_compile(tmp_path_factory.mktemp("compile"), "--known", str(RESULTS))
+    """The table and last line of `bench/compile.py`, which reuses committed rows of unchanged kernels;
+    compiling all of them takes minutes."""
+    folder = tmp_path_factory.mktemp("compile")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, f"{ROOT}/bench/compile.py", "--out", str(folder), "--known", str(RESULTS)]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert process.returncode in (0, 1), process.stderr[-3000:]
+    print("\n".join(line for line in process.stdout.splitlines() if not line.startswith("|")))
+    return json.loads((folder / "compile.json").read_text()), json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.timeout(1500)
@@ -100,55 +92,6 @@ def test_loads_overlap_with_products_and_launches(compiled: tuple[list[Row], Row
             assert order.index("prefetch") < order.index("wait"), what
     assert seen == {*PRODUCTS, "attention", "embed", "rope_cache"}
     assert with_products == {*PRODUCTS, "attention"}
-
-
-@pytest.mark.timeout(900)
-def test_recompiled_rows_match_the_table(compiled: tuple[list[Row], Row], tmp_path: Path) -> None:
-    cases = ("qwen3-0.6b-o-T1", "rope_cache-qwen3-0.6b-B1")
-    rows, summary = run_compile(tmp_path, "--targets", "sm_90", "gfx942", "--only", *cases)
-    assert {row["function"] for row in rows} >= {"_gemm", "_rope_cache"}
-    assert {row["target"] for row in rows} == {"sm_90", "gfx942"}
-    assert summary["known"] == 0
-    table = {row["fingerprint"]: row for row in compiled[0]}
-    for row in rows:  # the table may list another case of the same kernel
-        assert row == {**table[row["fingerprint"]], **{k: row[k] for k in ("kernel", "case")}}
-
-
-# ---- the table of several Triton versions -------------------------------------------------------
-
-
-def row(**changes: Any) -> compile_table.Result:
-    one = {"kernel": "k", "case": "c", "function": "f", "constants": "", "target": "sm_90", "triton": "3.7.1"}
-    numbers = {"num_warps": 4, "num_stages": 3, "registers": 32, "spills": 0, "shared": 0}
-    return compile_table.Result(**{**one, **numbers, "mma": "wgmma", "needs_mma": True, **changes})
-
-
-def test_save_keeps_rows_of_other_triton_versions(tmp_path: Path) -> None:
-    compile_table.save([row(registers=1), row(function="gone")], tmp_path)
-    compile_table.save([row(triton="3.6.0", registers=5)], tmp_path)
-    table = compile_table.save([row(registers=7)], tmp_path)
-    assert [(r.triton, r.registers) for r in table] == [("3.6.0", 5), ("3.7.1", 7)]
-    assert compile_table.load(tmp_path) == table
-
-
-def test_problems_of_any_triton_version_are_found() -> None:
-    (function, case, target, version), known = next(iter(compile_table.SPILLED.items()))
-    own = {"function": function, "case": case, "target": target, "triton": f"{version}.0"}
-    old = row(triton="3.6.0")
-    cases: list[tuple[Row, str | None]] = [
-        ({}, None),
-        ({"spills": 8}, "spills 8 bytes"),
-        ({"shared": 1 << 20}, "shared memory"),
-        ({"mma": ""}, "no tensor-core"),
-        ({"function": "g"}, "different kernels"),
-        ({**own, "spills": known}, None),
-        ({**own, "spills": known + 4}, f"spills {known + 4} bytes"),
-        ({**own, "triton": "3.7.1", "spills": known}, f"spills {known} bytes"),
-    ]
-    for changes, what in cases:
-        others = [old] if "case" not in changes else []
-        found = compile_table.problems([row(**changes), *others])
-        assert [what in text for text in found] == [True] if what else not found
 
 
 def test_committed_table_has_several_triton_versions_without_problems() -> None:

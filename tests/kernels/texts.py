@@ -19,6 +19,7 @@ from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer import split_kv
 from nanospec.kernels.layer.attention import AttentionMetadata, attention
+from tests.kernels.batches import ints, make_batch
 
 SCALE = 0.1  # of the scores
 Part = tuple[int, int, int]  # request, cached tokens, queries
@@ -66,44 +67,28 @@ class Texts:
     def batch(
         self, parts: Sequence[Part], padded: bool = True, trees: list[list[int]] | None = None
     ) -> tuple[Batch, Tensor]:
-        """Return a batch of the `parts`, and their queries [T, Hq, D].
-
-        With `padded`, rows have equal length, and padding has slot -1 and NaN queries. `trees` has the
-        parent of each query of each row.
-        """
-        widest, block_size = max(n for _, _, n in parts), self.cache.shape[3]
-        T = len(parts) * widest
-        positions, slots = torch.zeros(T, dtype=torch.int32), torch.full((T,), -1, dtype=torch.int32)
-        ancestors = torch.zeros(T, dtype=torch.int64) if trees else None
-        q = torch.full((T, *self.q.shape[2:]), float("nan"), dtype=self.q.dtype)
-        for b, (r, base, n) in enumerate(parts):
-            start = b * widest
-            for i in range(n):
-                t, j = start + i, base + i
-                q[t] = self.q[r, j]
-                slots[t] = self.block_table[r, j // block_size] * block_size + j % block_size
-                positions[t] = j
-                if trees and ancestors is not None:
-                    parent = trees[b][i]
-                    positions[t] = base if parent < 0 else positions[start + parent] + 1
-                    mask = 0 if parent < 0 else int(ancestors[start + parent])
-                    ancestors[t] = mask | (1 << i if i < 63 else -1 << 63)
-        requests, base_len, q_len = torch.tensor(parts, dtype=torch.int32).T.contiguous()
-        batch = Batch(
-            rows=torch.where(q_len > 0, requests, -1),
-            input_ids=torch.zeros_like(positions),
-            positions=positions,
+        """Return a batch of the `parts`, and their queries [T, Hq, D], which are NaN for padding. `trees` has
+        the parent of each query of each row."""
+        requests, base_len, q_len = map(list, zip(*parts))
+        widest, block_size, parents = max(q_len), self.cache.shape[3], None
+        if trees:
+            parents = [max(p, 0) for tree in trees for p in tree + [0] * (widest - len(tree)) * padded]
+        batch = make_batch(q_len, base_len, padded, parents=parents)
+        slots = torch.full((batch.num_tokens,), -1, dtype=torch.int32)
+        q = torch.full((batch.num_tokens, *self.q.shape[2:]), float("nan"), dtype=self.q.dtype)
+        for start, (r, base, n) in zip(batch.q_start.tolist(), parts, strict=True):
+            j = base + torch.arange(n)
+            q[start : start + n] = self.q[r, j]
+            slots[start : start + n] = self.block_table[r, j // block_size] * block_size + j % block_size
+        batch = replace(
+            batch,
+            rows=torch.where(batch.q_len > 0, ints(*requests), -1),
             slots=slots,
             block_table=self.block_table[requests],
-            q_start=torch.arange(0, T, widest, dtype=torch.int32),
-            q_len=q_len,
-            base_len=base_len,
-            max_q_len=widest,
             max_kv_len=max(base + n for _, base, n in parts),
-            ancestors=ancestors,
             prefill=widest > MAX_QUERIES,
         )
-        return (batch, q) if padded else (batch.to_packed(), q[slots >= 0])
+        return batch, q
 
     def attend(
         self,
@@ -131,10 +116,9 @@ class Texts:
 
 def divide(monkeypatch: pytest.MonkeyPatch, programs: int, max_tiles: int = 0) -> None:
     """Split the cache among `programs` programs, by tiles for rows of up to `max_tiles` tiles."""
-    split, spans = split_kv.split_kv, 64
+    split, units = split_kv.split_kv, max(64, max_tiles) if programs > 1 else 0
 
     def chosen(*shape: Any) -> split_kv.Split:
-        units = max(spans, max_tiles) if programs > 1 else 0
         return split(*shape)._replace(programs=programs, max_tiles=max_tiles, units=units)
 
     monkeypatch.setattr(split_kv, "split_kv", chosen)

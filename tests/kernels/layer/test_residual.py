@@ -17,27 +17,19 @@ FP16, FP32 = torch.float16, torch.float32
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])
 @pytest.mark.parametrize(
-    ("shape", "dtype", "weight_dtype"),
-    [
-        ((1, 1), FP32, FP32),
-        ((3, 63), FP16, FP16),
-        ((7, 576), FP32, FP32),
-        ((5, 100), FP16, FP32),
-        ((0, 64), FP32, FP32),
-        ((1, 9000), FP16, FP16),
-    ],
+    ("T", "H", "dtype", "weight_dtype"),
+    [(1, 1, FP32, FP32), (5, 100, FP16, FP32), (0, 64, FP32, FP32), (3, 9001, FP16, FP16)],
     ids=str,
 )
-def test_norm(
-    shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype, backend: Backend
-) -> None:
-    x = torch.randn(shape).to(dtype) * torch.arange(1, shape[0] + 1)[:, None]
+def test_norm(T: int, H: int, dtype: torch.dtype, weight_dtype: torch.dtype, backend: Backend) -> None:
+    x = torch.randn(T, H) * torch.arange(1, T + 1)[:, None]
     x[1::3] *= 1e-2  # eps matters for small squares
-    norm = Norm(1 + (torch.randn(shape[1]) / 1000).to(weight_dtype), 1e-5)  # rounds to 1 in float16
+    x = x.to(dtype)
+    norm = Norm(1 + (torch.randn(H) / 1000).to(weight_dtype), 1e-5)  # rounds to 1 in float16
     with forced(backend):
-        out = rms_norm(x.to(dtype), norm)
-        for row in range(len(x)):  # bitwise independent of other rows
-            assert torch.equal(rms_norm(x[row : row + 1].to(dtype), norm)[0], out[row])
+        out = rms_norm(x, norm)
+        for row in range(T):  # bitwise independent of other rows
+            assert torch.equal(rms_norm(x[row : row + 1], norm)[0], out[row])
     assert out.dtype == dtype
     expected = naive_norm(x.double(), Norm(norm.weight.double(), 1e-5))
     assert_close(out, expected, 5e-4 if dtype == FP16 else 1e-6)
@@ -45,9 +37,7 @@ def test_norm(
         assert (out == expected.half()).float().mean() > 0.97
 
 
-@pytest.mark.parametrize(
-    ("N", "T", "H", "dtype"), [(1, 1, 64, FP16), (2, 3, 63, FP32), (3, 5, 100, FP16), (8, 2, 576, FP32)]
-)
+@pytest.mark.parametrize(("N", "T", "H", "dtype"), [(1, 1, 64, FP16), (3, 5, 100, FP16), (8, 2, 576, FP32)])
 def test_residual_add_matches_naive(N: int, T: int, H: int, dtype: torch.dtype) -> None:
     parts, x = torch.randn(N, T, H).to(dtype), torch.randn(T, H).to(dtype)
     norm = Norm(torch.randn(H).to(dtype), 1e-5)

@@ -7,6 +7,7 @@ import importlib.util
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86 processor")
-@pytest.mark.parametrize("name", ["AVX-512", "avx512_bf16", "AMX"])
+@pytest.mark.parametrize("name", ["AVX-512", "AMX"])
 def test_cross_compilation(
     built_for: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -50,12 +51,6 @@ def test_backend_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> No
         spec.loader.exec_module(copy)
 
 
-def test_march_in_cxx_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for options, expected in (("-g", ["-g", "-march=native"]), ("-march=x86-64-v3", ["-march=x86-64-v3"])):
-        monkeypatch.setenv("CXX", f"sh {options}")
-        assert native.find_compiler()[1:] == expected
-
-
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache of compiled libraries."""
@@ -70,12 +65,11 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     [
         ("no-such-compiler", "no-such-compiler not found"),
         ("false", "exit status 1"),
-        ("sh -c 'echo in function; echo error: old >&2; exit 1' cxx", "error: old"),
+        (r"sh -c 'echo in function; printf \344 >&2; echo error: old >&2; exit 1' cxx", "error: old"),
         ("sh -c 'echo >&2; exit 1' cxx", ".+"),
-        (r"sh -c 'printf \344 >&2; exit 1' cxx", ".+"),
         ('g++ "', "No closing quotation"),
     ],
-    ids=["none", "broken", "old", "newline", "latin-1", "quotation"],
+    ids=["none", "broken", "old", "newline", "quotation"],
 )
 def test_without_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str) -> None:
     """PyTorch is used with a warning, or an error is raised if C++ is required."""
@@ -91,34 +85,27 @@ def test_without_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler
     assert not list(fresh.glob("*"))
 
 
-def test_cache_folder_without_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
+def test_cache_folder(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may exist; without a home directory it is temporary."""
+    assert native.cache_folder() == native.cache_folder() == fresh
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     assert native.cache_folder() == Path(native._own_folder().name)
 
 
 def test_compiled_library_is_cached_and_repaired(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
-    compile_ = native._compile
-
-    def run(command: list[str], folder: str) -> None:
-        calls.append(command)
-        compile_(command, folder)
-
-    monkeypatch.setattr(native, "_compile", run)
+    compile_ = Mock(wraps=native._compile)
+    monkeypatch.setattr(native, "_compile", compile_)
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))
     monkeypatch.setattr(native, "SOURCES", [path for path in native.SOURCES if path.name == "ngram.cpp"])
     file = native.compiled_library(fresh)
     file.write_bytes(b"truncated")
     assert native.library() is not None
     assert list(fresh.glob("*")) == [file]
-    count = len(calls)
+    count = compile_.call_count
     native.library.cache_clear()
     assert native.library() is not None
-    assert 0 < count == len(calls)
+    assert 0 < count == compile_.call_count
     monkeypatch.setenv("CXX", "no-such-compiler")  # the compiler may have been removed
     assert native.compiled_library(fresh) == file
     monkeypatch.setenv("CXX", "no-such-compiler -march=x86-64-v3")
