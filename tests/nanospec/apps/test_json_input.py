@@ -28,13 +28,16 @@ def test_accepts_output_of_json_dumps(value: Any) -> None:
 @given(st.binary() | st.text(alphabet='{}[]",:01eE-.NaInfity\\ud8 \n').map(str.encode))
 def test_invalid_json_gets_short_message(text: bytes) -> None:
     try:
-        result, message = strict_json(text), ""
+        result = strict_json(text)
     except ValueError as error:
         message = str(error)
+        assert "\n" not in message
+        assert len(message) < 200
     else:
         assert result == json.loads(text)
-    assert "\n" not in message
-    assert len(message) < 200
+
+
+DEEP = "nested more than 128 levels deep"
 
 
 @pytest.mark.parametrize(
@@ -43,17 +46,12 @@ def test_invalid_json_gets_short_message(text: bytes) -> None:
         (b'{"b": {"c": 1, "a": 1, "a": 1}}', "duplicate key 'a'"),
         (b"[-Infinity]", "-Infinity is not a finite number"),
         (b"[1e999]", "1e999 is not a finite number"),
+        (b'{"a": ' * MAX_DEPTH + b"[]" + b"}" * MAX_DEPTH, DEEP),
+        (b"[" * 100_000 + b"]" * 100_000, DEEP),
     ],
+    ids=range(5),
 )
 def test_values_without_a_meaning_are_rejected(text: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         strict_json(text)
-
-
-@pytest.mark.parametrize(("left", "right"), [(b"[", b"]"), (b'{"a": ', b"}")])
-def test_nesting_depth_is_limited(left: bytes, right: bytes) -> None:
-    for inner in (b"[0]", b"[]"):
-        assert strict_json(left * (MAX_DEPTH - 1) + inner + right * (MAX_DEPTH - 1))
-        for depth in (MAX_DEPTH, 900, 100_000):
-            with pytest.raises(ValueError, match=r"^nested more than 128 levels deep$"):
-                strict_json(left * depth + inner + right * depth)
+    assert strict_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)

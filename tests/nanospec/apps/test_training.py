@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from torch import Tensor
 
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.apps import training
 from nanospec.apps.cli.main import main as command_line
-from nanospec.apps.training import Data, HeadsInTraining, Settings, compute_data, main, measure, train
+from nanospec.apps.training import Data, HeadsInTraining, Settings, compute_data, main, train
 from nanospec.drafters.medusa import Heads
 from nanospec.models.decoder import Model
 from nanospec.text.tokenizer import Tokenizer
@@ -97,47 +95,6 @@ def test_train_learns_and_saves_heads(model: Model, data: tuple[Data, Data], tmp
         train(model, Settings(), (data[0]._replace(tokens=data[0].tokens[:34]), data[1]), file)
 
 
-def test_measure_counts_chain_acceptance(data: tuple[Data, Data]) -> None:
-    class Oracle:
-        num_heads = 2
-
-        def __init__(self, offset: int) -> None:
-            self.offset = offset
-
-        def logits(self, hidden: Tensor) -> Tensor:
-            return torch.zeros(len(hidden), 2, 1)
-
-        def tokens(self, index: Tensor) -> Tensor:
-            rows = torch.arange(len(index))
-            ends = torch.cat([data[1].tokens, torch.zeros(3, dtype=torch.long)])
-            return torch.stack([ends[rows + 2 + i] + self.offset for i in range(2)], 1)
-
-    for offset, accuracy in ((0, 1.0), (50, 0.0)):
-        oracle: Any = Oracle(offset)
-        figures = measure(oracle, data[1], torch.device("cpu"))
-        assert figures == {"accuracy": [accuracy] * 2, "tokens_per_step": 1 + 2 * accuracy}
-
-
-def test_shipped_heads_predict_the_model(smollm2: Path) -> None:
-    file = smollm2.parent / "heads" / f"{smollm2.name}.safetensors"
-    if not file.is_file():
-        pytest.skip(f"needs {file.name}: nanospec train --model {smollm2.name}")
-    llm = LLM(smollm2, spec=SpecConfig(method="none"), max_model_len=256, max_num_seqs=1)
-    prompt = llm.chat_prompt([{"role": "user", "content": "How do I bake bread? Explain step by step."}])
-    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=30))[0].token_ids
-    model = llm.engine.worker.model
-    result = measure(Heads.load(file, model), compute_data(model, [prompt + output]), model.device)
-    assert result["accuracy"][0] > 0.2  # far above chance; a tiny model, first draft only
-
-
-def test_schedule_warms_up_and_decays() -> None:
-    rates = [training.schedule(40, step) for step in range(41)]
-    assert rates[:3] == [0.5, 1.0, 1.0]
-    assert rates == [*rates[:2], *sorted(rates[2:], reverse=True)]
-    assert rates[21] == 0.5
-    assert rates[40] < 1e-9
-
-
 def test_train_command_writes_working_heads(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     text, out = tmp_path / "text.jsonl", tmp_path / "heads.safetensors"
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
@@ -168,13 +125,10 @@ def test_invalid_input_is_reported_in_one_line(folder: Path, tmp_path: Path, cap
     text = tmp_path / "text.jsonl"
     for line, sentence, *options in (
         ("", "unknown model 'nothing'", "--model", "nothing"),
-        ("", "--num-heads 0 must be an integer from 1 to 16.", "--num-heads", "0"),
         ("", "--out heads.bin must have the suffix .safetensors.", "--out", "heads.bin"),
-        ("", "No such file", "--text", "nowhere.jsonl"),
         ('{"text": "abc"}', "has 1 texts, too few for training and held-out texts."),
         ("{", "line 1: Expecting property name"),
         ('{"prompt": "a"}', 'line 1: a line must be {"text": "..."} or {"messages": [...]}.'),
-        ('{"messages": "a"}', "line 1: messages='a' must be a list of"),
     ):
         text.write_text(line)
         arguments = ["--model", str(folder), "--text", str(text), "--out", str(tmp_path / "h.safetensors")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from nanospec.apps.batch.lines import LineError
 from nanospec.apps.batch.run import num_tokens, result_line
 from nanospec.config import SamplingParams
 from nanospec.outputs import Completion, Logprob, RequestOutput, SpecStats
-from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.apps.batch.test_run import tasks_of_lines
 from tests.tiny import tiny_tokenizer
 
@@ -40,59 +40,35 @@ def test_missing_fields_take_openai_defaults(tmp_path: Path) -> None:
 
 def test_request_fields_are_parsed(tmp_path: Path) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("Hel", "lo")]}]
-    kept = {
-        "stop": "x",
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "n": 2,
-        "seed": 3,
-        "presence_penalty": -1,
-        "top_k": 7,
-    }
+    kept: dict[str, Any] = {"stop": "x", "temperature": 0.5, "n": 2, "seed": 3, "top_k": 7}
     dropped = {"user": "u", "stream": False, "tools": None, "response_format": {"type": "text"}}
     counts = {"max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": -100}}
     [task] = tasks_of_lines(tmp_path, chat(messages=parts, **kept, **dropped, **counts))
     assert task.messages == HELLO
-    assert task.params == SamplingParams(max_tokens=5, logprobs=2, logit_bias={5: -100}, **kept)  # type: ignore
+    assert task.params == SamplingParams(max_tokens=5, logprobs=2, logit_bias={5: -100}, **kept)
     without = completions(prompt=[1, 2])
     del without["custom_id"]
     result = tasks_of_lines(tmp_path, completions(prompt=["x"], logprobs=3), without, without)[:2]
     assert [(task.prompt, task.params.logprobs) for task in result] == [("x", 3), ([1, 2], None)]
 
 
-IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
-
-
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
         (chat(tools=[{"type": "function"}]), 'in "body": tools is not supported'),
-        (chat(response_format={"type": "json"}), "response_format={'type': 'json'} must be an object whose"),
-        (chat(stream=True), "stream=True is not supported"),
         (chat(max_tokens=3, max_completion_tokens=4), "have the same meaning"),
         ({"prompt": "x", "custom_id": "a"}, 'custom_id "a" is also used by line 1'),
-        (chat(custom_id="b"), "unknown field 'custom_id'; known fields are acceptance, "),
-        (chat(max_token=3), "unknown field 'max_token'; did you mean max_tokens?"),
         (chat(top_logprobs=3), '"top_logprobs" requires it to be true'),
-        (chat(messages=None), '"messages" must be a non-empty list'),
-        (chat(messages=IMAGE), "only text content is supported"),
-        (completions(prompt=["x", "y"]), '"prompt" must be a string'),
+        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text content is"),
         (completions(echo=True), "echo=True is not supported"),
         ({**chat(), "method": "GET"}, '"method" "POST"'),
         ({**chat(), "temperature": 1}, "unknown field 'temperature'; request parameters belong in \"body\""),
     ],
-    ids=range(14),
+    ids=range(8),
 )
 def test_unsupported_fields_are_rejected(tmp_path: Path, line: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(LineError) as caught:
+    with pytest.raises(LineError, match=f"line 2: .*{re.escape(sentence)}"):
         tasks_of_lines(tmp_path, chat(), line)
-    assert "line 2: " in str(caught.value)
-    assert sentence in str(caught.value)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def output(error: str | None = None, n: int = 1) -> RequestOutput:
@@ -102,45 +78,34 @@ def output(error: str | None = None, n: int = 1) -> RequestOutput:
     return RequestOutput("request-3", None, [1, 2], [done] * n)
 
 
-@pytest.mark.parametrize("line", [chat(), {"prompt": "x"}], ids=["theirs", "ours"])
-def test_custom_id_may_contain_lone_surrogate(
-    tmp_path: Path, tokenizer: Tokenizer, line: dict[str, Any]
-) -> None:
-    [task] = tasks_of_lines(tmp_path, {**line, "custom_id": "half \ud83d"})
-    assert json.loads(result_line(task, output(), "small", tokenizer))["custom_id"] == "half \ud83d"
-
-
-def test_results_use_format_of_the_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    lines = chat(logprobs=True, top_logprobs=2), completions(logprobs=1), {"prompt": "x", "id": 5}
-    a, b, ours = tasks_of_lines(tmp_path, *lines)
+def test_results_use_format_of_the_request(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(tmp_path)
+    half = "half \ud83d"  # a lone surrogate
+    theirs = chat(logprobs=True, top_logprobs=2), {**completions(logprobs=1), "custom_id": half}
+    a, b, ours = tasks_of_lines(tmp_path, *theirs, {"prompt": "x", "id": half})
 
     def line(task: Any, **given: Any) -> Any:
         return json.loads(result_line(task, output(**given), "small", tokenizer))
 
     first = line(a)
-    assert first.keys() == {"id", "custom_id", "response", "error"}
-    assert (first["id"], first["custom_id"], first["error"]) == (f"batch_req_{a.key}", "a", None)
-    response = first["response"]
-    assert (response["status_code"], response["request_id"]) == (200, "request-3")
-    body = response["body"]
+    response = first.pop("response")
+    body = response.pop("body")
+    assert first == {"id": f"batch_req_{a.key}", "custom_id": "a", "error": None}
+    assert response == {"status_code": 200, "request_id": "request-3"}
     assert (body["object"], body["model"]) == ("chat.completion", "small")
-    counts = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
-    assert counts.items() <= body["usage"].items()
+    assert body["usage"]["total_tokens"] == 3
     [choice] = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": "g"}
     assert choice["finish_reason"] == "length"
-    [place] = choice["logprobs"]["content"]
-    assert (place["token"], place["logprob"], place["bytes"]) == ("<7>", -1.0, list(b"<7>"))
-    assert [top["token"] for top in place["top_logprobs"]] == ["<5>", "<7>"]
-    [choice] = line(b)["response"]["body"]["choices"]
+    assert [top["token"] for top in choice["logprobs"]["content"][0]["top_logprobs"]] == ["<5>", "<7>"]
+    second = line(b)
+    assert second["custom_id"] == half
+    [choice] = second["response"]["body"]["choices"]
     assert choice["text"] == "g"
-    assert choice["logprobs"]["token_logprobs"] == [-1.0]
     assert choice["logprobs"]["top_logprobs"] == [{"<5>": -0.5}]
-    assert choice["logprobs"]["text_offset"] == [0]
     failed = line(a, error="NaN")
     assert (failed["response"], failed["error"]) == (None, {"code": "engine_error", "message": "NaN"})
     plain = line(ours)
-    assert (plain["index"], plain["key"], plain["id"], plain["text"]) == (2, ours.key, 5, "g")
-    assert "outputs" not in plain
+    assert (plain["index"], plain["key"], plain["id"], plain["text"]) == (2, ours.key, half, "g")
     assert [done["text"] for done in line(ours, n=2)["outputs"]] == ["g", "g"]
     assert num_tokens(output(n=2)) == 2

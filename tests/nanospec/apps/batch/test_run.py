@@ -8,9 +8,11 @@ import io
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +21,6 @@ from hypothesis import strategies as st
 from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
 from nanospec.apps.batch.run import (
     Batch,
-    batch_summary,
     indices_done,
     open_batch,
     prepare_lines,
@@ -57,14 +58,7 @@ def result(task: Task) -> str:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        f'{{"prompt": "{BREAKS}"}}',
-        f'\ufeff{{"prompt": "{BREAKS}"}}\n',
-        f'\n{{"prompt":\r"{BREAKS}"}}\r\n \n\n',
-        "",
-        "\ufeff\n",
-    ],
+    "text", [f'\ufeff{{"prompt": "{BREAKS}"}}', f'\n{{"prompt":\r"{BREAKS}"}}\r\n \n\n', "\ufeff\n"]
 )
 def test_only_newlines_separate_lines(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "requests.jsonl"
@@ -78,22 +72,15 @@ def test_only_newlines_separate_lines(text: str, tmp_path: Path, monkeypatch: py
     ("line", "sentence"),
     [
         (b'{"prompt": "\xff"}', "is not valid JSON: 'utf-8' codec can't decode byte 0xff in position 12"),
-        (b'{"prompt": "x", "temperature": NaN}', "is not valid JSON: NaN is not a finite number"),
         (b'{"prompt": "x", "' + b"y" * 10**5 + b'": 1}', "unknown field 'yyyy"),
-        (b'{"url": "' + b"y" * 10**5 + b'", "body": {}}', "must be .*not 'yyyy"),
-        (b"[1]", 'either "prompt" or "messages"\\.$'),
         (b"{}", 'either "prompt" or "messages"\\.$'),
         (b'{"prompt": "x", "messages": []}', "either .*, got \\['prompt', 'messages'\\]"),
-        (b'{"prompt": "x", "top_P": 1}', "unknown field 'top_P'; did you mean top_p"),
         (b'{"prompt": "x", "custom": 1}', "unknown field 'custom'; did you mean custom_id"),
-        (b'{"prompt": "x", "temperature": "hot"}', "temperature='hot' must be a number"),
         (b'{"prompt": [1, true]}', '"prompt" must be a string or a list of token ids'),
         (b'{"prompt": "\\ud800"}', '"prompt" contains an unpaired surrogate'),
-        (b'{"messages": [{"role": "user"}]}', 'needs a "role" and a "content"'),
-        (b'{"url": "/v1/embeddings", "body": {}}', "must be .*not '/v1/embeddings' with 'POST'"),
         (b'{"url": "/v1/completions", "body": 1}', '"body" must be a JSON object'),
     ],
-    ids=range(15),
+    ids=range(8),
 )
 def test_invalid_line_is_reported_with_its_number(tmp_path: Path, line: bytes, sentence: str) -> None:
     path = tmp_path / "requests.jsonl"
@@ -115,10 +102,9 @@ def test_endless_line_is_rejected_at_the_limit(tmp_path: Path, monkeypatch: pyte
 def test_system_message_applies_only_if_conversation_has_none(tmp_path: Path) -> None:
     own = [{"role": "developer", "content": "own"}, {"role": "user", "content": "x"}]
     lines = ({"prompt": "x"}, {"prompt": [1]}, {"messages": own[1:]}, {"messages": own})
-    actual = tasks_of_lines(tmp_path, *lines, system="Be brief.")
     expected = [{"role": "system", "content": "Be brief."}, own[1]]
-    assert [task.messages for task in actual] == [expected, None, expected, own]
-    assert [task.prompt for task in actual] == [None, [1], None, None]
+    actual = [(task.prompt, task.messages) for task in tasks_of_lines(tmp_path, *lines, system="Be brief.")]
+    assert actual == [(None, expected), ([1], None), (None, expected), (None, own)]
     [raw] = tasks_of_lines(tmp_path, lines[0], system="Be brief.", raw=True)
     assert (raw.prompt, raw.messages, raw.raw) == ("x", None, True)
 
@@ -175,15 +161,11 @@ def test_torn_result_is_truncated(tmp_path_factory: pytest.TempPathFactory, leng
 
 NO_RESULTS = {
     "text": "my only notes",
-    "json": '{"prompt": "x"}',
-    "other-json": '{"index": 0, "prompt": "x"}\n',
     "text-after-results": result(numbered(1)[0]) + "my notes",
-    "blank-line": result(numbered(1)[0]) + "\n",
     "same-twice": result(numbered(1)[0]) * 2,
     "not-whole": result_prefix(numbered(1)[0]).decode() + "\n",
     "no-key": '{"index": 0, "text": "", "token_ids": [], "finish_reason": "stop"}\n',
     "another-key": result(Task(0, GREEDY, key="f" * 16)),
-    "another-index": result(Task(7, GREEDY, key=f"{0:016x}")),
     "torn-of-another": result(Task(0, GREEDY, key="f" * 16))[:60],
 }
 
@@ -195,15 +177,6 @@ def test_files_without_results_are_rejected_unchanged(tmp_path: Path, name: str)
     with pytest.raises(LineError, match=rf"notes(: the last line is .*| line {twice}); use another output\."):
         indices_done(path, numbered(3))
     assert path.read_text(encoding="utf-8") == NO_RESULTS[name]
-
-
-def test_large_file_without_results_is_rejected_early(tmp_path: Path) -> None:
-    path = tmp_path / "image"
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(LineError, match=r"image line 1 is not a result of this input"):
-        indices_done(path, numbered(3))
-    assert path.stat().st_size == 1 << 40
 
 
 def test_unusable_file_is_reported_at_start(tmp_path: Path) -> None:
@@ -230,11 +203,7 @@ def test_output_must_be_neither_input_nor_in_use(tmp_path: Path, monkeypatch: py
         batch.file.write(result(batch.tasks[0]).encode())
     with open_batch(args, GREEDY) as batch:
         assert (batch.todo, batch.done) == ([], {0})
-
-    def no_locks(*_: object) -> None:
-        raise OSError("No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)  # as on some file systems
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError))  # as on some file systems
     with open_batch(args, GREEDY) as batch:
         assert batch.done == {0}
 
@@ -242,18 +211,13 @@ def test_output_must_be_neither_input_nor_in_use(tmp_path: Path, monkeypatch: py
 def test_failure_before_first_result_leaves_no_new_file(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     target = Path(args.output)
-
-    def fail(written: bytes) -> None:
-        with open_batch(args, GREEDY) as batch:
-            batch.file.write(written)
-            raise LineError("refused by the model")
-
     for before, written, after in ((None, b"", None), (b"", b"", b""), (None, b"x", b"x"), (b"", b"x", b"x")):
         target.unlink(missing_ok=True)
         if before is not None:
             target.write_bytes(before)
-        with pytest.raises(LineError, match="refused"):
-            fail(written)
+        with suppress(LineError), open_batch(args, GREEDY) as batch:
+            batch.file.write(written)
+            raise LineError("refused by the model")
         assert (target.read_bytes() if target.exists() else None) == after
 
 
@@ -277,19 +241,6 @@ def test_results_are_written_whole_and_counted() -> None:
         assert batch.statistics() == figures
 
 
-class Letters:
-    """A tokenizer with or without a chat template."""
-
-    def __init__(self, has_chat_template: bool) -> None:
-        self.has_chat_template = has_chat_template
-
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
-        return "".join(f"<{message['content']}>" for message in messages)
-
-    def encode_prompt(self, text: str, window: int, add_special_tokens: bool = True) -> list[int]:
-        return [0] * add_special_tokens + [ord(letter) for letter in text]
-
-
 @pytest.mark.parametrize(
     ("raw", "template", "of_text", "note"),
     [
@@ -301,20 +252,20 @@ class Letters:
 def test_prompts_use_chat_template_unless_raw(
     tmp_path: Path, capsys: Any, raw: bool, template: bool, of_text: list[int], note: str
 ) -> None:
-    source, tokenizer, checked = tmp_path / "lines", Letters(template), []
+    source, checked = tmp_path / "lines", []
+    tokenizer: Any = SimpleNamespace(
+        has_chat_template=template,
+        apply_chat_template=lambda messages: f"<{messages[0]['content']}>",
+        encode_prompt=lambda text, _, add_special_tokens=True: [0] * add_special_tokens + [*map(ord, text)],
+    )
     message = '{"messages": [{"role": "user", "content": "b"}]}'
     source.write_text(f'{{"prompt": [7, 8]}}\n{{"prompt": "a", "seed": 5}}\n{message}\n')
     with open_batch(arguments(tmp_path, input=str(source), raw=raw), GREEDY) as batch:
-        lines = prepare_lines(batch, tokenizer, lambda *given: checked.append(given), 64, 3)  # type: ignore
+        lines = prepare_lines(batch, tokenizer, lambda *given: checked.append(given), 64, 3)
+        refuse = Mock(side_effect=ValueError("max_model_len=3 is low."))
+        with pytest.raises(LineError, match=r"lines line 1.*: --max-model-len 3 is low\."):
+            prepare_lines(batch, tokenizer, refuse, 64, 3)
     assert [ids for _, ids, _ in lines] == [[7, 8], of_text, [60, 98, 62]]
     assert [ids for ids, _ in checked] == [ids for _, ids, _ in lines]
     assert [params.seed for _, _, params in lines] == [p.seed for p in seeded_params(batch.tasks, 3).values()]
     assert capsys.readouterr().err.startswith(note)
-
-
-def test_batch_summary() -> None:
-    statistics = {"requests": 21, "done_before": 1, "seconds": 9.87, "tokens_per_second": 160.2}
-    assert batch_summary(statistics) == "20 requests in 9.9 s, 160 tok/s; 1 already had results"
-    assert batch_summary({**statistics, "done_before": 21}) == "All requests already have results."
-    first = {**statistics, "requests": 1, "done_before": 0}
-    assert batch_summary({**first, "replicas": 2}) == "1 request in 9.9 s, 2 replicas, 160 tok/s"

