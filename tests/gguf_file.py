@@ -23,17 +23,9 @@ NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
 def tensors(architecture: str, tied: bool) -> dict[str, np.ndarray]:
     """Return random weights of a tiny model by Hugging Face name."""
     rng = np.random.default_rng(0)
-    config = tiny_config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        qkv_bias=architecture == "qwen2",
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "num_layers": LAYERS}
+    config = tiny_config(**sizes, **heads, qkv_bias=architecture == "qwen2", tie_word_embeddings=tied)
     shapes = config.parameter_shapes()
     return {name: rng.standard_normal(shape).astype(np.float32) * 0.3 for name, shape in shapes.items()}
 

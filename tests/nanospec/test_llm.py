@@ -12,32 +12,18 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
-from copy import copy
-from dataclasses import replace
-from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import tokenizers
-import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from nanospec import LLM, RequestOutput, SamplingParams, SimpleDrafter, SpecConfig
-from nanospec.device.worker import Worker
-from nanospec.drafters import Drafter, Target
-from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.medusa import Heads, MedusaDrafter
-from nanospec.engine.engine import Engine
-from nanospec.engine.locking import SharedEngine
-from nanospec.extras.tracing.recorder import find_recorder
-from nanospec.models import default_heads
 from nanospec.models.weights import fast_in_bfloat16
 from nanospec.outputs import SpecStats
-from tests.drive import MODES, assert_idle, cycle_weights, drafters_of
+from tests.drive import MODES, assert_idle, cycle_weights
 
 EOS = "<e>"
 TOKENS = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", ".", "!Ã", "©", EOS, "!", "Ã"]  # é is the bytes Ã ©
@@ -61,7 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": False,
         "eos_token_id": TOKENS.index(EOS),
     }
     (folder / "config.json").write_text(json.dumps(described))
@@ -76,21 +61,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llms(folder: Path) -> dict[Any, LLM]:
-    return {k: make(folder, k) for k in (0, 1, 5, "auto")}
-
-
-@pytest.fixture
-def llm(llms: dict[Any, LLM]) -> Iterator[LLM]:
-    """An `LLM` with 5 drafts per step, which the test must leave idle."""
-    yield llms[5]
-    check_idle(llms[5])
-
-
-@pytest.fixture(params=[0, 1, 5, "auto"], ids=lambda k: f"K{k}")
-def any_llm(request: pytest.FixtureRequest, llms: dict[Any, LLM]) -> Iterator[LLM]:
-    yield llms[request.param]
-    check_idle(llms[request.param])
+def llm(folder: Path) -> Iterator[LLM]:
+    llm = make(folder)
+    yield llm
+    check_idle(llm)
 
 
 def make(folder: Path, k: Any = 5, **options: Any) -> LLM:
@@ -117,141 +91,77 @@ ENDS: list[tuple[str, dict[str, Any], str, str | int | None]] = [
     ("abcd", {}, ALPHABET[4:], None),  # EOS is not part of the text
     ("abcd", {"ignore_eos": True, "max_tokens": 28}, ALPHABET[4:] + "!", None),
     ("yz ", {"max_tokens": 2}, ".!\ufffd", None),  # inside a character
-    ("abcd", {"stop": "f"}, "e", "f"),
-    ("abcd", {"stop": "e"}, "", "e"),
-    ("abcd", {"stop": ["never", "hij"]}, "efg", "hij"),
     ("abcd", {"stop": ["lmn", "hijk", "ijk"]}, "efg", "hijk"),  # the first one completed
-    ("abcd", {"stop": ["lmnopq", "o"]}, "efghijklmn", "o"),
-    ("abcd", {"stop": "z .!é"}, "efghijklmnopqrstuvwxy", "z .!é"),
     ("abcd", {"stop": ".!"}, "efghijklmnopqrstuvwxyz ", ".!"),  # its token starts another character
     ("abcd", {"stop": "é"}, "efghijklmnopqrstuvwxyz .!", "é"),
-    ("abcd", {"stop": "hiX"}, ALPHABET[4:], None),
     ("abcd", {"stop": "abcdef"}, ALPHABET[4:], None),  # starts in the prompt, which is not searched
-    ("abcd", {"stop": ["f", "pqrstu", "x"], "min_tokens": 5}, "efghijklmno", "pqrstu"),
-    ("abcd", {"stop": ["e", "nop"], "min_tokens": 1}, "", "e"),
     ("abcd", {"stop": ["e", "nop"], "min_tokens": 2}, "efghijklm", "nop"),
     ("abcd", {"stop": "efgh", "min_tokens": 3}, "", "efgh"),  # may begin before
     ("abcd", {"stop": ["nop"], "stop_token_ids": [7]}, "efg", 7),
 ]
 
 
-def test_ends_of_text(any_llm: LLM) -> None:
+@pytest.mark.parametrize("k", [0, 1, 5, "auto"])
+def test_ends_of_text(folder: Path, k: Any) -> None:
     """Stop strings cut the text, tokens, log-probabilities, pieces and streams in the same place."""
-    params = [greedy(**options, logprobs=0) for _, options, _, _ in ENDS]
-    outputs = any_llm.generate([after(prompt) for prompt, *_ in ENDS], params)
+    llm, params = make(folder, k), [greedy(**options, logprobs=0) for _, options, _, _ in ENDS]
+    outputs = llm.generate([after(prompt) for prompt, *_ in ENDS], params)
     for output, asked, (prompt, options, text, stop) in zip(outputs, params, ENDS, strict=True):
         assert output.text == text, (prompt, options)
         assert "".join(piece.text for piece in output.pieces) == text.removesuffix("\ufffd")
         assert (output.prompt, output.stop_reason) == (after(prompt), stop)
         assert output.finish_reason == ("length" if len(output.token_ids) == asked.max_tokens else "stop")
         assert len(output.logprobs) == len(output.token_ids) == len(output.pieces) == output.stats.num_tokens
-        whole = any_llm.tokenizer.decode(output.token_ids)
-        assert whole.startswith(text)
         if isinstance(stop, str):  # the last token completes it
-            assert stop in whole
-            assert stop not in any_llm.tokenizer.decode(output.token_ids[:-1])
-        sent, ended = "", list[RequestOutput]()
-        for chunk in any_llm.stream(after(prompt), asked, ended.append):
-            assert chunk
-            sent += chunk
-            assert text.startswith(sent), (prompt, options)
-        assert sent == ended[0].text == text
+            assert llm.tokenizer.decode(output.token_ids).startswith(text + stop)
+            assert stop not in llm.tokenizer.decode(output.token_ids[:-1])
+        ended = list[RequestOutput]()
+        chunks = list(llm.stream(after(prompt), asked, ended.append))
+        assert all(chunks)
+        assert "".join(chunks) == ended[0].text == text
     assert outputs[0].token_ids == list(range(4, TOKENS.index(EOS) + 1))
+    check_idle(llm)
 
 
-def test_pieces_have_source(llm: LLM) -> None:
-    tokens = llm.tokenizer.encode(after("abcd"))
-    pieces = [p for step in llm.stream_pieces(after("abcd"), greedy(max_tokens=12)) for p in step]
-    assert "".join(piece.text for piece in pieces) == "efghijklmnop"
-    assert [p.source >= 0 for p in pieces] == [True] * 5 + [False] + [True] * 5 + [False]
-    for piece in pieces:
-        if piece.source >= 0:
-            assert llm.tokenizer.decode([tokens[piece.source]]) == piece.text
-
-
-def test_interleaved_streams(any_llm: LLM) -> None:
-    """Also text a request produced while another stream was read."""
-    prompts = [after("ab"), after("abcdefgh"), after("xyz .")]
-    streams = [any_llm.stream(prompt, greedy()) for prompt in prompts]
-    texts = ["", "", ""]
-    for chunks in zip_longest(*streams, fillvalue=""):
-        for i, chunk in enumerate(chunks):
-            texts[i] += chunk
-    assert texts == [ALPHABET[2:], ALPHABET[8:], ALPHABET[28:]]
-    slow, fast = any_llm.stream(after("ab"), greedy()), any_llm.stream(after("b"), greedy())
+def test_interleaved_streams(llm: LLM) -> None:
+    """Also what a request produced while another stream was read."""
+    slow, fast = llm.stream(after("ab"), greedy()), llm.stream(after("b"), greedy())
     begin = next(slow)
     assert "".join(fast) == ALPHABET[2:]
     assert begin + "".join(slow) == ALPHABET[2:]
 
 
-def test_abandoned_and_invalid_streams_leave_nothing(folder: Path) -> None:
-    llm = make(folder)
-    for chunk in llm.stream(after("ab"), greedy()):
-        assert chunk
-        break
-    left = llm.stream(after("ab"), greedy())
-    next(left)
-    del left
-    assert llm.metrics()["num_aborted"] == 2
-    with pytest.raises(ValueError, match=r"n=2 is not supported by stream"):
-        next(llm.stream("a", SamplingParams(n=2)))
-    check_idle(llm)
-
-
-def test_outputs_in_prompt_order_with_callbacks_as_they_finish(any_llm: LLM) -> None:
-    ended: list[tuple[int, str]] = []
-    inner: list[str] = []
+def test_outputs_in_prompt_order_with_callbacks_as_they_finish(folder: Path) -> None:
+    llm, ended, inner = make(folder), list[tuple[int, str]](), list[RequestOutput]()
 
     def report(index: int, output: RequestOutput) -> None:
         ended.append((index, output.text))
         if index == 1:  # the first one to finish
-            inner.append(any_llm.generate(after("ab"), greedy())[0].text)
+            inner.extend(llm.generate(after("ab"), greedy()))
 
-    prompts: list[str | list[int]] = [after("a"), any_llm.tokenizer.encode(after("ab")), after("abc")]
+    prompts: list[str | list[int]] = [after("a"), llm.tokenizer.encode(after("ab")), after("abc")]
     params = [greedy(max_tokens=20), greedy(max_tokens=2), greedy(stop="fg", n=2)]
-    before: Any = any_llm.metrics()["num_finished"]
-    outputs = any_llm.generate(prompts, params, report)
+    outputs = llm.generate(prompts, params, report)
     assert [output.text for output in outputs] == [ALPHABET[1:21], "cd", "de"]
     assert [len(output.outputs) for output in outputs] == [1, 1, 2]
     assert [output.prompt for output in outputs] == [after("a"), None, after("abc")]
     assert sorted(ended) == [(i, output.text) for i, output in enumerate(outputs)]
-    assert (ended[0][0], inner) == (1, [ALPHABET[2:]])
-    assert any_llm.metrics()["num_finished"] == before + 5
-
-
-def test_failing_callback_ends_batch(llm: LLM) -> None:
-    def report(index: int, output: RequestOutput) -> None:
-        raise RuntimeError("disk full")
-
-    with pytest.raises(RuntimeError, match="disk full"):
-        llm.generate([after("a"), after("b")], [greedy(max_tokens=1), greedy()], report)
-
-
-def test_samples_differ_and_are_reproducible(folder: Path) -> None:
-    params = SamplingParams(n=3, temperature=20, seed=1, max_tokens=20)
-    for caching in (True, False):
-        plain, spec = (
-            [
-                output.token_ids
-                for output in make(folder, k, enable_prefix_caching=caching)
-                .generate(after("ab"), params)[0]
-                .outputs
-            ]
-            for k in (0, 5)
-        )
-        assert plain == spec
-        assert len({tuple(ids) for ids in plain}) == 3
+    assert (ended[0][0], inner[0].text) == (1, ALPHABET[2:])
+    metrics = llm.metrics()
+    assert json.loads(json.dumps(metrics)) == metrics
+    every = [completion.stats for output in outputs + inner for completion in output.outputs]
+    assert metrics["num_finished"] == len(every) == 5
+    for name in ("num_tokens", "num_steps", "num_drafted", "num_accepted"):
+        assert metrics[name] == sum(getattr(stats, name) for stats in every)
+    check_idle(llm)
 
 
 def test_chat_with_one_or_several_conversations(llm: LLM) -> None:
-    def user(text: str) -> list[dict[str, str]]:
-        return [{"role": "user", "content": text}]
-
-    assert llm.chat(user(after("ab")), greedy(max_tokens=3))[0].text == "cde"
-    both = llm.chat([user("a"), [*user("x"), *user("yz")]], greedy(max_tokens=1))
-    assert [output.text for output in both] == ["b", " "]
-    kwargs = {"add_generation_prompt": False, "chat_template": "{{ messages[0].content }}c"}
-    assert llm.chat(user("ab"), greedy(max_tokens=3), use_tqdm=False, **kwargs)[0].text == "def"
+    one, other = ([{"role": "user", "content": text}] for text in (after("ab"), "yz"))
+    assert llm.chat(one, greedy(max_tokens=3))[0].text == "cde"
+    kwargs = {"add_generation_prompt": False, "chat_template": "{{ messages[-1].content }}c"}
+    both = llm.chat([one, one + other], greedy(max_tokens=1), use_tqdm=False, **kwargs)
+    assert [output.text for output in both] == ["d", "d"]
 
 
 def test_vllm_compatible_calls_and_outputs(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,8 +172,7 @@ def test_vllm_compatible_calls_and_outputs(llm: LLM, capsys: pytest.CaptureFixtu
     assert "3/3" in capsys.readouterr().err
     assert [output.prompt for output in outputs] == ["ab", None, "x"]
     assert [output.text for output in outputs] == ["cde"] * 3
-    assert len({output.request_id for output in outputs}) == 3
-    [output] = llm.generate({"prompt": "ab"}, sampling_params=params)
+    output = outputs[0]
     first = output.outputs[0]
     assert [completion.index for completion in output.outputs] == [0, 1]
     assert output.token_ids == first.token_ids == [2, 3, 4]
@@ -271,16 +180,9 @@ def test_vllm_compatible_calls_and_outputs(llm: LLM, capsys: pytest.CaptureFixtu
     own = [at[token] for token, at in zip(output.token_ids, output.logprobs)]
     assert output.cumulative_logprob == first.cumulative_logprob == sum(each.logprob for each in own)
     assert [each.decoded_token for each in own] == ["c", "d", "e"]
-    result = json.loads(json.dumps(first.to_dict()))
-    assert result.pop("stats").keys() > {
-        "seconds",
-        "first_token_seconds",
-        "num_cached_tokens",
-        "num_preemptions",
-    }
     logprobs = [{str(token): [each.logprob, 1]} for token, each in zip(output.token_ids, own)]
     expected = {"text": "cde", "token_ids": [2, 3, 4], "finish_reason": "length", "logprobs": logprobs}
-    assert result == expected
+    assert json.loads(json.dumps(first.to_dict())).items() >= expected.items()
     with pytest.raises(AttributeError, match="RequestOutput has no attribute 'txt'"):
         _ = output.txt
     assert llm.generate("ab", greedy(max_tokens=1))[0].cumulative_logprob is None
@@ -292,20 +194,10 @@ BAD_CALLS: list[tuple[Any, Any, str]] = [
     (range(10**9), None, "The prompt has 1000000000 tokens, but max_model_len=128 must hold it"),
     ("a" * 10**6, None, "The prompt has 1000000 characters, too many for max_model_len=128."),
     ([[1], [2, 99]], None, "The prompt contains token id 99; ids are integers from 0 to 32."),
-    ([1.5], None, "The prompt contains token id 1.5"),
-    (np.array([0.5]), None, "The prompt contains token id np.float64(0.5)"),
     (["ab", "cd"], [greedy()], "sampling_params has 1 entries for 2 prompts"),
     ("ab", [{"temperature": 0}], "must be of type SamplingParams, got {'temperature': 0}"),
-    (["ab"], greedy(stop_token_ids=[77]), "stop_token_ids contains token id 77"),
     (None, None, "prompt=None must be a string, token ids, or a dict with a string 'prompt' or"),
-    ({"prompt": None}, None, "prompt={'prompt': None} must be a string, token ids, or"),
     ({"prompt": "a", "multi_modal_data": 1}, None, "unknown key 'multi_modal_data' in a"),
-    ({1, 2}, None, "prompts={1, 2} must be a string, token ids, or a list of these."),
-    (b"ab", None, "prompt=b'ab' must be a string, token ids, or"),
-    (["ab", b"ab"], None, "prompt=b'ab' must be a string, token ids, or"),
-    ({"prompt_token_ids": "ab"}, None, "must be a string, token ids, or a dict with"),
-    (["ab", 5], None, "prompt=5 must be a string, token ids, or"),
-    (torch.tensor(5), None, "must be a string, token ids, or a dict with"),
 ]
 
 
@@ -315,50 +207,38 @@ def test_invalid_call_has_no_side_effects(llm: LLM) -> None:
         with pytest.raises(ValueError) as caught:
             llm.generate(prompts, params)
         assert sentence in str(caught.value)
+    with pytest.raises(ValueError, match=r"n=2 is not supported by stream"):
+        next(llm.stream("a", SamplingParams(n=2)))
     assert llm.metrics() == before
-    check_idle(llm)
     assert llm.generate([]) == []
-    assert llm.generate("ab", greedy(max_tokens=2))[0].text == "cd"
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
-@pytest.mark.parametrize("step", [1, 2, 3])
-@pytest.mark.parametrize("fails", [False, True], ids=["ctrl-c", "failure"])
+@pytest.mark.parametrize("failure", [None, RuntimeError], ids=["ctrl-c", "failure"])
 def test_llm_is_usable_after_ctrl_c_and_failed_step(
-    folder: Path, step: int, mode: dict[str, Any], fails: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, mode: dict[str, Any], failure: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C takes effect after the step and ends the call's requests; a failed step ends all requests."""
     llm = make(folder, **mode)
-    forward, calls = llm.engine.worker.model.forward, 0
+    forward, calls = llm.engine.worker.model.forward, [0]
 
     def interrupted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == step and fails:
-            raise RuntimeError
-        if calls == step:
+        calls[0] += 1
+        if calls[0] == 3:
+            if failure:
+                raise failure
             signal.raise_signal(signal.SIGINT)
         return forward(*args)
 
     other = llm.stream(after("abc"), greedy())
     begin = next(other)
     monkeypatch.setattr(llm.engine.worker.model, "forward", interrupted)
-    with pytest.raises(RuntimeError if fails else KeyboardInterrupt):
+    with pytest.raises(failure or KeyboardInterrupt):
         llm.generate([after("a"), after("ab")], greedy())
     text = begin + "".join(other)
-    assert ALPHABET[3:].startswith(text) if fails else text == ALPHABET[3:]
+    assert ALPHABET[3:].startswith(text) if failure else text == ALPHABET[3:]
     check_idle(llm)
     assert llm.generate(after("abcd"), greedy())[0].text == ALPHABET[4:]
-
-
-def test_metrics_sum_over_requests(folder: Path) -> None:
-    llm = make(folder, 5)
-    outputs = llm.generate([after("a"), "ab", after("abc")], greedy(max_tokens=9, stop="lmn"))
-    metrics = llm.metrics()
-    for name in ("num_tokens", "num_steps", "num_drafted", "num_accepted"):
-        assert metrics[name] == sum(getattr(output.stats, name) for output in outputs)
-    assert metrics["num_tokens"] == sum(len(output.token_ids) for output in outputs) == 27
-    assert json.loads(json.dumps(metrics)) == metrics
 
 
 class Alphabet(SimpleDrafter):
@@ -377,59 +257,18 @@ def test_drafters_are_loaded(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         assert output.text == ALPHABET[4:20]
         return output.stats
 
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    tokenizer = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(re.sub('"q": *16', '"q":99', tokenizer))
+    tokenizer = shutil.copytree(folder, tmp_path / "other") / "tokenizer.json"
+    tokenizer.write_text(re.sub('"q": *16', '"q":99', tokenizer.read_text()))
     for fields, error, words in (
         ({"method": "draft", "draft_model": "other"}, ValueError, "'q' is 16 in the target's and 99 in the"),
-        ({"method": "draft"}, ValueError, "needs a draft model; set draft_model"),
-        ({"method": "draft", "draft_model": "nowhere"}, FileNotFoundError, "unknown model 'nowhere'"),
         ({"method": "medusa"}, FileNotFoundError, "train them with: .* train --model"),
         ({"drafter": Alphabet}, ValueError, "drafter=Alphabet is a class"),
     ):
         with pytest.raises(error, match=words):
             stats_of(**fields)
-    size, heads = len(TOKENS), {}
-    for i in range(2):
-        heads[f"{i}.0.linear.weight"] = torch.zeros(size, size)
-        heads[f"{i}.0.linear.bias"] = torch.zeros(size)
-        heads[f"{i}.1.weight"] = torch.eye(size).roll(2 + i, 0)  # predicts the following letters
-    (tmp_path / "heads").mkdir()
-    save_file(heads, tmp_path / "heads" / f"{folder.name}.safetensors")
     assert stats_of(3, method="draft", draft_model=str(folder)).by_drafter == {"draft": [4, 12, 12]}
-    assert stats_of(method="medusa").by_drafter == {"medusa": [5, 10, 10]}  # not in the first step
     assert stats_of(drafter=Alphabet()).by_drafter == {"Alphabet": [3, 13, 13]}
     assert [*stats_of(drafter=["ngram", Alphabet()]).by_drafter] == ["ngram"]
-
-
-def test_worker_is_closed_at_exit_and_if_the_engine_fails(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[Worker] = []
-    monkeypatch.setattr(Worker, "close", lambda worker: closed.append(worker))
-    with make(folder) as llm:
-        assert closed == []
-    assert closed == [llm.engine.worker]
-    monkeypatch.setattr("nanospec.llm.Engine", Mock(side_effect=MemoryError))
-    with pytest.raises(MemoryError):
-        make(folder)
-    assert len(closed) == 2
-
-
-def test_trace_ends_at_stop_string(folder: Path) -> None:
-    llm, prompt = make(folder, 8, trace=True), ALPHABET + "abc"
-    [output] = llm.generate(prompt, greedy(stop="hi", n=2, max_tokens=20))
-    trace = output.trace()
-    assert [lane.token_ids for lane in trace.lanes] == [completion.token_ids for completion in output.outputs]
-    for lane in trace.lanes:
-        assert ("".join(lane.prompt), "".join(lane.output)) == (prompt, "defg")
-        [step] = lane.steps
-        assert step.tokens == lane.token_ids
-        assert len(step.accepted) == len(step.tokens) < len(step.drafts)
-        assert "".join(trace.texts[i] for i in step.tokens) == "defghi"
-    next(llm.stream("abcd", greedy()))
-    assert find_recorder(llm.engine.extensions).trace().lanes[-1].token_ids  # before the interruption
 
 
 # SmolLM2: a real model, with its real tokenizer.
@@ -440,71 +279,36 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
     (NAIVE, {"temperature": 0, "logprobs": 1}),
     ("1, 2, 3, 1, 2, 3, 1,", {"top_p": 0.9, "top_k": 50, "seed": 5, "repetition_penalty": 1.1}),
 ]
-PROMPTS = [prompt for prompt, _ in JOBS]
-PARAMS = [SamplingParams(max_tokens=8, **options) for _, options in JOBS]
+CASES = [  # a method, with "-tree" for trees
+    ("float32", "ngram-tree"),
+    ("bfloat16", "ngram+medusa"),
+    pytest.param("bfloat16", "draft", marks=pytest.mark.long),
+    pytest.param("bfloat16", "medusa-tree", marks=pytest.mark.long),
+]
 
 
-@pytest.fixture(scope="module")
-def real(request: pytest.FixtureRequest, smollm2: Path) -> LLM:
-    if request.param == "bfloat16" and not fast_in_bfloat16():
+@pytest.mark.parametrize(("dtype", "setup"), CASES)
+def test_smollm2_output_is_unchanged(smollm2: Path, dtype: str, setup: str) -> None:
+    """Compare a batch, whose prompts are split into chunks, with each prompt alone, without speculation.
+
+    In bfloat16 too: on a CPU, a row's result depends neither on other rows nor on its chunks."""
+    if dtype == "bfloat16" and not fast_in_bfloat16():
         pytest.skip("this CPU is slow in bfloat16")
-    return LLM(smollm2, dtype=request.param, max_model_len=256, max_num_seqs=4, spec=SpecConfig("none"))
-
-
-@pytest.fixture(scope="module")
-def wanted(real: LLM) -> list[RequestOutput]:
-    """The output of each prompt alone, without speculation."""
-    return [real.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
-
-
-def with_drafters(llm: LLM, setup: str) -> LLM:
-    """Return an LLM with the same model and another engine, which splits prompts into chunks."""
-    model, other = llm.engine.worker.model, copy(llm)
-    spec = SpecConfig(
-        method=setup.replace("-tree", ""),
-        num_speculative_tokens=5,
-        tree_width=3 if "tree" in setup else 1,
-    )
-    other.config = replace(llm.config, spec=spec, max_num_batched_tokens=32)
-    ready: dict[str, Drafter] = {}
-    if "draft" in setup:
-        ready["draft"] = ModelDrafter(spec, model, model.config.vocab_size)
-    if "medusa" in setup:
-        heads = Heads.load(default_heads(Path("smollm2-135m-instruct")), model)
-        ready["medusa"] = MedusaDrafter(spec, heads, model)
-    drafters = drafters_of(spec, Target(model, tokenizer=llm.tokenizer), ready)
-    other.engine = Engine(other.config, Worker(other.config, model, drafters), llm.tokenizer)
-    other.shared = SharedEngine(other.engine)
-    return other
-
-
-SETUPS = ("ngram-tree", "ngram+medusa", "draft", "medusa", "medusa-tree")
-FAST = {("float32", "ngram-tree"), ("bfloat16", "ngram+medusa")}
-
-
-@pytest.mark.parametrize(
-    ("real", "setup"),
-    [
-        pytest.param(*case, marks=() if case in FAST else pytest.mark.long)
-        for case in product(("float32", "bfloat16"), SETUPS)
-    ],
-    indirect=["real"],
-)
-def test_smollm2_output_is_unchanged(real: LLM, wanted: list[RequestOutput], setup: str) -> None:
-    """Bitwise identical in bfloat16 too: on a CPU, a row's result depends neither on other rows nor on the
-    chunks of its prompt."""
-    llm = with_drafters(real, setup)
-    outputs = llm.generate(PROMPTS, PARAMS)
+    options: dict[str, Any] = {"dtype": dtype, "max_model_len": 256, "max_num_seqs": 4}
+    prompts = [prompt for prompt, _ in JOBS]
+    params = [SamplingParams(max_tokens=8, **fields) for _, fields in JOBS]
+    plain = LLM(smollm2, spec=SpecConfig("none"), **options)
+    wanted = [plain.generate(*job)[0] for job in zip(prompts, params, strict=True)]
+    method, _, tree = setup.partition("-")
+    draft_model = str(smollm2) if method == "draft" else None
+    spec = SpecConfig(method, draft_model, tree_width=3 if tree else 1, num_speculative_tokens=5)
+    llm = LLM(smollm2, spec=spec, max_num_batched_tokens=32, **options)
+    outputs = llm.generate(prompts, params)
     for output, alone in zip(outputs, wanted, strict=True):
         assert (output.token_ids, output.text) == (alone.token_ids, alone.text)
         assert output.finish_reason == alone.finish_reason
     assert llm.engine.metrics.spec.num_accepted > 2
-    if setup == "draft":  # the target itself, but without penalties
-        for output, params in zip(outputs, PARAMS, strict=True):
-            drafted, accepted = output.stats.num_drafted, output.stats.num_accepted
-            assert params.changes_logits or drafted == accepted
     assert outputs[0].text.startswith(" brown fox jumps over the lazy dog.")
     assert outputs[1].text == llm.tokenizer.decode(outputs[1].token_ids)
-    assert outputs[1].text.startswith(" café ")
     stops = greedy(max_tokens=16, stop=["京 🙂 n", "naïve"])  # across tokens
     assert "".join(llm.stream(NAIVE, stops)) == " café 東"

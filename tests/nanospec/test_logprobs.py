@@ -21,7 +21,6 @@ from tests.tiny import checkpoint, reference_logits
 LENGTH = 12
 TOLERANCE = 2e-4  # log-probabilities of these models reach -15
 SETUPS: dict[str, dict[str, Any]] = {
-    "chains": {"method": "ngram"},
     "trees": {"method": "ngram", "tree_width": 3},
     "draft": {"method": "draft"},
     "drafts rejected": {"method": "draft", "acceptance": "rejection"},
@@ -35,8 +34,6 @@ def jobs() -> list[Job]:
     phrase = [rng.randrange(199) for _ in range(5)]
     params: list[dict[str, Any]] = [
         {"temperature": 0.0},
-        {"temperature": 1.0},
-        {"temperature": 1.6},
         {"temperature": 0.4, "top_k": 5, "top_p": 0.8, "min_p": 0.01},
         {"temperature": 0.0, "logit_bias": {7: 4.0}, "repetition_penalty": 1.2, "presence_penalty": 0.5},
         {"temperature": 1.0, "logit_bias": {7: 60.0}},  # token found by lookup
@@ -77,14 +74,11 @@ def check(request: Request, folder: Path) -> None:
 def test_logprobs_match_transformers(variant: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, variant)
     model = load_model(folder, torch.float32, torch.device("cpu"))
-    parts: dict[str, dict[str, Any]] = {
-        "draft": {"draft_model": model},
-        "medusa": {"heads": random_heads(model, 3)},
-    }
+    parts: dict[str, Any] = {"draft": {"draft_model": model}, "medusa": {"heads": random_heads(model, 3)}}
     for request in run(make_engine(model, None), jobs()):
         check(request, folder)
     for i, (setup, spec) in enumerate(SETUPS.items()):
-        given = next((part for name, part in parts.items() if name in spec["method"]), {})
+        given = parts.get(spec["method"], {})
         mode = MODES["as-on-gpu" if i % 2 else "plain"]
         engine = make_engine(model, 5, spec=spec, max_num_batched_tokens=32, **given, **mode)
         for request in run(engine, jobs()):

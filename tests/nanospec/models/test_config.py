@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 # Released files.
 GEMMA2_2B: dict[str, Any] = {
@@ -59,45 +57,22 @@ def parse(family: str = "Llama", **changes: Any) -> ModelConfig:
 def test_llama_with_defaults() -> None:
     expected = ModelConfig(100, 64, 96, 4, 4, 4, 16, 128, (None,) * 4, 1e-5, Rope("default", 10000.0))
     assert parse() == expected
-    assert expected.dtype == "float32"
     grouped = parse(num_key_value_heads=2)
     assert grouped.kv_bytes_per_token(torch.bfloat16) == 4 * 2 * 2 * 16 * 2
-    assert num_parameters(parse()) - num_parameters(parse(tie_word_embeddings=True)) == 100 * 64
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 8}
 KINDS = ["full_attention", "sliding_attention"] * 2
 NO_BIAS = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False}
-GEMMA3_SMALL: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
 PARSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("Llama", {"rope_theta": 5e5}, {"rope": Rope("default", 5e5)}),
-    ("Llama", {"rope_scaling": None}, {"rope": Rope()}),
-    ("Llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope": Rope("linear", 1e4, 2.0)}),
-    ("Llama", {"rope_parameters": LINEAR}, {"rope": Rope("linear", 7.0, 2.0)}),
-    (
-        "Llama", {"rope_scaling": LLAMA3, "rope_theta": 5e5},
-        {"rope": Rope("llama3", 5e5, 32.0, 1.0, 4.0, 8192)},
-    ),
     (  # the inner theta takes precedence
         "Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 3.0},
         {"rope": Rope("llama3", 5e5, 32.0, 1.0, 4.0, 8192)},
     ),
-    ("Llama", {"sliding_window": 8}, {"windows": (None,) * 4}),
-    ("Mistral", {"sliding_window": 8}, {"windows": (8,) * 4}),
-    ("Mistral", {"sliding_window": None}, {"windows": (None,) * 4}),
-    ("Mistral", {}, {"windows": (4096,) * 4}),
-    ("Qwen2", {"sliding_window": 8, "max_window_layers": 1}, {"windows": (None,) * 4}),
     ("Qwen2", {**SLIDING, "max_window_layers": 1}, {"windows": (None, 8, 8, 8)}),
-    ("Qwen2", {**SLIDING, "num_hidden_layers": 29}, {"windows": (None,) * 28 + (8,)}),
     ("Qwen3", {**SLIDING, "max_window_layers": 0, "layer_types": KINDS}, {"windows": (None, 8, None, 8)}),
-    ("Llama", {}, NO_BIAS),
-    ("Llama", {"attention_bias": True}, {**NO_BIAS, "qkv_bias": True, "o_bias": True}),
-    ("Llama", {"mlp_bias": True}, {**NO_BIAS, "mlp_bias": True}),
     ("Mistral", {"attention_bias": True}, NO_BIAS),
-    ("Qwen2", {}, {**NO_BIAS, "qkv_bias": True}),
-    ("Qwen3", {}, {**NO_BIAS, "qk_norm": True, "head_dim": 128}),
     ("Qwen3", {"attention_bias": True}, {**NO_BIAS, "qkv_bias": True, "o_bias": True, "qk_norm": True}),
-    ("Llama", {"head_dim": 32, "dtype": "bfloat16"}, {"head_dim": 32, "dtype": "bfloat16"}),
     ("Llama", {"head_dim": None, "torch_dtype": "torch.float16"}, {"head_dim": 16, "dtype": "float16"}),
     (
         "Gemma2", {},
@@ -106,10 +81,6 @@ PARSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "logit_softcap": 30, "attention_scale": 256**-0.5, "dtype": "bfloat16", "qkv_bias": False,
             "embedding_scale": 48.0,
         },
-    ),
-    (
-        "Gemma2", {"vocab_size": None, "max_position_embeddings": None},
-        {"vocab_size": 256000, "max_position_embeddings": 8192},
     ),
     (
         "Gemma3WithImages", {},
@@ -121,8 +92,6 @@ PARSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         },
     ),
     ("Phi3", {}, {"windows": (None,) * 32}),  # the window exceeds the context length
-    ("Phi3", {"sliding_window": 131071}, {"windows": (131071,) * 32}),
-    ("Phi4Mini", {}, {"head_dim": 128}),
 ]  # fmt: skip
 
 
@@ -143,71 +112,38 @@ def test_numbers_of_released_models() -> None:
 
 INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not .*Qwen3ForCausalLM"),
-    ("Llama", {"architectures": None}, "architectures=None is not"),
-    ("Llama", {"architectures": [["a"]]}, r"\['a'\] is not supported"),
-    ("Llama", {"architectures": ["x" * 1000]}, "'xxx.* is not supported"),
-    ("Llama", {"hidden_size": None}, "'hidden_size' is missing"),
-    ("Llama", {"hidden_size": "64"}, "hidden_size='64' must be an integer from 1"),
-    ("Llama", {"num_hidden_layers": 0}, "num_hidden_layers=0 must be an integer from 1"),
-    ("Llama", {"num_hidden_layers": 2**31}, "num_hidden_layers=2147483648 must be .* to 4096"),
-    ("Llama", {"max_position_embeddings": 2**31}, "must be an integer from 1 to 16777216"),
-    ("Llama", {"vocab_size": 2**31}, "must be an integer from 1 to 2147483647"),
-    ("Llama", {"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05 must be a number from"),
-    ("Llama", {"rms_norm_eps": 10**400}, "rms_norm_eps=1000.* must be a number from"),
     ("Llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
     ("Llama", {"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of .*=3"),
     ("Llama", {"head_dim": 15}, "head_dim=15 must be even"),
-    ("Llama", {"head_dim": 258}, "head_dim=258 must be an integer from 1 to 256"),
     ("Llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu'"),
     ("Llama", {"quantization_config": {"bits": 4}}, "Quantized checkpoints .* not supported"),
     ("Llama", {"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn' must be one of float32"),
-    ("Llama", {"rope_theta": 1e-45}, "rope_theta=1e-45 must be a number from 1e-30 to 1e.30"),
     ("Llama", {"rope_scaling": {"type": "yarn", "factor": 2}}, "RoPE type 'yarn' is not supported"),
-    ("Llama", {"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
-    ("Llama", {"rope_scaling": 3}, "rope_scaling=3 must be an object"),
     ("Llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor=1.0 must be below"),
     ("Llama", {"rope_parameters": {"full_attention": {}}}, "use one for all"),
     ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for"),
     ("Llama", {"rope_scaling": {**LONGROPE, "short_factor": []}}, "each of 8 pairs"),
-    ("Llama", {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}}, "=1 must be at least 2"),
-    ("Qwen2", {"layer_types": ["full_attention"]}, "a list of 4 entries"),
     ("Qwen2", {"layer_types": ["linear_attention"] * 4}, "'linear_attention' is not supported"),
     ("Qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
-    ("Qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers=-1"),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0"),
-    ("Gemma3", {**GEMMA3_SMALL, "rope_parameters": "x"}, "rope_parameters='x' must be an object"),
     ("Gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported; only 'gelu_"),
     ("Gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
-    ("Gemma2", {"attn_logit_softcapping": -1}, "attn_logit_softcapping=-1 must be a number from"),
-    ("Gemma3WithImages", {"text_config": None}, "'text_config' is missing"),
-    ("Gemma3WithImages", {"quantization_config": {"bits": 4}}, "Quantized checkpoints"),
-    ("Phi3", {"partial_rotary_factor": 2}, "partial_rotary_factor=2.0 is not supported"),
-    ("Phi3", {"rope_scaling": {"type": "longrope"}}, "'short_factor' of longrope must be a list"),
     ("Phi4Mini", {"partial_rotary_factor": 0.715}, "RoPE rotates, 91"),
 ]
 
 
 @pytest.mark.parametrize(("family", "changes", "words"), INVALID, ids=lambda value: str(value)[:60])
 def test_invalid_config_is_rejected(family: str, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=rf"{words}[^\n]{{,300}}\.$"):
         parse(family, **changes)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.endswith(".")
-    assert len(message) < 350
 
 
-def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
+def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"needs a config\.json"):
         read_config(tmp_path)
-    path.write_text(json.dumps(LLAMA))
-    assert read_config(tmp_path)[1] == parse()
+    path = tmp_path / "config.json"
     for content, words in (
-        (b"{", "config.json is not valid JSON .*; download it again"),
         (b"[" * 100_000, "config.json is not valid JSON .*; download it again"),
         (b"\xff\xfe{", "config.json is not valid UTF-8 .*; download it again"),
-        (b"[]", "must be a JSON object, not a list"),
         (b"{}", f"{path}: architectures=None is not"),
     ):
         path.write_bytes(content)

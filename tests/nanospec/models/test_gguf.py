@@ -27,11 +27,15 @@ def test_transformers_computes_same_logits(tmp_path: Path, architecture: str, ti
     assert result.keys() == weights.keys()
     for name, values in weights.items():
         assert np.array_equal(result[name].numpy(), values), name
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
-    assert config["tie_word_embeddings"] is tied
-    assert (config["rope_theta"], config["rms_norm_eps"], config["head_dim"]) == (5000.0, 1e-5, 8)
-    assert (config["vocab_size"], config["max_position_embeddings"]) == (VOCAB, 64)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    files = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "m").glob("*.json")}
+    assert files["generation_config"] == {"bos_token_id": 1, "eos_token_id": [2, 0]}
+    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "model_max_length": 64}
+    assert files["tokenizer_config"].items() >= named.items()
+    given = {"tie_word_embeddings": tied, "rope_theta": 5000.0, "rms_norm_eps": 1e-5, "head_dim": 8}
+    given |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "eos_token_id": 2}
+    assert files["config"].items() >= given.items()
+    assert (tmp_path / "m" / "chat_template.jinja").read_text().startswith("{{ messages")
     # The same model, built from the weights before llama.cpp's reordering.
     expected = transformers.AutoModelForCausalLM.from_config(loaded.config)
     state = {name: torch.from_numpy(values) for name, values in weights.items()}
@@ -40,14 +44,12 @@ def test_transformers_computes_same_logits(tmp_path: Path, architecture: str, ti
     torch.testing.assert_close(loaded(ids).logits, expected(ids).logits, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_quantized_tensors_are_expanded(tmp_path: Path, dtype: str) -> None:
+def test_quantized_tensors_are_expanded(tmp_path: Path) -> None:
     weights = write_gguf(tmp_path / "m.gguf", quantized=True)
-    convert(tmp_path / "m.gguf", tmp_path / "m", dtype)
+    convert(tmp_path / "m.gguf", tmp_path / "m", "bfloat16")
     for name, tensor in load_file(tmp_path / "m" / "model.safetensors").items():
-        assert tensor.dtype == getattr(torch, dtype)
-        expected = torch.from_numpy(weights[name])
-        torch.testing.assert_close(tensor.float(), expected, rtol=0.01, atol=0.01)
+        assert tensor.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor.float(), torch.from_numpy(weights[name]), rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe"])
@@ -55,28 +57,14 @@ def test_tokenizers(tmp_path: Path, pre: str) -> None:
     write_gguf(tmp_path / "m.gguf", pre=pre)
     convert(tmp_path / "m.gguf", tmp_path / "m")
     tokenizer = Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
-    begin = ["<|im_start|>"] if pre == "llama-bpe" else []
     encoded = tokenizer.encode("  ab0123<|im_end|><tool>a")
     pieces = ["Ġ", "Ġ", "ab", "0", "1", "2", "3", "<|im_end|>", "<tool>", "a"]
-    assert encoded.tokens == begin + pieces
+    assert encoded.tokens == (["<|im_start|>", *pieces] if pre == "llama-bpe" else pieces)
     assert tokenizer.decode(encoded.ids) == "  ab0123<tool>a"  # a user-defined token is not special
     assert tokenizer.get_vocab_size() == VOCAB - 1  # the unused token is left out
     assert tokenizer.pre_tokenizer is not None
     words = [text for text, _ in tokenizer.pre_tokenizer.pre_tokenize_str("a 0123")]
     assert words == ["a", *(["Ġ", "012", "3"] if pre == "llama-bpe" else ["Ġ", "0", "1", "2", "3"])]
-    composed = tokenizer.normalizer is not None and tokenizer.normalizer.normalize_str("e\u0301") == "é"
-    assert composed == (pre == "qwen2")
-
-
-def test_other_files(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf")
-    convert(tmp_path / "m.gguf", tmp_path / "m")
-    files = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "m").glob("*.json")}
-    assert files["generation_config"] == {"bos_token_id": 1, "eos_token_id": [2, 0]}
-    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "model_max_length": 64}
-    assert files["tokenizer_config"].items() >= named.items()
-    assert files["config"]["eos_token_id"] == 2
-    assert (tmp_path / "m" / "chat_template.jinja").read_text().startswith("{{ messages")
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -84,20 +72,9 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tokenizer": (lambda w: w.add_tokenizer_model("llama"), "tokenizer 'llama' with"),
     "rope-scaling": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "RoPE scaling 'yarn'"),
     "experts": (lambda w: w.add_expert_count(8), "mixture-of-experts"),
-    "partial": (lambda w: w.add_rope_dimension_count(4), "RoPE of 4 of 8 dimensions"),
-    "freqs": (lambda w: w.add_tensor("rope_freqs.weight", np.ones(4)), "RoPE scaling tensor 'rope_freqs"),
     "tensor": (lambda w: w.add_tensor("blk.0.ssm.weight", np.ones(4)), "'blk.0.ssm.weight' is not supported"),
-    "zero": (lambda w: w.add_head_count(0), "ZeroDivisionError: .* or corrupt; download it again"),
-    "type": (lambda w: w.add_string("llama.embedding_length", "x" * 1000), "or corrupt; download it"),
-    "huge": (lambda w: w.add_block_count(2**31), "num_hidden_layers=2147483648 must be"),
-    "architecture": (
-        lambda w: w.add_string("general.architecture", "mamba"),
-        "'mamba' is not supported; use",
-    ),
-    "no-merges": (
-        lambda w: w.kv_data[0].update({"tokenizer.ggml.merges": None}),
-        "the required field 'tokenizer.ggml.merges' is missing",
-    ),
+    "architecture": (lambda w: w.add_string("general.architecture", "mamba"), "'mamba' is not supported"),
+    "no-merges": (lambda w: w.kv_data[0].update({"tokenizer.ggml.merges": None}), "merges' is missing"),
 }
 
 
@@ -124,13 +101,10 @@ def test_corrupt_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="file not found; specify the path of a GGUF file"):
         convert(path, tmp_path / "m")
     write_gguf(path)
-    data = path.read_bytes()
-    for kept in (0, 3, 100, len(data) // 3, len(data) - 1):
-        path.write_bytes(data[:kept])
-        with pytest.raises(ConversionError, match="not a GGUF file, or corrupt; download it again"):
-            convert(path, tmp_path / "m")
-    key = b"tokenizer.ggml.merges"
+    data, key = path.read_bytes(), b"tokenizer.ggml.merges"
     at = data.index(key) + len(key) + 8  # after the types of an array and of its elements
-    path.write_bytes(data[:at] + (2**62).to_bytes(8, "little") + data[at + 8 :])
-    with pytest.raises(ConversionError, match="unexpected end of file.* download it again"):
-        convert(path, tmp_path / "m")  # the gguf library would loop 2^62 times
+    huge = data[:at] + (2**62).to_bytes(8, "little") + data[at + 8 :]  # the library would loop 2^62 times
+    for content in (b"", data[:100], data[:-1], huge):
+        path.write_bytes(content)
+        with pytest.raises(ConversionError, match=r"not a GGUF file, or corrupt; download it again"):
+            convert(path, tmp_path / "m")

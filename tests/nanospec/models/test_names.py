@@ -38,8 +38,7 @@ def test_search_order(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) 
         put(folder, "mine")
         assert resolve_model("mine") == folder / "mine"
     other = put(places["cache"], "org/other")
-    assert resolve_model("org/other") == other
-    assert resolve_model(other) == other
+    assert resolve_model("org/other") == resolve_model(other) == other
     put(places["named"], ".hidden")
     assert available_models() == ["mine", "org/other"]
     path = put(places["here"].parent, "mine")
@@ -57,13 +56,11 @@ def test_search_order(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) 
 
 def test_download_from_the_hub(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(hub_id: str, *, local_dir: Path | None, **options: Any) -> str:
-        assert options.pop("etag_timeout") == 10
-        assert options == {"allow_patterns": models.FILES, "ignore_patterns": models.NOT_FILES}
+        assert (options["allow_patterns"], options["ignore_patterns"]) == (models.FILES, models.NOT_FILES)
         return str(local_dir or places["here"].parent / hub_id)
 
-    monkeypatch.setitem(
-        models.sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download)
-    )
+    hub = SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(models.sys.modules, "huggingface_hub", hub)
     target = put(places["here"].parent, "target")
     assert download("org/name", target) == target
     with pytest.raises(FileNotFoundError, match=r"be downloaded from the hub \(it has no config\.json\)"):
@@ -78,8 +75,6 @@ def test_unknown_models_are_reported(places: dict[str, Path], monkeypatch: pytes
         (places["named"] / file).touch()
     for name, message in {
         "nothing": r"unknown model 'nothing': it is not a folder, .* Available models: mine\. Download one",
-        "": "unknown model ''",
-        "x" * 1024: "unknown model 'xxx",
         "org/name": r"unknown model 'org/name': .* downloaded from the hub \(unreachable more\)\. Available",
         str(places["named"] / "empty"): r"has no config\.json",
         str(places["named"] / "m.gguf"): r"is a file, .* convert it: nanospec convert FILE FOLDER",
@@ -87,15 +82,5 @@ def test_unknown_models_are_reported(places: dict[str, Path], monkeypatch: pytes
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             resolve_model(name)
-    invalid: list[Any] = [None, "x" * 1025]
-    for value in invalid:
-        with pytest.raises(ValueError, match="must be a folder, or the name or hub id of a model"):
-            resolve_model(value)
-    for started, typed in (
-        ("bin/nanospec", "nanospec"),
-        ("run.py", "python run.py"),
-        ("x", "python -m nanospec"),
-    ):
-        monkeypatch.setattr("sys.argv", [started])
-        with pytest.raises(FileNotFoundError, match=f"Download one with: {typed} fetch NAME"):
-            resolve_model("nothing")
+    with pytest.raises(ValueError, match="must be a folder, or the name or hub id of a model"):
+        resolve_model("x" * 1025)

@@ -35,9 +35,9 @@ def test_template_in_tokenizer_config(tmp_path: Path) -> None:
         assert ids.count(0) == 1  # one BOS
     assert tokenizer.apply_chat_template(HI, thinking="!", tools=None).endswith("!")
     assert tokenizer.apply_chat_template(HI, chat_template_kwargs={"thinking": "!"}).endswith("!")
-    unused: list[dict[str, Any]] = [{"tools": [{}]}, {"params": 1}]
-    for given in (*unused, {"chat_template_kwargs": {"thinkign": True}}):
-        with pytest.raises(ValueError, match="does not use '(tools|params|thinkign)'; omit it"):
+    unused: list[dict[str, Any]] = [{"tools": [{}]}, {"chat_template_kwargs": {"thinkign": True}}]
+    for given in unused:
+        with pytest.raises(ValueError, match="does not use '(tools|thinkign)'; omit it"):
             tokenizer.apply_chat_template(HI, **given)
 
 
@@ -45,18 +45,16 @@ def test_named_templates(tmp_path: Path) -> None:
     templates = {"default": "D", "tool_use": "{{ 'T' if tools else 'U' }}"}
     named = [{"name": name, "template": template} for name, template in templates.items()]
     tokenizer = with_template(tmp_path, named)
-    assert tokenizer.apply_chat_template(HI) == tokenizer.apply_chat_template(HI, chat_template="none") == "D"
-    assert tokenizer.apply_chat_template(HI, tools=[{}]) == "T"
-    assert tokenizer.apply_chat_template(HI, chat_template="tool_use") == "U"
-    assert tokenizer.apply_chat_template(HI, chat_template="{{ 'new' }}") == "new"
+    given: list[tuple[dict[str, Any], str]] = [({}, "D"), ({"tools": [{}]}, "T")]
+    given += [({"chat_template": name}, text) for name, text in (("tool_use", "U"), ("{{ 'new' }}", "new"))]
+    for options, text in given:
+        assert tokenizer.apply_chat_template(HI, **options) == text
     by_file = with_template(tmp_path, named, chat_template="{{ messages | length }}{{ x }}")
     assert by_file.apply_chat_template(HI, x="!") == "1!"
 
 
 FEATURES = {
     "{{ {'a': 'é<'} | tojson }}": '{"a": "é<"}',
-    "{{ {'a': 1} | tojson(indent=1) }}": '{\n "a": 1\n}',
-    "{{ strftime_now('%%') }}": "%",
     "{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}": "1",
     "{% generation %}a{% endgeneration %}b": "ab",
     "  {% if true %}\nx{% endif %}": "x",
@@ -77,14 +75,9 @@ def test_template_features(tmp_path: Path) -> None:
     ("template", "words"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% if %}", "Expected an expression"),
-        ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
-        ("{{ 1 + 'a' }}", "TypeError: "),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: maximum recursion depth"),
         ("{% include '/etc/passwd' %}", "TypeError: no loader"),
-        ("{{ raise_exception('x' * 10**6) }}", "x{97}[.]{3}"),
-        ("{{ none.x.y }}", "'None' has no attribute 'x'"),
         ("{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}", "the prompt has more than 1000000"),
         ("x" * (chat.MAX_TEMPLATE + 1), "the template has more than 65536 characters"),
     ],
