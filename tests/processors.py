@@ -49,9 +49,9 @@ def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path
     """The library for a type of processor."""
     option, flag = PROCESSORS[request.param]
     if platform.machine() != "x86_64" or flag not in Path("/proc/cpuinfo").read_text().split():
-        pytest.skip(f"not a processor with {flag}")
+        pytest.skip(f"needs a processor with {flag}")
     if native.target() == request.param:
-        pytest.skip("the other tests run on it")
+        pytest.skip("covered: the other tests run on it")
     library = ctypes.CDLL(str(built_for(option)))
     library.nanospec_target.restype = ctypes.c_char_p
     if library.nanospec_target().decode() != request.param:

@@ -48,8 +48,9 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
     result = yield
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None and not hasattr(session.config, "workerinput"):
-        skipped = Counter(report.longrepr[2] for report in reporter.stats.get("skipped", ()))
-        reasons = [f"{count} ({reason.removeprefix('Skipped: ')})" for reason, count in skipped.most_common()]
+        reports = reporter.stats.get("skipped", ())
+        skipped = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+        reasons = [f"{n} ({why})" for why, n in skipped.most_common() if not why.startswith("covered: ")]
         if reasons:
             reporter.write_line("Not tested: " + ", ".join(reasons))
     return result

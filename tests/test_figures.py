@@ -22,6 +22,7 @@ AGAINST_VLLM = re.compile(
 DRAFTERS = re.compile(
     r"^\| `([a-z+]+)`(?:, tree width (\d))?(?:, K = (\d))? \|((?: [\d.]+, [\d.]+x \|){7})", re.MULTILINE
 )
+GPU_STEPS = re.compile(r"^\| ([\w.-]+) \| (\d+) \| ([\d.]+) \((\d+)%\) \| ([\d.]+) \|$", re.MULTILINE)
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag", "code edits")
 
 
@@ -61,3 +62,34 @@ def test_drafters_table() -> None:
         own = [results[group][name] for group in GROUPS]
         shown = [f"{row['tokens_per_step']:.2f}, {row['speedup']['median']:.2f}x" for row in own]
         assert cells.strip(" |").split(" | ") == shown, name
+
+
+def test_gpu_figures() -> None:
+    def read(part: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (RESULTS / f"h100/{part}.jsonl").read_text().splitlines()]
+
+    steps = [row for row in read("steps") if row.get("mode") == "graph" and row["context"] == 1024]
+    times = {(row["shape"], str(row["batch"]), row["k"]): row for row in steps}
+    rows = GPU_STEPS.findall(SPEED)
+    assert len(rows) == 4
+    for shape, batch, *shown in rows:
+        plain, k4 = (times[shape.lower(), batch, k] for k in (0, 4))
+        assert shown == [f"{plain['ms']:.2f}", f"{100 * plain['share']:.0f}", f"{k4['ms']:.2f}"]
+    gpus = SPEED.partition("## GPUs")[2].replace("\n", " ")
+    gains = {(row["case"], row["system"]): row["speedup"]["median"] for row in read("e2e") if "system" in row}
+    cases = [
+        f"{model} {case}"
+        for model in ("qwen3-0.6b", "qwen3-8b")
+        for case in ("code edits B=1", "code edits B=64", "prose B=1")
+    ]
+    for case, system in [
+        *((case, "auto") for case in cases),
+        *(("qwen3-0.6b prose B=64", k) for k in ("auto", "K=4")),
+    ]:
+        assert f" {gains[case, system]:.2f}x" in gpus, (case, system)
+
+
+def test_result_files_are_referenced() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "bench").rglob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
+    assert [path.name for path in RESULTS.glob("*.json") if path.stem not in text] == []
