@@ -122,7 +122,7 @@ MORE = {
     "nanospec/models/families/": "nanospec/models/config nanospec/models/families nanospec/models/weights",
     "nanospec/text/__init__.py": "nanospec/config inputs tokenizer",
     "nanospec/text/chat.py": "tokenizer inputs",
-    "nanospec/text/tokenizer.py": "chat inputs",
+    "nanospec/text/tokenizer.py": "nanospec/engine/request nanospec/llm",
 }
 
 

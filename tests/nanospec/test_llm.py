@@ -115,6 +115,7 @@ def test_ends_of_text(folder: Path, k: Any) -> None:
         if isinstance(stop, str):  # the last token completes it
             assert llm.tokenizer.decode(output.token_ids).startswith(text + stop)
             assert stop not in llm.tokenizer.decode(output.token_ids[:-1])
+            assert output.num_text_tokens == sum(piece.text != "" for piece in output.pieces)
         ended = list[RequestOutput]()
         chunks = list(llm.stream(after(prompt), asked, ended.append))
         assert all(chunks)

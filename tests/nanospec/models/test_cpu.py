@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +21,11 @@ from nanospec.kernels import native
 from nanospec.kernels.launch import forced
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.models.config import ModelConfig, Rope
-from nanospec.models.cpu import CompiledModel, model_class
+from nanospec.models.cpu import CompiledModel, computed_by, model_class
 from nanospec.models.decoder import GetWeight, Model
 from tests.processors import built_for, compiled_for, other_library
 from tests.random_weights import random_weights
-from tests.tiny import GEMMA, ModelRunner, tiny_config
+from tests.tiny import GEMMA, ModelRunner, tiny_config, tiny_model
 
 __all__ = ["built_for", "compiled_for", "other_library"]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
@@ -231,3 +232,20 @@ def test_forked_process_has_its_own_threads(window_model: Model) -> None:
             right = torch.equal(childs.step({0: ids})[0], expected)
             os._exit(0 if right and len(os.listdir("/proc/self/task")) == 3 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_supported_shapes() -> None:
+    fits = {"num_heads": 64, "num_kv_heads": 1, "head_dim": 256, "intermediate_size": 96}
+    assert model_class(tiny_config(**fits), BF16, "cpu") is CompiledModel
+    assert model_class(tiny_config(**{**fits, "head_dim": 32}), BF16, "cpu") is CompiledModel
+    assert model_class(tiny_config(**fits), torch.float32, "cpu") is Model
+    for change in {"num_heads": 65}, {"head_dim": 30}, {"hidden_size": 33}, {"intermediate_size": 90}:
+        assert model_class(tiny_config(**{**fits, **change}), BF16, "cpu") is Model
+
+
+def test_computed_by(window_model: Model) -> None:
+    assert re.fullmatch(r"C\+\+ \((AMX|avx512_bf16|AVX-512|AVX2|no AVX)\)", computed_by(window_model))
+    assert computed_by(tiny_model()) == "PyTorch"  # in float32
+    assert "products in C++ (" in computed_by(tiny_model(dtype=BF16, intermediate_size=90))
+    with forced("triton"):
+        assert computed_by(tiny_model()) == "Triton"
