@@ -104,7 +104,7 @@ MORE = {
     "nanospec/engine/engine.py": "engine_edges ../campaigns/faults/memory nanospec/extras/grammar/guided "
     "nanospec/drafters/auto nanospec/drafters/acceptance "
     "./simulate::test_seeds_pass_and_cover_their_features",
-    "nanospec/engine/request.py": "engine_edges",
+    "nanospec/engine/request.py": "engine_edges ./simulate::test_seeds_pass_and_cover_their_features",
     "nanospec/engine/scheduler.py": "./simulate::test_seeds_pass_and_cover_their_features engine_edges",
     "nanospec/extras/": "nanospec/extras/grammar/guided",
     "nanospec/extras/grammar/extension.py": "guided_rows guided",

@@ -64,6 +64,13 @@ def test_result_is_bitwise_independent_of_other_rows(
         assert torch.equal(out, together[:40]), (rows, width)
 
 
+@pytest.mark.parametrize("backend", ["triton", "naive"])
+def test_slice_of_a_wider_input(backend: Any) -> None:
+    wide, weight = torch.randn(5, 100), torch.randn(40, 64)
+    with forced(backend):
+        assert_close(make_linear(weight)(wide[:, 20:84]), wide[:, 20:84] @ weight.T, 1e-6)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_parts_of_k_depend_only_on_weight_shape(arch: str) -> None:
     for N, K in ((4096, 1024), (576, 576), (151936, 1024), (24576, 4096), (576, 1536), (8, 16)):
