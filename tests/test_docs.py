@@ -94,6 +94,7 @@ def relative_path(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=relative_path)
 def test_names_and_commands_of_a_document_are_valid(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
@@ -140,6 +141,7 @@ def loaded_once(model: str, **options: Any) -> llm.LLM:
     return _loaded[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "document",
     [

@@ -26,6 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         }
 
 
+@pytest.mark.slow
 def test_wheel_contents(wheel: dict[str, bytes]) -> None:
     """Includes C++ sources, pages and heads, but no tests, weights or compiled code."""
     folders = {"nanospec": "nanospec", "kernels": "nanospec/kernels", "weights/heads": "nanospec/heads"}

@@ -56,6 +56,7 @@ FOUND_BY = {  # seeds of small scenarios
 }
 
 
+@pytest.mark.slow
 def test_seeds_pass_and_cover_their_features() -> None:
     seen: Counter[str] = Counter()
     for seed in QUICK:
@@ -77,6 +78,7 @@ def test_more_seeds_pass(chunk: int) -> None:
             ) from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defect_is_found(defect: str) -> None:
     """Without the defect, the seed passes in the tests above."""
@@ -96,6 +98,7 @@ def test_seed_is_reproducible() -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 def test_shrunk_scenario_fails_in_the_same_place() -> None:
     scenario = Scenario.from_seed(4)
     with DEFECTS["block is registered too early"]():
@@ -138,6 +141,7 @@ def test_invalid_arguments_fail(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_replay_with_triton_in_subprocess(tmp_path: Path) -> None:
     path, environment = tmp_path / "small.json", {**os.environ, "PYTHONPATH": "."}
     environment.pop("TRITON_INTERPRET", None)

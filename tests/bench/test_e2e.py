@@ -22,6 +22,7 @@ TEXTS: dict[tuple[int, ...], list[int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "mode"), [(0, "packed"), (4, "captured"), (2, "tape")])
 def test_replay_outputs_reference(k: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on Triton kernels, with a capture that freezes host values as a CUDA graph does."""

@@ -104,6 +104,7 @@ def test_e2e(out: Path) -> None:
     assert all(row["rate"]["median"] > 0 for row in systems)
 
 
+@pytest.mark.slow
 def test_kernels_are_checked_and_timed_once(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only = ["--only", "ngram-B1-L1024", "rms_norm-H576-T1$", "rms_norm-H576-T1", "--repeats", "1"]
     result = [row["case"] for row in measured(kernels.main, "kernels", out, *only) if "case" in row]

@@ -40,6 +40,7 @@ def test_tokens_per_step_of_fixed_k() -> None:
         assert outcome.tokens / outcome.steps / 2 == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("costs", "acceptance", "B"),
     [

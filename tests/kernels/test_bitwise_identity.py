@@ -63,6 +63,7 @@ def traces(k: int, texts: list[list[int]], num_blocks: int | None, budget: int) 
     return [(text, kept[tuple(text)], preempted) for text, preempted in result]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ordered_dot")
 def test_kv_cache_is_bitwise_independent_of_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of more than 64 columns have several parts."""

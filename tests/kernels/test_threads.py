@@ -69,6 +69,7 @@ int main() {
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 def test_threads(tmp_path: Path) -> None:
     """Also without data races, if the compiler has ThreadSanitizer."""

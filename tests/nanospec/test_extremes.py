@@ -64,6 +64,7 @@ def random_job(rng: random.Random, vocab_size: int, window: int) -> Job:
     return Job([rng.randrange(min(vocab_size, variety)) for _ in range(length)], params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(NUM_ENGINES))
 def test_random_batches_match_single_requests(number: int) -> None:
     rng = random.Random(number)

@@ -101,6 +101,7 @@ ENDS: list[tuple[str, dict[str, Any], str, str | int | None]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 1, 5, "auto"])
 def test_ends_of_text(folder: Path, k: Any) -> None:
     """Stop strings cut the text, tokens, log-probabilities, pieces and streams in the same place."""
@@ -288,6 +289,7 @@ CASES = [  # a method, with "-tree" for trees
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "setup"), CASES)
 def test_smollm2_output_is_unchanged(smollm2: Path, dtype: str, setup: str) -> None:
     """Compare a batch, whose prompts are split into chunks, with each prompt alone, without speculation.

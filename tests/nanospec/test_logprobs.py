@@ -70,6 +70,7 @@ def check(request: Request, folder: Path) -> None:
         assert len(entry) == 5 + (entry[token].rank > 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["llama-linear-biases-d24", "gemma2-caps"])
 def test_logprobs_match_transformers(variant: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, variant)

@@ -186,6 +186,7 @@ def draw(engine: Engine, cells: Sequence[SamplingParams], samples: int, first_se
     return drawn
 
 
+@pytest.mark.slow
 def test_outputs_follow_exact_distribution(models: Models, logits: Logits) -> None:
     """For setups that differ in sampling, layout, acceptance or sharing, and for all setups together."""
     cells = [params_for(*what, rule) for rule in rules("draft") for what in SOME_SAMPLING]
@@ -231,6 +232,7 @@ DEFECTS = {  # module, function, fragment and its defective replacement; setup a
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFECTS)
 def test_defect_is_detected(
     name: str, models: Models, logits: Logits, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,7 @@ def compare_with_naive(case: Case, tolerance: float, device: str | torch.device 
     assert_close(out, want, max(tolerance, 1e-7 * (case.softcap or 0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_match_naive(name: str) -> None:
     with forced(architecture=CASES[name].target):
@@ -122,6 +123,7 @@ def check_independence(
             assert torch.equal(chunk[n:], verified), (division, n)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize(("first", "window"), [(124, None), (508, 130)])
 def test_result_is_bitwise_independent_of_the_batch(
@@ -146,6 +148,7 @@ def path_as_chain(texts: Texts, part: Part, path: list[int]) -> Texts:
     return actual
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ordered_dot")
 def test_tree_nodes_match_chains_bitwise() -> None:
     """In a wide and a deep tree, next to a chain, at boundaries of a tile and a span."""

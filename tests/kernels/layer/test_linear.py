@@ -30,6 +30,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape", "dtype", "target"), CASES, ids=str)
 def test_linear(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, target: str) -> None:
     products = Products(*shape, dtype)
@@ -40,6 +41,7 @@ def test_linear(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, targ
     assert_close(out, products.expected(kind), TOLERANCE[dtype], kind)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize(
     ("kind", "dtype"),

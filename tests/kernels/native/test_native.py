@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C+
 BF16 = torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86 processor")
 @pytest.mark.parametrize("name", ["AVX-512", "AMX"])
 def test_cross_compilation(

@@ -112,6 +112,7 @@ def verified(targets: Tensor, batch: Batch) -> verify.Verdict:
     return verify.naive(targets, batch, make_table(5000, max_len=0), proposal_of(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["chain", "packed", "tree", "nan", "ngram"])
 def test_kernel_and_lazy_walk_match_naive(form: str) -> None:
     """The lazy walk draws targets that a lazy `sample` skipped, if another rule accepts further drafts."""
@@ -137,6 +138,7 @@ def test_kernel_and_lazy_walk_match_naive(form: str) -> None:
     assert further >= 2, further
 
 
+@pytest.mark.slow
 def test_kernel_with_several_tiles_of_the_vocabulary() -> None:
     for seed in (49, 55):  # changes targets by a residual draw and by typical acceptance
         case = random_case(seed, 5000, "chain")

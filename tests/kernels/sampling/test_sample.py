@@ -131,6 +131,7 @@ def test_cpu_matches_reference(implementation: str, q_len: list[int], V: int, se
     check(q_len, V, seed, implementation, form, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_kernel_matches_reference(form: str) -> None:
     """`random_logits` and `random_table` vary all else by seed."""
@@ -148,6 +149,7 @@ LIMITS: dict[str, Any] = {  # by request row
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["peaked", "flat", "few", "ties"])
 def test_real_vocabulary_size(shape: str) -> None:
     """Distributions of all shapes, where rounding decides less than one draw in 1e5. The kernel runs on
@@ -203,6 +205,7 @@ CASES: dict[str, Exact] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_filters_keep_exact_set(implementation: str) -> None:
     """Each case is a request row; shorter scores are padded with -inf."""

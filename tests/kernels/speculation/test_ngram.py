@@ -99,6 +99,7 @@ def reference(text: list[int], min_n: int, max_n: int, D: int, width: int) -> tu
 FORKED = Request([1, 2, 3, 4, 7, 1, 2, 3, 5, 7, 9, 2, 6, 7, 1, 2], tree_width=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @settings(max_examples=90)
 @given(st.lists(requests(), min_size=1, max_size=4), st.sampled_from([0, 1, 2, 5, 8, 17, 63]), st.randoms())

@@ -59,6 +59,7 @@ def test_logprobs_of_kept_tokens() -> None:
     assert all(map(torch.equal, result, expected))
 
 
+@pytest.mark.slow
 def test_result_is_bitwise_independent_of_other_rows() -> None:
     """With two threads, PyTorch sums a single row in two halves. Uses more rows than one copy holds."""
     generator, before, N = torch.Generator().manual_seed(0), torch.get_num_threads(), PIECE + 2

@@ -86,6 +86,7 @@ def random_table(rng: random.Random) -> Table:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @settings(max_examples=70)
 @given(

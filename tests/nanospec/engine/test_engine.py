@@ -68,6 +68,7 @@ ASYNC: dict[str, Any] = {"async_scheduling": True, "enforce_eager": True}
 CAPTURED: dict[str, Any] = {"async_scheduling": False, "enforce_eager": False, "lazy_capture": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "drafter", "options"),
     [

@@ -213,6 +213,7 @@ def test_blocks_of_a_nan_request_are_not_cached() -> None:
     assert_same(outcome(again), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("event", ["abort", "preempt"])
 def test_nan_in_released_blocks_is_harmless(event: str) -> None:

@@ -12,6 +12,7 @@ from tests.tiny import VARIANTS, ModelRunner, checkpoint, reference_logits
 from tests.util import assert_close
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefill_and_chunks_of_odd_sizes(variant: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, variant)
@@ -30,6 +31,7 @@ def test_prefill_and_chunks_of_odd_sizes(variant: str, tmp_path: Path) -> None:
         assert tuple(runner.length) == (100, 37)
 
 
+@pytest.mark.slow
 def test_smollm2(smollm2: Path) -> None:
     ids = torch.randint(49152, (60,), generator=torch.Generator().manual_seed(7))
     expected = reference_logits(smollm2, ids, torch.float32)

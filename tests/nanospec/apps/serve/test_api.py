@@ -46,6 +46,7 @@ def choices_of(server: Served, path: str, body: dict[str, Any]) -> list[dict[str
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [

@@ -192,6 +192,7 @@ def test_settings_and_rerun_without_speculation(show: Open, server: Served) -> N
     assert [message["content"] for message in requests[2]["messages"]] == contents
 
 
+@pytest.mark.slow
 def test_text_is_escaped_and_errors_are_shown_in_place(show: Open, server: Served) -> None:
     nasty = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>"]
     nasty += ["\u0000\u001b[31m", "天\u202e空", "&lt;b>"]

@@ -222,6 +222,7 @@ def test_output_interrupts_and_hanging_rank(folder: Path, whole: LLM) -> None:
     llm.close()
 
 
+@pytest.mark.slow
 def test_torchrun(folder: Path, whole: LLM, tmp_path: Path) -> None:
     [expected] = whole.generate("a red red", SamplingParams(temperature=0, max_tokens=30))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -274,6 +275,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_user_script(folder: Path, whole: LLM, tmp_path: Path) -> None:
     """A drafter defined in the script, a fork, and being killed."""
     (tmp_path / "script.py").write_text(SCRIPT)

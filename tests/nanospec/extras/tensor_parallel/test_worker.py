@@ -73,6 +73,7 @@ def run_split(options: EngineConfig, of: Full, jobs: list[Job], drafter: MakeDra
     return split.engine.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "method", "width", "mode"),
     [
@@ -100,6 +101,7 @@ class Noise(SimpleDrafter):
         return self.random.choices(tokens, k=k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [4, "auto"])
 def test_ranks_agree_on_random_drafts_and_timed_k(k: Any) -> None:
     """Each rank alone would choose other drafts, and other numbers of drafts."""

@@ -28,6 +28,7 @@ SETUPS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS, ids=["auto", "tree", "rejection", "few-pages"])
 def test_steps_add_up_to_the_output_and_tracing_does_not_change_it(setup: dict[str, Any]) -> None:
     model, few, tree = tiny_model(), "num_blocks" in setup, "tree_width" in str(setup)

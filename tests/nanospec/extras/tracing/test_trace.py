@@ -37,6 +37,7 @@ def test_lanes_of_outputs(tmp_path: Path) -> None:
     assert trace.texts == {token: tokenizer.text_of(token) for token in sorted(drafted)}
 
 
+@pytest.mark.slow
 @given(st.lists(st.text() | st.integers() | st.none()))
 def test_embedded_data_is_escaped(data: Any) -> None:
     text = embedded(data)
