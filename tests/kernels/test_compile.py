@@ -18,6 +18,8 @@ import pytest
 
 from bench import compile_table
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "bench" / "results"
 
@@ -39,7 +41,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Row]:
     return json.loads((folder / "compile.json").read_text()), json.loads(process.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_no_spills_within_limits_on_tensor_cores(compiled: tuple[list[Row], Row]) -> None:
     results, summary = compiled

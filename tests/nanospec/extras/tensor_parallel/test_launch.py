@@ -92,6 +92,7 @@ class Unequal(SimpleDrafter):
         return int, ("for one process",)
 
 
+@pytest.mark.slow
 def test_start_failures_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second rank is a thread here."""
     make_worker, pool, followers = launch._worker, ThreadPoolExecutor(), list[Future[int]]()
@@ -189,6 +190,7 @@ def test_ranks_on_a_machine_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch
             launch._check_devices(EngineConfig(device=device, tensor_parallel_size=4), 4)
 
 
+@pytest.mark.slow
 def test_output_interrupts_and_hanging_rank(folder: Path, whole: LLM) -> None:
     expected, llm = generate(whole), make(folder, 2)
     job: Any = llm.engine.worker.job  # type: ignore[attr-defined]
