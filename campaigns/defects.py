@@ -155,7 +155,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _test(self, test: ast.expr, *instead: bool) -> None:
-        for value in instead:
+        for value in () if ast.unparse(test) == "TYPE_CHECKING" else instead:
             self.note(test, "condition", str(value))
 
     def visit_Call(self, node: ast.Call) -> None:

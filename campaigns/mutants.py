@@ -46,16 +46,17 @@ CEILING = 12 << 30  # limit of the address space in bytes, as a mutant may alloc
 # tests/nanospec/test_llm.py. Names without "/" are in the mirrored folder, others in tests/. A folder's tests
 # are those of its files that have no others.
 MORE = {
-    "kernels/": "kernels/speculation/verify",
-    "kernels/batch.py": "kernels/speculation/proposal nanospec/models/cpu",
-    "kernels/launch.py": "kernels/native/native kernels/layer/residual kernels/layer/linear",
+    "kernels/": "kernels/speculation/verify nanospec/config",
+    "kernels/batch.py": "kernels/speculation/proposal nanospec/models/cpu kernels/sampling/accept",
+    "kernels/launch.py": "kernels/native/native kernels/layer/linear kernels/layer/attention",
     "kernels/table.py": "kernels/speculation/ngram batch",
     "kernels/transfer.py": "batch",
     "kernels/layer/": "attention",
-    "kernels/layer/linear.py": "parts",
-    "kernels/layer/product.py": "parts linear",
+    "kernels/layer/linear.py": "parts nanospec/apps/cli/generate nanospec/drafters/heads",
+    "kernels/layer/product.py": "parts linear kernels/compile",
     "kernels/layer/residual.py": "parts linear",
     "kernels/layer/rope_cache.py": "rope",
+    "kernels/layer/split_kv.py": "attention kernels/compile",
     "kernels/native/": "nanospec/models/cpu nanospec/device/compiled_step",
     "kernels/native/__init__.py": "native",
     "kernels/native/amx.h": "packed",
@@ -63,7 +64,8 @@ MORE = {
     "kernels/native/ngram.cpp": "kernels/speculation/ngram",
     "kernels/native/packed.py": "nanospec/models/cpu",
     "kernels/native/product.h": "packed nanospec/models/cpu",
-    "kernels/native/sampling.cpp": "kernels/sampling/sample nanospec/extras/grammar/guided_rows",
+    "kernels/native/sampling.cpp": "kernels/sampling/sample kernels/sampling/accept "
+    "nanospec/extras/grammar/guided_rows",
     "kernels/native/step.cpp": "kernels/speculation/verify kernels/speculation/proposal nanospec/models/cpu",
     "kernels/native/step.h": "kernels/speculation/verify kernels/speculation/proposal nanospec/models/cpu",
     "kernels/native/threads.h": "kernels/threads packed",
