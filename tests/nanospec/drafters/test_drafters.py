@@ -339,3 +339,6 @@ def test_missing_and_unsuitable_weights_are_rejected(model: Model) -> None:
     ):
         with pytest.raises(ValueError, match=what):
             make_engine(target, 3, spec={"method": method, "tree_width": 6}, heads=heads)
+    drafter, _ = medusa_of(model)
+    with pytest.raises(ValueError, match="medusa has runs_model=True, so it must be the last drafter"):
+        make_engine(model, 3, drafter=[drafter, "ngram"])
