@@ -91,8 +91,8 @@ MORE = {
     "nanospec/apps/serve/gate.py": "security api faults",
     "nanospec/apps/serve/loop.py": "faults",
     "nanospec/apps/serve/settings.py": "nanospec/apps/cli/serve security",
-    "nanospec/device/": "step",
-    "nanospec/device/graphs.py": "step",
+    "nanospec/device/": "waiting memory",
+    "nanospec/device/graphs.py": "memory waiting",
     "nanospec/device/messages.py": "nanospec/engine/request nanospec/logprobs nanospec/engine/engine_edges",
     "nanospec/device/resources.py": "memory",
     "nanospec/device/step.py": "compiled_step nanospec/drafters/auto nanospec/extras/grammar/guided",
@@ -106,7 +106,7 @@ MORE = {
     "nanospec/drafters/policy.py": "auto",
     "nanospec/engine/blocks.py": "scheduler",
     "nanospec/engine/engine.py": "engine_edges ../campaigns/faults/memory nanospec/extras/grammar/guided "
-    "nanospec/drafters/auto nanospec/drafters/acceptance "
+    "nanospec/drafters/auto nanospec/drafters/drafters "
     "./simulate::test_seeds_pass_and_cover_their_features",
     "nanospec/engine/request.py": "engine_edges ./simulate::test_seeds_pass_and_cover_their_features",
     "nanospec/engine/scheduler.py": "./simulate::test_seeds_pass_and_cover_their_features engine_edges",

@@ -25,7 +25,6 @@ from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.outputs import Logprob
 from nanospec.text.tokenizer import Tokenizer
-from tests.random_weights import random_weights
 from tests.tiny import tiny_config
 
 K = int | Literal["auto"] | None
@@ -198,22 +197,6 @@ def cycle_weights(vocab_size: int) -> tuple[ModelConfig, dict[str, Tensor]]:
 def cycle(start: int, count: int, vocab_size: int = 32) -> list[int]:
     """Return `count` tokens of the text that `cycle_model` generates, from `start` on."""
     return [(start + i) % vocab_size for i in range(count)]
-
-
-def similar_model(noise: float) -> Model:
-    """Return `tiny_model()` with relative noise on its matrices: a draft model that is often right."""
-    generator, config = torch.Generator().manual_seed(1), tiny_config()
-
-    class Blurred(Model):
-        def __init__(self, config: Any, dtype: Any, device: Any, get: Callable[[str], Tensor]) -> None:
-            def blurred(name: str) -> Tensor:
-                weight = get(name)
-                change = noise * weight.std() * torch.randn(weight.shape, generator=generator)
-                return weight + change if weight.dim() == 2 else weight
-
-            super().__init__(config, dtype, device, blurred)
-
-    return Blurred(config, torch.float32, "cpu", random_weights(config, torch.float32, "cpu", 0))
 
 
 class FunctionDrafter(Drafter):

@@ -13,9 +13,9 @@ import torch
 
 from nanospec import SamplingParams
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.medusa import CONTENDERS, Heads, MedusaDrafter, tree_paths
+from nanospec.drafters.medusa import CONTENDERS, Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
-from nanospec.kernels import FROM_TARGET, GENERATED, launch
+from nanospec.kernels import FROM_TARGET, GENERATED
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.sampling import noise
@@ -34,8 +34,8 @@ SETUPS: dict[str, dict[str, Any]] = {
     "medusa": {"method": "medusa"},
     "medusa-tree": {"method": "medusa", "tree_width": 3},
     "ngram+draft": {"method": "ngram+draft"},
-    "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
-    "ngram-tree+medusa-tree": {"method": "ngram+medusa", "tree_width": 2},
+    "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2, "acceptance": "rejection"},
+    "ngram-tree+medusa-tree": {"method": "ngram+medusa", "tree_width": 2, "acceptance": "typical"},
 }
 
 
@@ -44,33 +44,24 @@ def model() -> Model:
     return tiny_model()
 
 
-@pytest.fixture(scope="module")
-def parts(model: Model) -> dict[str, Any]:
-    """A draft model and heads whose drafts are sometimes accepted."""
-    return {
-        "draft": {"draft_model": tiny_model(num_layers=1)},
-        "medusa": {"heads": random_heads(model, 3, 50)},
-    }
-
-
-def engine_of(model: Model, parts: dict[str, Any], setup: str, k: Any, **options: Any) -> Engine:
-    spec = SETUPS[setup]
-    for method in spec["method"].split("+"):
-        options |= parts.get(method, {})
-    return make_engine(model, k, spec=spec, **options)
-
-
 @pytest.mark.usefixtures("steady")
 @pytest.mark.parametrize(("setup", "k"), [*zip(SETUPS, cycle_of((9, "auto")))])
-def test_output_matches_decoding_without_speculation(
-    model: Model, parts: dict[str, Any], setup: str, k: K
-) -> None:
-    """Greedy and seeded sampling, penalties, logprobs, prefix hits, chunks and preemption."""
+def test_output_matches_decoding_without_speculation(model: Model, setup: str, k: K) -> None:
+    """With penalties, logprobs, prefix hits, chunks, preemption, and a rule that greedy rows ignore."""
     accepted = preempted = 0
     for seed, (most, mode) in enumerate(((k, "plain"), (5, "as-on-gpu"))):
-        options = {"num_blocks": 8, "max_num_batched_tokens": 32, "max_num_seqs": 3, **MODES[mode]}
-        engine = engine_of(model, parts, setup, most, **options)
-        run_and_compare(engine, model, random_jobs(random.Random(seed), VOCAB, 5), (setup, mode))
+        options: dict[str, Any] = {"num_blocks": 8, "max_num_batched_tokens": 32, "max_num_seqs": 3}
+        if "draft" in setup:
+            options["draft_model"] = tiny_model(num_layers=1)
+        if "medusa" in setup:
+            options["heads"] = random_heads(model, 3, 50)
+        engine = make_engine(model, most, spec=SETUPS[setup], **options, **MODES[mode])
+        jobs = [
+            Job(prompt, replace(params, acceptance="exact" if params.temperature else None))
+            for prompt, params in random_jobs(random.Random(seed), VOCAB, 5)
+        ]
+        for job, request in zip(jobs, run_and_compare(engine, model, jobs, (setup, mode)), strict=True):
+            assert request.stats.acceptance == (job.params.acceptance or engine.config.spec.acceptance)
         accepted += engine.metrics.spec.num_accepted
         preempted += engine.metrics.num_preemptions
     assert min(accepted, preempted) > 0
@@ -110,13 +101,8 @@ def assert_all_accepted(requests: Any) -> None:
 def test_draft_model_equal_to_target_is_always_accepted(cap: float | None, mode: str) -> None:
     """Also after preemption, prefix hits, chunked prompts and full acceptance: its cache is never stale."""
     model = tiny_model(logit_softcap=cap)
-    options: dict[str, Any] = {
-        "num_blocks": 11,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 32,
-        **MODES[mode],
-    }
-    engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options)
+    options: dict[str, Any] = {"num_blocks": 11, "max_num_seqs": 3, "max_num_batched_tokens": 32}
+    engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options, **MODES[mode])
     for _ in range(2):  # the second run uses the prefix cache
         assert_all_accepted(run(engine, plain_jobs(1, 8, 0.0, 1.0)))
         assert_same_keys(engine)
@@ -136,36 +122,11 @@ def test_draft_model_catches_up_with_other_steps(model: Model) -> None:
     assert by["ngram"][1] > by["ngram"][2]
 
 
-def test_draft_model_computes_prompt_cached_without_it(model: Model) -> None:
-    """Even though it had filled all the second prompt's blocks for an earlier request."""
-    engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, num_blocks=8)
-    prompts = [random.Random(seed).choices(range(VOCAB), k=40) for seed in (3, 4)]
-    run(engine, [Job(list(range(VOCAB)), greedy(60))])
-    before = engine.metrics.spec.num_drafted
-    run(engine, [Job(prompt, greedy(5, num_speculative_tokens=0)) for prompt in prompts])
-    assert engine.metrics.spec.num_drafted == before > 0
-    requests = run(engine, [Job(prompt, greedy(20)) for prompt in prompts])
-    assert_same_keys(engine)
-    assert_all_accepted(requests)
-    assert all(request.num_cached_tokens > 0 for request in requests)
-
-
 @pytest.mark.parametrize("size", [60, 70])
 def test_draft_vocabulary_of_another_padded_size(model: Model, size: int) -> None:
     engine = make_engine(model, 3, spec=SETUPS["draft"], draft_model=tiny_model(vocab_size=size))
     run_and_compare(engine, model, plain_jobs(size, 2, 0.0, 1.0))
     assert engine.metrics.spec.num_drafted > 0
-
-
-def test_draft_and_target_caches_share_block_count(model: Model) -> None:
-    draft, short = tiny_model(num_layers=1), tiny_model(num_layers=1, max_position_embeddings=100)
-    engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=draft, num_blocks=20)
-    [drafter] = engine.worker.drafters
-    assert drafter.kv.shape[3] == engine.worker.kv_cache.shape[3] == 20  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="draft model's limit of 100"):
-        make_engine(model, 4, spec=SETUPS["draft"], draft_model=short, max_model_len=128)
-    fitted = make_engine(model, 4, spec=SETUPS["draft"], draft_model=short, max_model_len=None)
-    assert fitted.max_model_len == 100
 
 
 def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -183,54 +144,37 @@ def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_draft_model_is_not_run_while_lookup_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(cycle_model(), 5, spec=SETUPS["ngram+draft"], draft_model=cycle_model())
-    sizes = draft_prefills(engine, monkeypatch)
-    [request] = run(engine, [Job(cycle(0, 40), greedy(60))])
-    assert request.stats.by_drafter.keys() == {"ngram"}
-    assert not sizes  # not even the prompt
-
-
-@pytest.mark.parametrize("lag", [False, True])
-def test_fully_cached_prompt_drafts_in_first_step(model: Model, lag: bool) -> None:
-    options: dict[str, Any] = {"async_scheduling": lag, "enforce_eager": not lag}
-    engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options)
-    for _ in range(2):
-        [request] = run(engine, [Job(list(range(33)), greedy(20))])
-        assert request.stats.num_steps == 4
-        assert request.stats.num_drafted == request.stats.num_accepted == 16
-    assert request.num_cached_tokens == 32
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_draft_model_catches_up_in_chunks(model: Model, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"max_num_batched_tokens": 32, "max_model_len": 256, **MODES[mode]}
+def test_draft_model_computes_prompts_cached_without_it(
+    model: Model, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, even in blocks that it had filled for an earlier request."""
+    options = {"num_blocks": 8, "max_num_batched_tokens": 16, **MODES[mode]}
     engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options)
-    prompts = [random.Random(i).choices(range(VOCAB), k=150) for i in range(3)]
-    run(engine, [Job(prompt, greedy(40, num_speculative_tokens=0)) for prompt in prompts])
+    prompts = [random.Random(seed).choices(range(VOCAB), k=40) for seed in (3, 4)]
+    run(engine, [Job(list(range(VOCAB)), greedy(60))])
+    before = engine.metrics.spec.num_drafted
+    run(engine, [Job(prompt, greedy(5, num_speculative_tokens=0)) for prompt in prompts])
+    assert engine.metrics.spec.num_drafted == before > 0
     sizes = draft_prefills(engine, monkeypatch)
-    assert_all_accepted(run(engine, [Job(prompt, greedy(40)) for prompt in prompts]))
-    assert max(sizes) <= 32
-    assert sum(sizes) >= 3 * 140
+    requests = run(engine, [Job(prompt, greedy(20)) for prompt in prompts])
+    assert_same_keys(engine)
+    assert_all_accepted(requests)
+    assert all(request.num_cached_tokens > 0 for request in requests)
+    assert max(sizes) <= 16
+    assert sum(sizes) >= 2 * 32
 
 
-def test_draft_model_does_not_recompute_with_lag(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With lag the host knows less than the device; where it may wait, it reads the device's state."""
+def test_draft_model_computes_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt once, although with lag the host knows less than the device; nothing if lookup matches."""
     options: dict[str, Any] = {"async_scheduling": True, "enforce_eager": True}
-    engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options)
-    sizes = draft_prefills(engine, monkeypatch)
-    run(engine, [Job(list(range(20)), greedy(30))])
-    assert sizes == [19]
-
-
-def test_draft_model_catches_up_with_triton_without_capture() -> None:
-    options: dict[str, Any] = {"enforce_eager": True, "max_num_seqs": 1, "max_model_len": 48}
-    with launch.forced("triton"):
-        target = tiny_model(num_layers=1)
-        engine = make_engine(target, 2, spec=SETUPS["draft"], draft_model=target, **options)
-        choose, steps = engine.policy.choose, iter([(2, 0)] * 5)
-        engine.policy.choose = lambda *args: next(steps, choose(*args))  # type: ignore
-        assert_all_accepted(run(engine, [Job([1, 2, 3], greedy(9))]))
+    model = cycle_model()
+    for method, prompt, computed in (("draft", cycle(0, 20), [19]), ("ngram+draft", cycle(0, 40), [])):
+        engine = make_engine(model, 5, spec=SETUPS[method], draft_model=model, **options)
+        sizes = draft_prefills(engine, monkeypatch)
+        [request] = run(engine, [Job(prompt, greedy(60))])
+        assert sizes == computed
+        assert [*request.stats.by_drafter] == [method.split("+")[0]]
 
 
 def cycle_heads(model: Model, count: int) -> Heads:
@@ -300,8 +244,7 @@ def test_heads_use_hidden_state_of_last_accepted_token(model: Model) -> None:
     assert drafter.propose(table, ROWS, 8).num_drafts.tolist() == [0, 0, 0]
 
 
-def test_limits_per_request(model: Model, parts: dict[str, Any]) -> None:
-    """Tree widths, K and no speculation, in one batch."""
+def test_tree_width_per_request(model: Model) -> None:
     drafter, table = medusa_of(model)
     table.tree_width[:] = torch.tensor([1, 2, 9])
     drafter.ready.fill_(True)
@@ -310,27 +253,14 @@ def test_limits_per_request(model: Model, parts: dict[str, Any]) -> None:
     assert result.num_drafts.tolist() == [3, 8, 8]
     assert result.parents[0, :3].tolist() == [0, 1, 2]
     assert [result.parents[b].tolist().count(0) for b in (1, 2)] == [2, 3]
-    engine, job = engine_of(model, parts, "medusa-tree", 8), plain_jobs(4, 1, 0.0)[0]
-    limits: list[Any] = [{"tree_width": 1}, {"tree_width": 8}]
-    limits += [{"num_speculative_tokens": 2}, {"num_speculative_tokens": 0}]
-    requests = run(engine, [Job(job.prompt, replace(job.params, **each)) for each in limits])
-    assert len({tuple(request.output_ids) for request in requests}) == 1
-    assert [len(request.stats.drafted_by_position) for request in requests] == [3, 8, 2, 0]
-
-
-def test_tree_paths_order() -> None:
-    for heads, width, k in ((4, 1, 8), (4, 3, 20), (2, 8, 63), (5, 4, 63)):
-        paths = tree_paths(heads, width, k)
-        assert len(set(paths)) == len(paths) == min(k, sum(width**d for d in range(1, heads + 1)))
-        for i, path in enumerate(paths):
-            assert len(path) == 1 or path[:-1] in paths[:i]
-            assert max(path) < width
-    assert tree_paths(4, 1, 8) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
-    assert tree_paths(3, 2, 3) == [(0,), (0, 0), (1,)]
 
 
 def test_missing_and_unsuitable_weights_are_rejected(model: Model) -> None:
-    few = tiny_model(vocab_size=5)
+    few, short = tiny_model(vocab_size=5), tiny_model(num_layers=1, max_position_embeddings=100)
+    with pytest.raises(ValueError, match="draft model's limit of 100"):
+        make_engine(model, 4, spec=SETUPS["draft"], draft_model=short, max_model_len=128)
+    fitted = make_engine(model, 4, spec=SETUPS["draft"], draft_model=short, max_model_len=None)
+    assert fitted.max_model_len == 100
     for target, method, heads, what in (
         (model, "ngram+draft", None, "needs a draft model"),
         (model, "medusa", None, "needs Medusa heads"),

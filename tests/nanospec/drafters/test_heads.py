@@ -50,10 +50,6 @@ def tensors(
     return result
 
 
-def states(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(count, H, generator=torch.Generator().manual_seed(7)).to(dtype)
-
-
 def reference(result: dict[str, Tensor], hidden: Tensor, lm_head: Tensor) -> Tensor:
     """Compute the published formula head by head; heads without a projection use the lm_head's rows."""
     num_heads = 1 + max(int(name.split(".")[0]) for name in result if name != "token_map")
@@ -71,12 +67,11 @@ def reference(result: dict[str, Tensor], hidden: Tensor, lm_head: Tensor) -> Ten
 
 MAP = torch.tensor([3, 60, 7, 8, 41, 0, 22], dtype=torch.int32)
 LAYOUTS: dict[str, dict[str, Tensor]] = {
-    "published-2-blocks": tensors(num_layers=2, own=(0, 1, 2)),
+    "published-2-blocks": {f"medusa_head.{n}": t for n, t in tensors(num_layers=2, own=(0, 1, 2)).items()},
     "shared-3-blocks": tensors(num_layers=3),
     "one-of-three-shared": tensors(own=(0, 2)),
     "own-map": {**tensors(own=(0, 1, 2), rows=len(MAP)), "token_map": MAP.long()},
     "shared-map-1-head": {**tensors(num_heads=1), "token_map": MAP},
-    "prefixed": {f"medusa_head.{name}": tensor for name, tensor in tensors(own=(1,)).items()},
 }
 
 
@@ -93,7 +88,8 @@ def test_logits_match_reference(tmp_path: Path, tied: bool, dtype: torch.dtype, 
             heads = Heads.load(tmp_path / "heads.safetensors", model)
             result = {name.removeprefix("medusa_head."): tensor for name, tensor in stored.items()}
             for count in (3,) if backend == "triton" else (0, 1, 63):
-                actual, hidden = heads.logits(states(count, dtype)), states(count, dtype)
+                hidden = torch.randn(count, H, generator=torch.Generator().manual_seed(7)).to(dtype)
+                actual = heads.logits(hidden)
                 assert actual.dtype == dtype
                 assert actual.shape[1] == heads.num_heads
                 assert_close(actual, reference(result, hidden, lm_head), TOLERANCE[dtype], layout)
@@ -112,11 +108,7 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
 
 ERRORS: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
     (lambda result: result.clear(), "is not a file of Medusa heads: .* .found no tensors"),
-    (
-        put("1.0.linear.weight", torch.zeros(48, 48)),
-        r"hidden size 32, 64 tokens.*wrong shape: 1.0.linear.weight \[48, 48\] instead of \[32, 32\]",
-    ),
-    (put("0.1.weight", torch.zeros(99, H)), r"0.1.weight \[99, 32\] instead of \[64, 32\]"),
+    (put("1.0.linear.bias", torch.zeros(48)), r"size 32, 64 tokens.*1.0.linear.bias \[48\] instead of \[32"),
     (
         lambda result: result.update({"0.1.weight": torch.zeros(V, H), "token_map": MAP}),
         r"7 tokens.*0.1.weight \[64, 32\] instead of \[7, 32\]",
@@ -129,7 +121,6 @@ ERRORS: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
     (put("token_map", torch.tensor([1, 64])), "distinct ids from 0 to 63"),
     (put("token_map", torch.tensor([-2, 5])), "distinct ids from 0"),
     (put("token_map", torch.tensor([5, 5])), "distinct ids from 0"),
-    (put("token_map", torch.ones(3)), r"a list of int32 or int64, not float32 \[3\]"),
     (put("token_map", torch.ones(3, 2).int()), r"not int32 \[3, 2\]"),
     (put("token_map", torch.ones(0).int()), r"not int32 \[0\]"),
 ]

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise, product
+from collections.abc import Sequence
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanospec.drafters.estimates import (
-    DraftTimes,
-    Estimator,
-    RowAccounts,
-    RowProposal,
-    StepCosts,
-    tokens_per_step,
-)
+from nanospec.drafters.estimates import DraftTimes, Estimator, RowProposal, StepCosts, tokens_per_step
 from nanospec.drafters.policy import OVERHEAD, AutoPolicy, Policy
 from nanospec.kernels import NO_DRAFTER
 from nanospec.kernels.speculation.report import RowReport
@@ -27,14 +19,11 @@ from nanospec.kernels.speculation.report import RowReport
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 FLAT = {k: 10.0 + 0.01 * k for k in KS}  # drafts are free
 HALF = {k: 10.0 + 2.0 * k for k in KS}
-SLOW = {k: 10.0 + 5.0 * k for k in KS}
 STEEP = {k: 10.0 * (k + 1) for k in KS}  # verifying a token costs as much as decoding it
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CHEAP = [10.0 + 0.1 * n for n in SIZES]  # cost almost independent of the number of tokens
-MEDIUM = [10.0 + 0.3 * n for n in SIZES]
 SLOPED = [10.0 + n for n in SIZES]
-LINEAR = [10.0 * n for n in SIZES]  # no gain from scoring tokens together
 FREE_TO_4 = [10.0 + max(n - 4, 0) for n in SIZES]  # 10 ms, and 1 ms per token beyond 4
 
 NGRAM, MODEL = 0, 1  # drafter indices
@@ -85,31 +74,6 @@ def to_verify(
     return taken
 
 
-def run(policy: AutoPolicy, chances: Sequence[float], steps: int, waiting: bool = True) -> list[list[int]]:
-    """Run packed steps of rows offered 8 drafts each, accepted with the given probabilities, and return
-    the drafts taken."""
-    rng, result = random.Random(0), []
-    for _ in range(steps):
-        taken = to_verify(policy, [8] * len(chances), waiting=waiting)
-        for row, n in enumerate(taken):
-            accepted = next((i for i in range(n) if rng.random() >= chances[row]), n)
-            policy.observe(row, report(n, accepted))
-        result.append(taken)
-    return result
-
-
-@example(ms=[1.0] * 6 + [2.0], context=0)
-@given(
-    st.lists(st.floats(0.01, 1e4), min_size=len(SIZES), max_size=len(SIZES)), st.sampled_from([0, 99, 9000])
-)
-def test_cost_is_monotonic_in_tokens(ms: list[float], context: int) -> None:
-    costs = packed(ms, attention=(0.004, 0.001)).costs
-    cost = [costs.cost(3, n, context) for n in range(3, 140)]
-    steps = [b - a for a, b in pairwise(cost)]
-    assert min(steps) == pytest.approx(costs.min_slope(3, context), abs=1e-8 * cost[-1])
-    assert costs.cost(1, 1) == pytest.approx(ms[0])
-
-
 def test_cost_interpolation_and_extrapolation() -> None:
     costs = StepCosts(packed={1: 10.0, 2: 11.0, 4: 15.0})
     assert [costs.cost(1, n) for n in (1, 2, 3, 4, 5, 6)] == [10, 11, 13, 15, 17, 19]
@@ -121,7 +85,6 @@ def test_cost_interpolation_and_extrapolation() -> None:
 
 
 def test_captured_costs() -> None:
-    """Those of the smallest bucket that fits, made monotonic in K."""
     costs = StepCosts(captured={4: {0: 1.0, 4: 3.0, 2: 0.5}, 1: {0: 0.5}, 16: {0: 2.0, 1: 2.5}})
     assert costs.by_k(3, 3) == {0: 1.0, 2: 1.0}
     assert costs.by_k(5, 1) == {0: 2.0, 1: 2.5}
@@ -144,17 +107,13 @@ def test_draft_times_include_calls_without_drafts() -> None:
     assert times(4, 4) == pytest.approx(2.0 * 12 / 3)
 
 
-def test_tokens_per_step_with_constant_acceptance() -> None:
+def test_tokens_per_step() -> None:
+    """With constant acceptance it is a geometric sum; otherwise compare with a simulation."""
     for x, limit in product((0.0, 0.25, 0.5, 0.9, 1.0), (16, 4, 0)):
         expected = [sum(x**j for j in range(min(k, limit) + 1)) for k in KS]
         assert tokens_per_step(x, x, x, KS, limit) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("miss", "full", "further", "k"), [(0.125, 0.75, 0.875, 4), (0.5, 0.25, 0.5, 1), (0.75, 1.0, 0.25, 8)]
-)
-def test_tokens_per_step_matches_simulation(miss: float, full: float, further: float, k: int) -> None:
-    rng, steps, tokens, copying = random.Random(0), 40_000, 0, False
+    rng, steps, k, tokens, copying = random.Random(0), 40_000, 4, 0, False
+    miss, full, further = 0.125, 0.75, 0.875
     for _ in range(steps):
         accepted = 0
         while accepted < k and rng.random() < (further if accepted else full if copying else miss):
@@ -169,7 +128,7 @@ def first(estimator: Estimator, row: int, drafter: int = NGRAM, match: int = 0) 
     return estimator.gains(RowProposal(row, drafter, 1, match))[0]
 
 
-def test_rates_are_kept_by_match_length_and_drafter_and_row() -> None:
+def test_rates_are_kept_by_match_length_drafter_row_and_last_step() -> None:
     estimator = Estimator()
     assert first(estimator, 9, match=1) < first(estimator, 9, match=2) < first(estimator, 9, match=5)
     for _ in range(50):
@@ -186,25 +145,11 @@ def test_rates_are_kept_by_match_length_and_drafter_and_row() -> None:
     before = first(estimator, 7 + 5, match=2)
     estimator.reset(10)
     assert first(estimator, 10, match=2) == before, "as a row that is new"
-
-
-def test_estimate_after_full_acceptance_is_separate() -> None:
-    estimator = Estimator()
     for accepted in (2, 0) * 50:  # accepted, then rejected
         estimator.observe(0, MODEL, 0, 2, accepted)
     assert first(estimator, 0, MODEL) > 0.9
     estimator.observe(0, MODEL, 0, 2, 2)
-    assert first(estimator, 0, MODEL) < 0.1
-
-
-@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 9)), max_size=60))
-def test_estimates_stay_probabilities(steps: list[tuple[int, int, int]]) -> None:
-    estimator = Estimator()
-    for drafted, accepted, match in steps:
-        estimator.observe(0, NGRAM, match, drafted, min(accepted, drafted))
-        for row in (0, 1):
-            gains = estimator.gains(RowProposal(row, NGRAM, 5, match))
-            assert all(1 >= a >= b >= 0 for a, b in pairwise(gains))
+    assert first(estimator, 0, MODEL) < 0.1, "after full acceptance"
 
 
 def test_fixed_policy_and_free_drafts() -> None:
@@ -220,14 +165,7 @@ def test_fixed_policy_and_free_drafts() -> None:
 
 @pytest.mark.parametrize(
     ("by_k", "accepted", "rows", "copying", "pays"),
-    [
-        (HALF, 0, 1, 1, False),
-        (STEEP, 3, 8, 8, False),
-        (HALF, 4, 8, 7, True),
-        (SLOW, 4, 32, 1, False),
-        (SLOW, 4, 1, 1, True),
-    ],
-    ids=["wrong", "steep", "one-without-a-match", "one-of-many", "alone"],
+    [(HALF, 0, 1, 1, False), (STEEP, 3, 8, 8, False), (HALF, 4, 8, 7, True), (HALF, 4, 32, 1, False)],
 )
 def test_k_pays_for_the_whole_batch(
     by_k: dict[int, float], accepted: int, rows: int, copying: int, pays: bool
@@ -252,18 +190,6 @@ def test_limits_missing_ks_and_new_requests() -> None:
     assert choose(policy, 1) > 0
 
 
-def test_new_request_with_short_match_gets_few_drafts() -> None:
-    """Statistics of a row's text are reset with the row; those by match length are kept."""
-    policy = packed(CHEAP)
-    assert to_verify(policy, [11], match=1)[0] <= 7
-    assert policy.expected_speedup is not None
-    assert 1 < policy.expected_speedup < 2
-    for _ in range(100):
-        policy.observe(0, report(8, 0, match=1))
-    policy.reset(0)
-    assert to_verify(policy, [11], match=1)[0] <= 2
-
-
 @example(rows=[(4, 3, 0), (4, 3, 2), (4, 3, 4)], more=[10.0, 17.0, 0.0, 0.5, 2.5, 10.0, 20.0], context=0)
 @example(rows=[(16, 3, 8)], more=[0.0] * 7, context=0)
 @given(
@@ -282,19 +208,13 @@ def test_count_drafts_is_optimal_for_the_batch(
     counts, matches, _ = zip(*rows)
     offers = [RowProposal(row, NGRAM, n, match) for row, (n, match, _) in enumerate(rows)]
     gains = [gain for offer in offers for gain in policy.estimator.gains(offer)]
+    assert all(0 <= gain <= 1 for gain in gains)
     totals = accumulate(sorted(gains, reverse=True), initial=float(B))
     rates = [total / policy.costs.cost(B, B + n, context) for n, total in enumerate(totals)]
     taken = to_verify(policy, counts, matches, context)
     assert policy.expected_speedup == pytest.approx(max(rates) / rates[0])
     best = [n for n, rate in enumerate(rates) if rate == pytest.approx(max(rates))]
     assert sum(taken) in {*best, *(n + 1 for n in best)}, "with a probe"
-
-
-def test_row_accounts() -> None:
-    """A step of three rows takes 12 ms, of one 8 ms, so one row less saves about 2 ms; 3/4 of it counts."""
-    accounts = RowAccounts()
-    assert accounts.allowed({0: 2.0, 1: 4.0, 2: 3.0}, plain=12.0, alone=8.0) == 2 * (12 - 3 * 1.5)
-    assert accounts.loss(5.0, 2.0) == 5 - 2 * 1.5
 
 
 @pytest.mark.parametrize("waiting", [True, False])
@@ -316,26 +236,6 @@ def test_rows_without_drafts_lose_little_to_others(waiting: bool) -> None:
     else:
         assert taken[0] == 0, "before anything was saved"
         assert OVERHEAD / 4 < share < 0.012, "what a row may lose to others, and probes"
-
-
-@pytest.mark.parametrize(
-    ("ms", "chances", "most"),
-    [
-        (FREE_TO_4, (1, 1, 1, 0), 0.1),
-        (MEDIUM, (0.8, 0), 0.1),
-        (MEDIUM, (0.8, 0.8, 0.8, 0), 0.1),
-        (CHEAP, (0,) * 16, 2 * OVERHEAD),
-    ],
-    ids=["three-copy", "one", "three", "none-is-ever-right"],
-)
-def test_row_without_acceptance_loses_little(
-    ms: list[float], chances: tuple[float, ...], most: float
-) -> None:
-    """Even though its neighbors make its drafts look promising, and their probes succeed."""
-    policy, B, steps = packed(ms), len(chances), 800
-    taken = run(policy, chances, steps, waiting=False)
-    total = sum(policy.costs.cost(B, B + sum(own)) for own in taken)
-    assert total < (1 + most) * steps * policy.costs.cost(B, B)
 
 
 def model_policy(pass_ms: float) -> AutoPolicy:
@@ -371,7 +271,7 @@ def test_draft_model_without_gain_is_rarely_run() -> None:
     assert choose(policy, {0: 8} | dict.fromkeys(range(1, 31), 0)) == 0
 
 
-@pytest.mark.parametrize("by_k", [FLAT, HALF, STEEP], ids=["flat", "half", "steep"])
+@pytest.mark.parametrize("by_k", [FLAT, HALF, STEEP])
 def test_failing_probes_cost_little(by_k: dict[int, float]) -> None:
     policy = captured(by_k)
     spent = plain = 0.0
@@ -392,28 +292,3 @@ def test_rows_without_drafts_are_probed_in_turn() -> None:
     totals = [sum(column) for column in zip(*(to_verify(policy, [8] * 4) for _ in range(800)))]
     assert max(totals) - min(totals) <= 1
     assert 0 < sum(totals) <= 800 * OVERHEAD * policy.costs.cost(4, 4), "each costs 1 ms"
-    taken = run(policy, (1.0,), 900)
-    assert min(n for [n] in taken[-20:]) == 8
-
-
-def calls(function: Callable[[], Any]) -> int:
-    """Return the number of Python and C functions called by a function."""
-    events: list[str] = []
-    sys.setprofile(lambda frame, event, argument: events.append(event))
-    function()
-    sys.setprofile(None)
-    return len(events) // 2  # a call and a return each
-
-
-def test_choose_and_count_drafts_are_cheap() -> None:
-    """For 64 rows with 16 drafts each; a draft costs half as much as a row."""
-    policy, rng = captured(HALF), random.Random(0)
-    for row in range(64):
-        policy.observe(row, report(8, rng.randint(0, 8)))
-    assert 64 < calls(lambda: choose(policy, 64)) < 64 * 45
-    policy = AutoPolicy(StepCosts(packed={1: 10.0, 64: 73.0, 1088: 585.0}))
-    for row in [*range(64)] * 20:
-        policy.observe(row, report(1, int(rng.random() < 0.3), match=1 + row % 3))
-    choose(policy, 64)
-    offers = [RowProposal(row, NGRAM, 16, 1 + row % 3) for row in range(64)]
-    assert 64 < calls(lambda: policy.count_drafts(offers)) < 64 * 35

@@ -12,30 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec import Drafter, SamplingParams, SimpleDrafter, SpecConfig
-from nanospec.drafters import make_proposal, methods, no_drafts
+from nanospec.drafters import make_proposal, methods
 from nanospec.drafters.estimates import StepCosts
 from nanospec.drafters.methods import Drafters, resolve_drafters
-from nanospec.kernels import GENERATED, NO_DRAFTER
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from tests.drive import (
-    MODES,
-    Job,
-    K,
-    cycle,
-    cycle_model,
-    finish,
-    make_engine,
-    random_jobs,
-    run,
-    run_and_compare,
-)
+from tests.drive import MODES, Job, K, cycle, cycle_model, make_engine, random_jobs, run, run_and_compare
 from tests.tiny import tiny_model
 
 JOB = Job([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))
@@ -100,20 +86,6 @@ def test_simple_drafter_does_not_change_output(model: Model, k: K, lag: bool, lo
     assert ("ngram" in engine.metrics.spec.by_drafter) == lookup
 
 
-@settings(max_examples=10)
-@given(
-    st.lists(st.lists(st.integers(0, 63), max_size=7), min_size=1, max_size=5),
-    st.sampled_from([0.0, 0.8]),
-    st.integers(1, 6),
-)
-def test_arbitrary_drafts_do_not_change_output(
-    model: Model, answers: list[list[int]], heat: float, k: int
-) -> None:
-    params = SamplingParams(temperature=heat, seed=k, max_tokens=12, stop_token_ids=answers[0][:1])
-    engine = make_engine(model, k, drafter=Stub(lambda tokens, _: answers[len(tokens) % len(answers)]))
-    run_and_compare(engine, model, [Job([1, 2, 3], params), Job([4], params)])
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_device_drafters_do_not_change_output(mode: str) -> None:
     model = cycle_model()
@@ -122,7 +94,6 @@ def test_device_drafters_do_not_change_output(mode: str) -> None:
         engine = make_engine(model, 4, drafter=drafter, **MODES[mode])
         [request] = run_and_compare(engine, model, [JOB])
         assert request.stats.by_drafter == {"Next": [4, 16, 16]}
-    run_and_compare(engine, model, [Job(cycle(i, 3), SamplingParams(max_tokens=5 * i + 1)) for i in range(6)])
 
 
 def replaced(**fields: Callable[[Tensor], Any]) -> Callable[[Proposal], Proposal]:
@@ -136,13 +107,12 @@ def replaced(**fields: Callable[[Tensor], Any]) -> Callable[[Proposal], Proposal
         (lambda made: None, "returned None; it must return a Proposal"),
         (lambda made: 1 // 0, "failed: integer division or modulo by zero"),
         (replaced(source=lambda n: n.expand(1, 4).to("meta")), "source as .* meta .* expected .* cpu"),
-        (replaced(drafts=lambda n: n.expand(1, 3)), r"drafts as .*1, 3.* expected .*1, 4"),
         (replaced(drafts=lambda n: n.expand(1, 4) + 0.5), "drafts as .*float32; .*int32"),
-        (replaced(drafts=lambda n: n.expand(1, 4).to_sparse()), "drafts as .* torch.sparse_coo"),
         (replaced(num_drafts=lambda n: [4]), "num_drafts as list; expected Tensor"),
         (replaced(drafter=lambda n: None), "drafter as NoneType"),
+        (replaced(drafter=lambda n: n * 0 + (1 << 30)), "drafter 1073741824 and match_len 0; "),
+        (replaced(match_len=lambda n: -n), "drafter 0 and match_len -4; "),
         (replaced(logits=lambda n: torch.zeros(1, 4, 31)), "1, 4, 31.* expected .*1, 4, 32"),
-        (replaced(sampled=lambda n: n), "sampled as .*int64; .*bool"),
     ],
 )
 def test_invalid_proposal_is_reported(change: Callable[[Proposal], Any], what: str) -> None:
@@ -151,41 +121,7 @@ def test_invalid_proposal_is_reported(change: Callable[[Proposal], Any], what: s
             return change(super().propose(table, rows, k))
 
     with pytest.raises((ArithmeticError, TypeError, ValueError), match=f"Other.propose .*{what}"):
-        run(make_engine(cycle_model(), 4, drafter=Other()), [JOB])
-
-
-@pytest.mark.parametrize(
-    ("mode", "k", "fields", "what"),
-    [
-        ("plain", "auto", {"match_len": -5}, "drafter 0 and match_len -5"),
-        ("as-on-gpu", 4, {"drafter": 1 << 30}, "drafter 1073741824 and match_len 0"),
-    ],
-)
-def test_out_of_range_indices_are_reported(mode: str, k: K, fields: dict[str, int], what: str) -> None:
-    """The policy and the trace read them before the engine does."""
-
-    class Other(Next):
-        def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-            made = super().propose(table, rows, k)
-            return made._replace(**{name: torch.full_like(rows, value) for name, value in fields.items()})
-
-    engine = make_engine(cycle_model(), k, drafter=[Other(), "ngram"], trace=True, **MODES[mode])
-    with pytest.raises(ValueError, match=f"^Other.propose returned {what}; "):
-        run(engine, [JOB])
-
-
-def test_empty_proposals_share_memory() -> None:
-    """They are kept, since captured steps read them."""
-    sizes: dict[int, int] = {}
-    for B, k in [(0, 3), (1, 0), *((B, k) for B in range(1, 65) for k in (1, 2, 7, 16))]:
-        result = no_drafts(torch.zeros(B), k)
-        assert result.drafts.shape == (B, k)
-        assert result.source.tolist() == [[GENERATED] * k] * B
-        assert result.num_drafts.tolist() == result.match_len.tolist() == [0] * B
-        assert result.drafter.tolist() == [NO_DRAFTER] * B
-        assert all(part.is_contiguous() for part in result[:5])
-        sizes |= {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in result[:5]}
-    assert sum(sizes.values()) <= 3 * 4 * (4 * 64 * 16)
+        run(make_engine(cycle_model(), 4, drafter=[Other(), "ngram"], trace=True), [JOB])
 
 
 def test_drafts_may_be_any_iterable_of_integers() -> None:
@@ -201,20 +137,15 @@ def test_drafts_may_be_any_iterable_of_integers() -> None:
     [
         (lambda *_: [31, 32], ValueError, "Stub.draft returned 32; token ids must be integers from 0 to 31"),
         (lambda *_: [-1], ValueError, "returned -1"),
-        (lambda *_: [1.0], ValueError, "returned 1.0"),
         (lambda *_: [True], ValueError, "returned True"),
         (lambda *_: "abc", ValueError, "returned 'a'"),
-        (lambda *_: [None], ValueError, "returned None"),
         (lambda *_: None, RuntimeError, "failed on 3 tokens, k=4: TypeError: 'NoneType' object is not iter"),
         (lambda *_: (1 // n for n in (1, 0)), RuntimeError, "Stub.draft failed on 3 .*: ZeroDivisionError"),
     ],
 )
 def test_invalid_drafts_are_reported(answer: Any, error: type[Exception], what: str) -> None:
-    engine = make_engine(cycle_model(), 4, drafter=Stub(answer))
-    request = engine.add(*JOB)
     with pytest.raises(error, match=what):
-        finish(engine)
-    assert request.output_ids == []
+        run(make_engine(cycle_model(), 4, drafter=Stub(answer)), [JOB])
 
 
 def test_draft_is_called_for_usable_drafts_only() -> None:
@@ -272,9 +203,8 @@ def test_drafters_that_do_not_fit_are_rejected(model: Model) -> None:
         with pytest.raises(ValueError, match=what):
             resolve_drafters(spec, drafters)
     resolve_drafters(tree, ["ngram", Learner()])
-    for drafters in (["ngram", Learner()], Learner()):
-        with pytest.raises(ValueError, match="enforce_eager=False captures steps"):
-            make_engine(model, 4, drafter=drafters, enforce_eager=False)
+    with pytest.raises(ValueError, match="enforce_eager=False captures steps"):
+        make_engine(model, 4, drafter=["ngram", Learner()], enforce_eager=False)
     with pytest.raises(NotImplementedError, match=r"SimpleDrafter must define draft\(self, tokens, k\)"):
         run(make_engine(model, 4, drafter=SimpleDrafter()), [JOB])
     with pytest.raises(NotImplementedError, match="Drafter must define propose"):
