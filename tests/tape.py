@@ -50,7 +50,7 @@ class Tape(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name.startswith(("empty", "new_empty")):  # has no contents to recompute
             return out
-        given = _storages((args, kwargs))
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         # Views and in-place results are updated through the memory they share.
         leaves = enumerate(tree_leaves(out))
         own = [i for i, leaf in leaves if isinstance(leaf, Tensor) and _storage(leaf) not in given]
@@ -66,10 +66,6 @@ class Tape(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _storages(tree: Any) -> set[int]:
-    return {_storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 
 class TapeCapture:

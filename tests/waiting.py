@@ -5,11 +5,9 @@
 
 Rejected are operations whose result is read by the host or whose size depends on device data (`item`,
 `nonzero`, boolean masks, ...), tensors created from Python numbers, which are copied from pageable memory,
-and on a GPU all other copies from pageable memory. Allowed are `upload`, which uses pinned memory, `to_host`,
-whose result waits only for the step that is due, and replaying a captured step.
-
-`torch.cuda.set_sync_debug_mode("error")` detects waits inside torch's operations on a real GPU, but not
-`non_blocking` copies from pageable memory, nor waiting for events and devices.
+and on a GPU all other copies from pageable memory, which `torch.cuda.set_sync_debug_mode` does not detect.
+Allowed are `upload`, which uses pinned memory, `to_host`, whose result waits only for the step that is due,
+and replaying a captured step.
 """
 
 from __future__ import annotations
@@ -33,10 +31,6 @@ READS = {
     "repeat_interleave", "bincount", "unique_dim", "unique_consecutive", "_unique", "_unique2", "lift_fresh",
 }  # fmt: skip
 MASKED = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
-
-
-class WaitError(AssertionError):
-    """An operation would have waited."""
 
 
 class NoWaiting(TorchDispatchMode):
@@ -70,16 +64,16 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name in READS:
-            raise WaitError(f"{name} waits for the device.")
-        if name in MASKED and any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None):
-            raise WaitError(f"{name} with a mask waits for the device.")
+        assert name not in READS, f"{name} waits for the device"
+        if name in MASKED:
+            masks = any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None)
+            assert not masks, f"{name} with a mask waits for the device"
         if name in ("_to_copy", "copy_"):
             source = args[1] if name == "copy_" else args[0]
-            leaves = tree_leaves((args, kwargs))
-            on_gpu = any(t.type == "cuda" for t in map(_device_of, leaves) if t is not None)
-            if on_gpu and not source.is_cuda and source.numel() > 1 and not source.is_pinned():
-                raise WaitError("A copy from memory that is not pinned waits for the device.")
+            devices = (getattr(leaf, "device", leaf) for leaf in tree_leaves((args, kwargs)))
+            if any(isinstance(each, torch.device) and each.type == "cuda" for each in devices):
+                free = source.is_cuda or source.numel() <= 1 or source.is_pinned()
+                assert free, "a copy from memory that is not pinned waits for the device"
         return func(*args, **(kwargs or {}))
 
 
@@ -97,12 +91,8 @@ def refused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reading method of tensors that raises while the mode is active."""
 
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack() and (tensor.is_cuda or not torch.cuda.is_available()):
-            raise WaitError(f"{name} waits for the device.")
+        on_device = tensor.is_cuda or not torch.cuda.is_available()  # without a GPU, every tensor counts
+        assert not (on_device and torch._C._len_torch_dispatch_stack()), f"{name} waits for the device"
         return function(tensor, *args, **kwargs)
 
     return run
-
-
-def _device_of(leaf: object) -> torch.device | None:
-    return leaf if isinstance(leaf, torch.device) else leaf.device if isinstance(leaf, Tensor) else None

@@ -9,7 +9,7 @@ import torch
 
 from nanospec.config import GREEDY_BELOW, SamplingParams, SpecConfig
 from nanospec.device.messages import Admission, write_row
-from nanospec.kernels import EXACT, MAX_STOP_IDS, RULES
+from nanospec.kernels import EXACT, MAX_STOP_IDS, REJECTION, TYPICAL
 from nanospec.kernels.table import Table
 
 BRANCHING = SpecConfig(num_speculative_tokens=4, tree_width=3, acceptance="rejection")
@@ -20,46 +20,29 @@ def row_of(constrained: bool = False, **params: Any) -> Table:
     table, given = Table.empty(1, 32, 16, 16, "cpu"), SamplingParams(**params)
     for column in table[:-5]:
         column.fill_(1)
-    write_row(
-        table, Admission(0, [5, 6, 7, 7, 8], 2, 20, [0], 0, 99, (3, 4), given, 4, constrained), BRANCHING
-    )
+    request = Admission(0, [5, 6, 7, 7, 8], 2, 20, [0], 0, 99, (3, 4), given, 4, constrained)
+    write_row(table, request, BRANCHING)
     return table
 
 
 def test_write_row() -> None:
-    for column, fields, expected in (
-        ("num_tokens", {}, 5),
-        ("max_len", {}, 20),
-        ("finished", {}, 0),
-        ("seed", {}, 99),
-        ("max_k", {}, 4),
-        ("max_k", {"constrained": True}, 0),
-        ("min_n", {}, BRANCHING.prompt_lookup_min),
-        ("max_n", {}, BRANCHING.prompt_lookup_max),
-        ("tree_width", {}, 3),
-        ("tree_width", {"tree_width": 2}, 2),
-        ("tree_width", {"tree_width": 5}, 3),
-        ("rule", {}, RULES.index("rejection")),
-        ("rule", {"acceptance": "typical"}, RULES.index("typical")),
-        ("rule", {"constrained": True}, EXACT),
-        ("temperature", {"temperature": GREEDY_BELOW / 2}, 0),
-        ("temperature", {"temperature": GREEDY_BELOW}, pytest.approx(GREEDY_BELOW)),
-        ("top_k", {"top_k": 7}, 7),
-        ("top_k", {"top_k": -1}, 0),
-        ("top_p", {"top_p": 0.5}, 0.5),
-        ("min_p", {"min_p": 0.25}, 0.25),
-        ("min_len", {"min_tokens": 4}, 6),
-        ("min_len", {"min_tokens": 99, "max_tokens": None}, 20),
-        ("penalized", {}, False),
-        ("penalized", {"frequency_penalty": 0.5}, True),
-        ("repetition", {"repetition_penalty": 1.5}, 1.5),
-        ("presence", {"presence_penalty": -0.5}, -0.5),
-        ("frequency", {"frequency_penalty": 0.5}, 0.5),
-    ):
-        assert getattr(row_of(**fields), column).item() == expected, (column, fields)
-
-
-def test_write_row_tokens_and_counts() -> None:
+    usual: dict[str, Any] = {"top_p": 0.5, "min_p": 0.25}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {"num_tokens": 5, "max_len": 20, "finished": 0, "seed": 99, "max_k": 4, "tree_width": 3}),
+        ({}, {"min_n": BRANCHING.prompt_lookup_min, "max_n": BRANCHING.prompt_lookup_max}),
+        ({}, {"rule": REJECTION, "penalized": 0}),
+        ({"constrained": True}, {"max_k": 0, "rule": EXACT}),
+        ({"acceptance": "typical", "top_k": 7, **usual}, {"rule": TYPICAL, "top_k": 7, **usual}),
+        ({"tree_width": 2, "temperature": GREEDY_BELOW / 2}, {"tree_width": 2, "temperature": 0}),
+        ({"tree_width": 5, "top_k": -1}, {"tree_width": 3, "top_k": 0}),
+        ({"temperature": GREEDY_BELOW}, {"temperature": pytest.approx(GREEDY_BELOW)}),
+        ({"min_tokens": 4, "frequency_penalty": 0.5}, {"min_len": 6, "frequency": 0.5, "penalized": 1}),
+        ({"min_tokens": 99, "max_tokens": None}, {"min_len": 20}),
+        ({"repetition_penalty": 1.5, "presence_penalty": -0.5}, {"repetition": 1.5, "presence": -0.5}),
+    ]
+    for params, expected in cases:
+        table = row_of(**params)
+        assert {name: getattr(table, name).item() for name in expected} == expected, params
     table = row_of(logit_bias={2: 1.5})
     assert table.tokens[0, :5].tolist() == [5, 6, 7, 7, 8]
     assert table.stop_ids[0].tolist() == [3, 4] + [-1] * (MAX_STOP_IDS - 2)

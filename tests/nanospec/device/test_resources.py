@@ -1,11 +1,11 @@
-"""Choice of device, number of threads under quotas, memory in use, and out-of-memory errors."""
+"""Choice of device, number of threads under quotas, and out-of-memory errors."""
 
 from __future__ import annotations
 
 import errno
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from nanospec.device.resources import (
     is_oom,
     oom_remedy,
     resolve_device,
-    use_device,
     use_threads,
 )
 from tests.drive import Job, K, make_engine, run
@@ -31,14 +30,12 @@ from tests.tiny import tiny_model
 
 
 class OnlyInside(TorchDispatchMode):
-    """Rejects operations outside its `use_device`, which records the devices entered."""
+    """Rejects operations outside its `use_device`."""
 
-    devices: set[torch.device]
     depth = 0
 
     @contextmanager
     def use_device(self, device: torch.device) -> Iterator[None]:
-        self.devices.add(device)
         self.depth += 1
         yield
         self.depth -= 1
@@ -50,25 +47,13 @@ class OnlyInside(TorchDispatchMode):
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_worker_runs_on_its_device(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allocation, capture, timing, and all verbs."""
     model, inside = tiny_model(num_layers=1), OnlyInside()
-    inside.devices = set()
     monkeypatch.setattr(resources, "use_device", inside.use_device)
     params = SamplingParams(temperature=0, max_tokens=9, presence_penalty=0.1, logprobs=1)
     with inside:
-        k: K = 2 if eager else "auto"
+        k: K = 2 if eager else "auto"  # timing, too
         engine = make_engine(model, k, max_num_seqs=2, async_scheduling=True, enforce_eager=eager)
         run(engine, [Job([1, 2, 3, 1, 2], params), Job([4] * 20, params), Job([5], params)])
-    assert inside.devices == {model.device}
-    assert inside.depth == 0
-
-
-def test_use_device_sets_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(device))
-    with use_device(torch.device("cpu")) as device:
-        assert device is None
-    with use_device(torch.device("cuda", 1)) as device:
-        assert device == torch.device("cuda", 1)
 
 
 def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,15 +63,10 @@ def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda name=name: gpus[name])
     names = {"auto": "cuda:1", "cuda": "cuda:1", "cuda:0": "cuda:0", "cpu": "cpu"}
     assert {name: str(resolve_device(name)) for name in names} == names
-    invalid: list[tuple[Any, str]] = [
-        ("cuda:7", "device='cuda:7' is invalid: this machine has 2 GPUs; the last is 'cuda:1'"),
-        ("cuda:123", "device='cuda:123' is not supported; use 'auto', 'cpu' or 'cuda'"),
-        ("xcpu", "device='xcpu' is not supported"),
-        (7, "device=7 is not supported"),
-    ]
-    for value, what in invalid:
-        with pytest.raises(ValueError, match=what):
-            resolve_device(value)
+    with pytest.raises(ValueError, match="device='cuda:7' is invalid: .* has 2 GPUs; the last is 'cuda:1'"):
+        resolve_device("cuda:7")
+    with pytest.raises(ValueError, match="device='cuda:123' is not supported; use 'auto', 'cpu' or 'cuda'"):
+        resolve_device("cuda:123")
     gpus["device_count"] = 1
     with pytest.raises(ValueError, match="device='cuda:1' is invalid: this machine has 1 GPU; the last is"):
         resolve_device("cuda:1")
@@ -97,21 +77,17 @@ def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def used(wanted: Any, quota: float) -> int:
-        monkeypatch.setattr(resources, "cpu_quota", lambda: quota)
-        use_threads(wanted)
-        return torch.get_num_threads()
-
-    before = torch.get_num_threads()
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(resources, "DEFAULT_THREADS", 2)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    try:
-        assert [used("auto", quota) for quota in (0.5, 1.2, 7.0, math.inf)] == [1, 2, 2, 2]
-        assert used(3, 1.0) == 3
-        monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        assert used("auto", 1.0) == 3
-    finally:
-        torch.set_num_threads(before)
+    for quota in (0.5, 1.2, 7.0, math.inf):
+        monkeypatch.setattr(resources, "cpu_quota", lambda quota=quota: quota)
+        use_threads("auto")
+    use_threads(3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    use_threads("auto")  # PyTorch has read it
+    assert chosen == [1, 2, 2, 2, 3]
 
 
 def test_cpu_quota(tmp_path: Path) -> None:
@@ -119,7 +95,6 @@ def test_cpu_quota(tmp_path: Path) -> None:
         ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
         ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
         ("0::/a/b\n", {"cpu.max": "max 100000", "a/cpu.max": "200000 100000", "a/b/cpu.max": "max 1"}, 2.0),
-        ("0::/gone\n", {"cpu.max": "300000 100000"}, 3.0),
         ("0::/../a\n", {}, math.inf),
         ("", {}, math.inf),
     ]
@@ -136,20 +111,10 @@ def test_out_of_memory_errors_are_explained() -> None:
     capture, unrelated, harmless = (RuntimeError(text) for text in ("capturing", "other", "captured"))
     capture.__context__ = unrelated.__context__ = MemoryError()
     harmless.__context__ = ValueError()
-    shortages = [
-        MemoryError(" first\nsecond"),
-        torch.OutOfMemoryError("first"),
-        OSError(errno.ENOMEM, "mmap"),
-    ]
-    for error in (*shortages, RuntimeError(no_memory), capture):
+    python, gpu = MemoryError(" first\nsecond"), torch.OutOfMemoryError("first")
+    for error in (python, gpu, OSError(errno.ENOMEM, "mmap"), RuntimeError(no_memory), capture):
         assert is_oom(error), repr(error)
-    for error in (
-        OSError(errno.ENOENT, "mmap"),
-        ValueError(no_memory),
-        unrelated,
-        harmless,
-        RuntimeError("captur"),
-    ):
+    for error in (OSError(errno.ENOENT, "mmap"), ValueError(no_memory), unrelated, harmless):
         assert not is_oom(error), repr(error)
         with pytest.raises(type(error)) as caught, explain_oom("rows", "lower it"):
             raise error
@@ -160,16 +125,6 @@ def test_out_of_memory_errors_are_explained() -> None:
         explain_oom("a step", "wait"),  # explained once
         explain_oom("rows", "lower it"),
     ):
-        raise shortages[0]
+        raise python
     config = EngineConfig(max_num_batched_tokens=64, max_num_seqs=2, kv_cache_memory=None, max_model_len=9)
     assert oom_remedy(config) == "lower max_num_batched_tokens=64, max_num_seqs=2 or max_model_len=9"
-
-
-def test_memory_by_purpose() -> None:
-    target, draft = tiny_model(), tiny_model(num_layers=1)
-    worker = make_engine(target, 3, spec={"method": "draft"}, draft_model=draft, num_blocks=20).worker
-    per_token = [2 * layers * 2 * 16 * 4 for layers in (2, 1)]
-    [memory] = worker.memory
-    assert memory["weights"] == target.weight_bytes != memory["draft_weights"] == draft.weight_bytes
-    assert [memory["kv_cache"], memory["draft_kv_cache"]] == [20 * 16 * size for size in per_token]
-    assert memory["rows"] == sum(part.nbytes for part in worker.table if isinstance(part, torch.Tensor))
