@@ -114,11 +114,11 @@ def test_out_of_memory_errors_are_explained() -> None:
     python, gpu = MemoryError(" first\nsecond"), torch.OutOfMemoryError("first")
     for error in (python, gpu, OSError(errno.ENOMEM, "mmap"), RuntimeError(no_memory), capture):
         assert is_oom(error), repr(error)
-    for error in (OSError(errno.ENOENT, "mmap"), ValueError(no_memory), unrelated, harmless):
-        assert not is_oom(error), repr(error)
-        with pytest.raises(type(error)) as caught, explain_oom("rows", "lower it"):
-            raise error
-        assert caught.value is error
+    for other in (OSError(errno.ENOENT, "mmap"), ValueError(no_memory), unrelated, harmless):
+        assert not is_oom(other), repr(other)
+        with pytest.raises(type(other)) as caught, explain_oom("rows", "lower it"):
+            raise other
+        assert caught.value is other
     explained = r"^Ran out of memory for rows \('first'\); lower it\.$"
     with (
         pytest.raises(OutOfMemory, match=explained),
