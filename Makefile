@@ -44,7 +44,7 @@ test: $(DONE)test  ## run the tests; no GPU needed, as kernels run in Triton's i
 	@echo "Running the tests takes about 6 minutes on 2 cores."
 	@$(PYTEST) -n 2 --dist worksteal $(ARGS)
 
-test-quick: $(DONE)test  ## run the tests without the slow ones, in one minute
+test-quick: $(DONE)test  ## run the tests without the slow ones
 	@$(PYTEST) -n 2 --dist worksteal -m "not (slow or long or model2 or ray or faults or statistics)" $(ARGS)
 
 test-models: $(DONE)test  ## run the tests that need a second, larger model
@@ -52,8 +52,8 @@ test-models: $(DONE)test  ## run the tests that need a second, larger model
 	@$(BIN)/python -m pytest -m model2 $(ARGS)
 
 test-long: $(DONE)test  ## run the tests that take about 30 seconds each, and short fault injection and fuzzing
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long --ignore tests/gpu $(ARGS)
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal campaigns $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal -m long $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal campaigns $(ARGS)
 
 test-ray: $(DONE)test  ## run the tests that start Ray
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/apps/cluster $(ARGS)

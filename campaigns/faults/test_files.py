@@ -79,7 +79,7 @@ def test_trace_is_written_atomically(tmp_path: Path) -> None:
 
 
 def test_heads_are_written_atomically(tmp_path: Path) -> None:
-    """The error is an OSError, whatever safetensors raises."""
+    """Every error of safetensors becomes an OSError."""
     path, heads = tmp_path / "heads", HeadsInTraining(tiny_model(), Settings(vocab=9), torch.zeros(9).long())
     path.write_bytes(b"those before")
     for size in (0, 9, 100, 2000, 3900):

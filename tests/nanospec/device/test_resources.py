@@ -41,7 +41,7 @@ class OnlyInside(TorchDispatchMode):
         self.depth -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert self.depth, f"{func} on whatever device is the current one"
+        assert self.depth, f"{func} depends on the current device"
         return func(*args, **(kwargs or {}))
 
 

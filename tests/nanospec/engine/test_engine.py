@@ -210,7 +210,7 @@ def test_policy_observes_every_step_and_resets_with_row(model: Model) -> None:
 
 
 def test_seeds(model: Model) -> None:
-    """A seed decides the output, whatever the batch; requests without one follow the engine's."""
+    """A seed decides the output in any batch; requests without one follow the engine's."""
     own = [Job([3, 1, 4], SamplingParams(temperature=1, seed=seed, max_tokens=20)) for seed in (1, 2)]
     none = [Job([3, 1, 4], SamplingParams(temperature=1, max_tokens=20))] * 3
     runs = [[r.output_ids for r in run(make_engine(model, 3, seed=s), own + none)] for s in (0, 0, 1)]

@@ -144,7 +144,7 @@ def test_results_are_bitwise_independent_of_the_batch(window_model: Model, seed:
         pad = n + rng.randint(0, 3) if not others and n < 60 else None
         with threads(rng.randint(1, 4)):
             logits = runner.step(chunks, pad_to=pad)[0]
-        runner.length[1:] = [0, 100, 300]  # whatever the cache holds there
+        runner.length[1:] = [0, 100, 300]  # the cache still holds values there
         assert torch.equal(logits, expected[start : start + n]), (start, n)
 
 

@@ -258,8 +258,8 @@ def test_openai_client(server: Served) -> None:
     chunks = list(client.chat.completions.create(messages=MESSAGES, **options, stream=True))
     assert {(chunk.object, chunk.usage) for chunk in chunks} == {("chat.completion.chunk", None)}
     assert client.models.retrieve(MODEL) == client.models.list().data[0]
-    with pytest.raises(openai.NotFoundError, match="model 'nobody' does not exist"):
-        client.completions.create(model="nobody", prompt="a")
+    with pytest.raises(openai.NotFoundError, match="model 'unknown' does not exist"):
+        client.completions.create(model="unknown", prompt="a")
 
 
 def test_example_in_docs(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
