@@ -1,14 +1,18 @@
 """The mutations of `mutants.py`: typical slips and off-by-one errors.
 
 A mutation replaces the source of one expression or statement. Strings, annotations, decorators, `strict=` and
-hints to the compiler are not mutated. In C++, operators, integers and assignments are found by pattern.
+hints to the compiler are not mutated. In C++, operators, integers and assignments are found by pattern, in
+lines that are compiled for this processor.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -66,18 +70,35 @@ def apply(source: str, defect: Defect) -> str:
     return (data[: defect.start] + defect.after.encode() + data[defect.end :]).decode()
 
 
-def defects(source: str, is_python: bool = True) -> list[Defect]:
+def defects(path: Path) -> list[Defect]:
     """Return all mutations of a Python or C++ source file, in order."""
-    return sorted(set(_Finder(source).mutations if is_python else _cpp_defects(source)))
+    source = path.read_text()
+    return sorted(set(_Finder(source).mutations if path.suffix == ".py" else _cpp_defects(path, source)))
 
 
-def _cpp_defects(source: str) -> Iterator[Defect]:
+def _cpp_defects(path: Path, source: str) -> Iterator[Defect]:
+    compiled = _compiled_lines(path)
     skipped = {i for match in CPP_SKIPPED.finditer(source) for i in range(*match.span())}
     for match in CPP_TOKEN.finditer(source):
-        if match.start() not in skipped:
+        if match.start() not in skipped and source.count("\n", 0, match.start()) + 1 in compiled:
             text, start, end = match[0], *(len(source[:i].encode()) for i in match.span())
             after = str(int(text) + 1) if text.isdigit() else CPP.get(text, ";")
             yield Defect(start, end, "C++", after)
+
+
+@cache
+def _compiled_lines(path: Path) -> set[int]:
+    """Return the lines of a C++ file that are compiled for this processor."""
+    command = ["g++", "-E", "-march=native", *map(str, path.parent.glob("*.cpp"))]
+    text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    lines, inside, number = set(), False, 0
+    for line in text.splitlines():
+        if mark := re.match(r'# (\d+) "(.*)"', line):
+            inside, number = Path(mark[2]) == path, int(mark[1])
+        else:
+            lines |= {number} if inside and line.strip() else set()
+            number += 1
+    return lines
 
 
 class _Finder(ast.NodeVisitor):

@@ -219,7 +219,7 @@ def run(options: Sequence[str], folder: Path, limit: float) -> Result:
         return Result("timeout", by, seconds)
     if code in (0, 5 << 8):  # 5: there are no such tests
         return Result("survived", "", seconds)
-    crashed = number not in (0, signal.SIGKILL)  # SIGKILL: out of memory
+    crashed = number not in (0, signal.SIGKILL) or code == 4 << 8  # SIGKILL: out of memory; 4: cannot import
     return Result("killed" if by or crashed else "unknown", by, seconds)
 
 
@@ -256,9 +256,9 @@ def _wait(child: int, limit: float) -> tuple[int, Any, bool]:
         time.sleep(0.05)
 
 
-def sampled(file: str, source: str, sample: int, seed: int) -> list[Defect]:
+def sampled(file: str, sample: int, seed: int) -> list[Defect]:
     """Return the sampled mutants of a file, in source order."""
-    chosen = defects(source, file.endswith(".py"))
+    chosen = defects(ROOT / file)
     if 0 < sample < len(chosen):
         chosen = sorted(random.Random(f"{seed} {file}").sample(chosen, sample))
     return chosen
@@ -267,9 +267,7 @@ def sampled(file: str, source: str, sample: int, seed: int) -> list[Defect]:
 def survivors(file: str, source: str, earlier: Sequence[dict[str, Any]]) -> list[Defect]:
     """Return the surviving mutants of an earlier run whose source lines still exist."""
     kept = [{name: line[name] for name in IDENTITY} for line in earlier if line["outcome"] in OPEN]
-    return [
-        defect for defect in defects(source, file.endswith(".py")) if identity(file, defect, source) in kept
-    ]
+    return [defect for defect in defects(ROOT / file) if identity(file, defect, source) in kept]
 
 
 OPEN = ("survived", "unknown")
@@ -341,7 +339,7 @@ def main() -> None:
         for file in args.files:
             source = (ROOT / file).read_text()
             again = survivors(file, source, earlier)
-            chosen = again if args.again else sampled(file, source, args.sample, args.seed)
+            chosen = again if args.again else sampled(file, args.sample, args.seed)
             for line in try_all(file, Path(name), chosen):
                 lines.append(line)
                 if args.out:
