@@ -4,7 +4,8 @@
 
 SEED selects SAMPLE mutants of each file (0: all). A mutant is killed if a test of its file fails, or if they
 take 20 s more than twice their normal CPU time. A surviving mutant shows a missing test, or is
-equivalent to the original; `campaigns/mutants.json` has the reasons for the known equivalent ones.
+equivalent to the original; `campaigns/mutants.json` has the reasons for the known equivalent ones. With
+`ARGS="--again FILE.json --all-tests"`, the survivors of an earlier run are tested by the whole suite.
 
 Why not mutmut or cosmic-ray? mutmut 3.8 skips functions with decorators, and therefore all kernels and
 properties. Cosmic-ray 8.7 mutates kernels, but 682 of its 1,046 mutants of verify.py replace an arithmetic
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +74,7 @@ MORE = {
     "kernels/sampling/": "sample",
     "kernels/speculation/proposal.py": "kernels/batch ngram",
     "nanospec/": "llm",
+    "nanospec/__init__.py": "./package llm",
     "nanospec/__main__.py": "nanospec/apps/cli/process",
     "nanospec/outputs.py": "llm",
     "nanospec/apps/options.py": "nanospec/apps/cli/main nanospec/apps/cli/serve",
@@ -90,6 +93,7 @@ MORE = {
     "nanospec/apps/serve/": "api security loop faults",
     "nanospec/apps/serve/gate.py": "security api faults",
     "nanospec/apps/serve/loop.py": "faults",
+    "nanospec/apps/serve/server.py": "api nanospec/apps/cli/serve faults",
     "nanospec/apps/serve/settings.py": "nanospec/apps/cli/serve security",
     "nanospec/device/": "waiting memory",
     "nanospec/device/graphs.py": "memory waiting",
@@ -110,7 +114,7 @@ MORE = {
     "./simulate::test_seeds_pass_and_cover_their_features",
     "nanospec/engine/request.py": "engine_edges ./simulate::test_seeds_pass_and_cover_their_features",
     "nanospec/engine/scheduler.py": "./simulate::test_seeds_pass_and_cover_their_features engine_edges",
-    "nanospec/extras/": "nanospec/extras/grammar/guided",
+    "nanospec/extras/": "nanospec/extras/grammar/guided nanospec/llm",
     "nanospec/extras/grammar/extension.py": "guided_rows guided",
     "nanospec/extras/grammar/grammar.py": "guided_rows",
     "nanospec/extras/grammar/response_format.py": "guided",
@@ -122,10 +126,10 @@ MORE = {
     "nanospec/extras/tracing/trace.py": "recorder",
     "nanospec/models/__init__.py": "names",
     "nanospec/models/config.py": "decoder",
-    "nanospec/models/decoder.py": "families",
+    "nanospec/models/decoder.py": "families nanospec/engine/engine_edges",
     "nanospec/models/families/": "nanospec/models/config nanospec/models/families nanospec/models/weights",
     "nanospec/text/__init__.py": "nanospec/config inputs tokenizer",
-    "nanospec/text/chat.py": "tokenizer inputs",
+    "nanospec/text/chat.py": "tokenizer inputs nanospec/llm",
     "nanospec/text/tokenizer.py": "nanospec/engine/request nanospec/llm",
 }
 
@@ -279,22 +283,28 @@ def identity(file: str, defect: Defect, source: str) -> dict[str, Any]:
     return {name: described[name] for name in IDENTITY}
 
 
-def try_all(file: str, folder: Path, chosen: Sequence[Defect]) -> Iterator[dict[str, Any]]:
+@cache
+def usual_seconds(tests: tuple[str, ...], phase: str, folder: Path) -> float:
+    """Return the CPU time of tests without a mutant."""
+    before = run(["-m", phase, *tests], folder, 1200)
+    if before.outcome != "survived":
+        log = (folder / ".log").read_text()[-2000:]
+        raise SystemExit(f"{' '.join(tests)} fail without a mutant: {before.by}\n{log}")
+    return before.seconds
+
+
+def try_all(
+    file: str, folder: Path, chosen: Sequence[Defect], tests: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
     """Run the chosen mutants of a file. Yield their descriptions, outcomes and reasons of equivalence."""
-    source, tests, place = (ROOT / file).read_text(), tests_of(file), folder / file
+    source, place = (ROOT / file).read_text(), folder / file
     reasons = json.loads(REASONS.read_text()).get(file, {}) if REASONS.exists() else {}
-    usual: dict[str, float] = {}  # CPU seconds of each phase without a mutant
     for defect in chosen:
         for phase in PHASES:
-            if phase not in usual:
-                before = run(["-m", phase, *tests], folder, 1200)
-                if before.outcome != "survived":
-                    log = (folder / ".log").read_text()[-2000:]
-                    raise SystemExit(f"The tests of {file} fail without a mutant: {before.by}\n{log}")
-                usual[phase] = before.seconds
+            limit = 2 * usual_seconds(tests, phase, folder) + 20
             place.write_text(apply(source, defect))
             try:
-                result = run(["-m", phase, *tests], folder, 2 * usual[phase] + 20)
+                result = run(["-m", phase, *tests], folder, limit)
             finally:
                 place.write_text(source)
             if result.outcome != "survived":
@@ -325,6 +335,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=0, help="number of mutants per file (0: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--again", type=Path, help="rerun only the survivors in an earlier results file")
+    parser.add_argument("--all-tests", action="store_true", help="run all tests, not only those of the file")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
@@ -340,7 +351,8 @@ def main() -> None:
             source = (ROOT / file).read_text()
             again = survivors(file, source, earlier)
             chosen = again if args.again else sampled(file, args.sample, args.seed)
-            for line in try_all(file, Path(name), chosen):
+            tests = ("tests",) if args.all_tests else tuple(tests_of(file))
+            for line in try_all(file, Path(name), chosen, tests):
                 lines.append(line)
                 if args.out:
                     args.out.write_text(json.dumps({"seed": args.seed, "mutants": lines}, indent=1) + "\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import nanospec
 from tests.install import built
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,12 @@ def test_wheel_contents(wheel: dict[str, bytes]) -> None:
     [version] = re.findall(rb'^__version__ = "(.*)"$', wheel["nanospec/__init__.py"], re.MULTILINE)
     assert b"\nVersion: %s\n" % version in wheel["about/METADATA"]
     assert b"\n## [%s] - 2" % version in (ROOT / "CHANGELOG.md").read_bytes()
+
+
+def test_unknown_names_are_rejected() -> None:
+    assert set(nanospec.__all__) <= set(dir(nanospec))
+    with pytest.raises(AttributeError, match="^module 'nanospec' has no attribute 'LMM'$"):
+        _ = nanospec.LMM
 
 
 def test_imports_match_declared_dependencies(wheel: dict[str, bytes]) -> None:

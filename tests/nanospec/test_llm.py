@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -241,6 +242,13 @@ def test_llm_is_usable_after_ctrl_c_and_failed_step(
     assert ALPHABET[3:].startswith(text) if failure else text == ALPHABET[3:]
     check_idle(llm)
     assert llm.generate(after("abcd"), greedy())[0].text == ALPHABET[4:]
+
+
+def test_threads_are_set(folder: Path) -> None:
+    before = torch.get_num_threads()
+    make(folder, threads=before + 1)
+    assert torch.get_num_threads() == before + 1
+    torch.set_num_threads(before)
 
 
 class Alphabet(SimpleDrafter):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,14 @@ def test_loss_is_cross_entropy_with_target_distribution(model: Model, data: tupl
         logits = heads.states(data[0].hidden[kept])[i] @ heads.projection.T
         expected.append(F.cross_entropy(logits, wanted) * (1, 0.8)[i] / 1.8)
     assert_close(torch.tensor(loss), torch.stack(expected).sum().detach(), 1e-5)
+
+
+def test_measured_drafts_lie_within_their_text() -> None:
+    drafts = torch.tensor([[3, 0], [4, 5], [5, 6], [6, 6], [0, 0], [0, 0]])  # 2 and 3 tokens ahead
+    heads: Any = SimpleNamespace(num_heads=2, logits=F.one_hot, tokens=lambda ids: ids)
+    data = Data(drafts, torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([3, 2, 1, 0, 1, 0]))
+    figures = training.measure(heads, data, torch.device("cpu"))
+    assert figures == {"accuracy": [1.0, 0.0], "tokens_per_step": 2.0}
 
 
 def test_train_learns_and_saves_heads(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:

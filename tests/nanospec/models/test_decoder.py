@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanospec.models.weights import load_model
-from tests.tiny import VARIANTS, ModelRunner, checkpoint, reference_logits
+from tests.tiny import VARIANTS, ModelRunner, checkpoint, num_parameters, reference_logits, tiny_model
 from tests.util import assert_close
 
 
@@ -29,6 +29,16 @@ def test_prefill_and_chunks_of_odd_sizes(variant: str, tmp_path: Path) -> None:
                 wanted = expected[row][starts[row] : runner.length[row]]
                 assert assert_close(logits, wanted, 1e-5, f"row {row} from {starts[row]}") < 1e-4
         assert tuple(runner.length) == (100, 37)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_tied_weights_count_once_unless_packed(dtype: torch.dtype) -> None:
+    model = tiny_model(dtype=dtype, tie_word_embeddings=True)
+    is_packed = model.lm_head.unpacked_weight is None
+    packed = model.embedding.nbytes if is_packed else 0
+    assert model.lm_head.num_bytes == model.embedding.nbytes
+    assert model.weight_bytes == num_parameters(model.config) * dtype.itemsize + packed
+    assert is_packed == (dtype == torch.float32)
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ def test_tokenizers(tmp_path: Path, pre: str) -> None:
     assert encoded.tokens == (["<|im_start|>", *pieces] if pre == "llama-bpe" else pieces)
     assert tokenizer.decode(encoded.ids) == "  ab0123<tool>a"  # a user-defined token is not special
     assert tokenizer.get_vocab_size() == VOCAB - 1  # the unused token is left out
+    assert (tokenizer.normalizer is not None) == (pre == "qwen2")  # NFC
     assert tokenizer.pre_tokenizer is not None
     words = [text for text, _ in tokenizer.pre_tokenizer.pre_tokenize_str("a 0123")]
     assert words == ["a", *(["Ġ", "012", "3"] if pre == "llama-bpe" else ["Ġ", "0", "1", "2", "3"])]

@@ -13,13 +13,13 @@ from tests.nanospec.text.conftest import byte_level, save
 
 TEMPLATE = (
     "{{ bos_token }}\n{% for m in messages %}[{{ m['role'] }}] {{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}{{ thinking }}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}{{ thinking }}{{ padding_side }}"
 )
 HI = [{"role": "user", "content": "hi"}]
 
 
 def with_template(folder: Path, template: Any, **files: str) -> Tokenizer:
-    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    config = {"bos_token": "<s>", "eos_token": "</s>", "padding_side": "left", "chat_template": template}
     save(byte_level(), folder, tokenizer_config=config)
     for name, content in files.items():
         (folder / f"{name}.jinja").write_text(content)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from nanospec.apps.batch.lines import LineError
 from nanospec.apps.batch.run import num_tokens, result_line
+from nanospec.apps.openai_format import BYTES
 from nanospec.config import SamplingParams
 from nanospec.outputs import Completion, Logprob, RequestOutput, SpecStats
 from tests.nanospec.apps.batch.test_run import tasks_of_lines
@@ -69,6 +71,13 @@ def test_request_fields_are_parsed(tmp_path: Path) -> None:
 def test_unsupported_fields_are_rejected(tmp_path: Path, line: dict[str, Any], sentence: str) -> None:
     with pytest.raises(LineError, match=f"line 2: .*{re.escape(sentence)}"):
         tasks_of_lines(tmp_path, chat(), line)
+
+
+def test_letters_of_bytes_are_those_of_gpt2() -> None:
+    text = "".join(map(chr, range(1, 2048)))
+    [[letters, _]] = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    assert bytes(map(BYTES.__getitem__, letters)) == text.encode()
+    assert BYTES.keys() == set(ByteLevel.alphabet())
 
 
 def output(error: str | None = None, n: int = 1) -> RequestOutput:

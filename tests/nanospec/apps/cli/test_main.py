@@ -91,7 +91,9 @@ def test_options_become_settings() -> None:
 def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="^0$"):
         main(["--help-all"])
-    text = " ".join(capsys.readouterr().out.split())
+    text = capsys.readouterr().out
+    assert "\n\ngeneral:\n  --output FILE " in text
+    text = " ".join(text.split())
     for settings, _ in options.SETTINGS:
         for field in dataclasses.fields(settings):
             if field.name not in ("spec", "trace"):  # --trace is a different option

@@ -96,6 +96,11 @@ def test_lines_are_checked_before_ray_starts(
         assert main(["--model", str(folder), *files, "--max-model-len", "128"]) == 2
         assert sentence in capsys.readouterr().err
         assert not target.exists()
+    monkeypatch.setattr("nanospec.apps.cluster.batch.need_ray", lambda module: None)
+    monkeypatch.setattr("nanospec.apps.cluster.batch.connect_ray", Mock(side_effect=OSError("no Ray")))
+    source.write_text('{"prompt": "a"}')
+    assert main(["--model", str(folder), *files, "--max-model-len", "128"]) == 2
+    assert "no Ray" in capsys.readouterr().err
 
 
 def children(pid: int) -> Iterator[tuple[int, str]]:

@@ -25,7 +25,7 @@ import pytest
 from nanospec.apps.openai_format import COMPLETIONS
 from nanospec.apps.serve import gate, jobs
 from nanospec.apps.serve.app import App
-from nanospec.apps.serve.logs import log_to_stderr
+from nanospec.apps.serve.logs import log, log_to_stderr
 from nanospec.apps.serve.loop import MAX_FAILURES
 from nanospec.apps.serve.server import listen, run
 from nanospec.apps.serve.settings import ServeConfig
@@ -266,6 +266,13 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     yield sys.stderr  # type: ignore[misc]
     for number, handler in zip(numbers, handlers):
         signal.signal(number, handler)
+
+
+def test_errors_but_no_cancellations_are_logged(lines: io.StringIO) -> None:
+    for error in (asyncio.CancelledError(), OSError("full")):
+        log.error("failed", exc_info=error)
+    [line] = map(json.loads, lines.getvalue().splitlines())
+    assert (line["level"], line["event"], line["error"][-13:]) == ("error", "failed", "OSError: full")
 
 
 def run_server(app: App, visit: Callable[[str], Any]) -> tuple[int, Any]:
