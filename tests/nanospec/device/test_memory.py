@@ -63,6 +63,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize(("rows", "k"), [(1, 4), (12, "auto"), (256, 5)])
 def test_step_bytes_covers_captures_and_prefill(rows: int, k: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setup", [name if "draft" in name else pytest.param(name, marks=pytest.mark.long) for name in SETUPS]
 )

@@ -44,6 +44,7 @@ def model() -> Model:
     return tiny_model()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steady")
 @pytest.mark.parametrize(("setup", "k"), [*zip(SETUPS, cycle_of((9, "auto")))])
 def test_output_matches_decoding_without_speculation(model: Model, setup: str, k: K) -> None:
@@ -97,6 +98,7 @@ def assert_all_accepted(requests: Any) -> None:
     assert all(request.stats.num_drafted == request.stats.num_accepted > 0 for request in requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cap", "mode"), [(None, "as-on-gpu"), (0.3, "plain")], ids=["lagged", "capped"])
 def test_draft_model_equal_to_target_is_always_accepted(cap: float | None, mode: str) -> None:
     """Also after preemption, prefix hits, chunked prompts and full acceptance: its cache is never stale."""

@@ -72,6 +72,7 @@ def model() -> Model:
     return tiny_model()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "lag", "lookup"), [(4, True, False), ("auto", False, True)])
 def test_simple_drafter_does_not_change_output(model: Model, k: K, lag: bool, lookup: bool) -> None:
     """Mixed batches, with too few rows and blocks for all requests, so that some are preempted."""
