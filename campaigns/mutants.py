@@ -54,7 +54,7 @@ MORE = {
     "kernels/table.py": "kernels/speculation/ngram batch",
     "kernels/transfer.py": "batch",
     "kernels/layer/": "attention",
-    "kernels/layer/linear.py": "parts nanospec/apps/cli/generate nanospec/drafters/heads",
+    "kernels/layer/linear.py": "parts nanospec/models/decoder nanospec/drafters/heads",
     "kernels/layer/product.py": "parts linear kernels/compile",
     "kernels/layer/residual.py": "parts linear",
     "kernels/layer/rope_cache.py": "rope",

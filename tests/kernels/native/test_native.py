@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -21,6 +24,7 @@ from tests.tiny import ModelRunner, tiny_model
 __all__ = ["built_for"]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 
+ROOT = Path(__file__).resolve().parents[3]
 BF16 = torch.bfloat16
 
 
@@ -36,6 +40,23 @@ def test_cross_compilation(
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # compiles twice as fast
     monkeypatch.setattr(native, "SOURCES", [path for path in native.SOURCES if path.name == "decoder.cpp"])
     assert ctypes.CDLL(str(built_for(PROCESSORS[name][0]))).nanospec_target
+
+
+@pytest.mark.long
+def test_kernels_access_no_memory_outside_their_buffers() -> None:
+    """AddressSanitizer ends the tests of these files at the first such access."""
+    find = "g++", "-print-file-name=libasan.so"
+    library = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(library).is_absolute():
+        pytest.skip("needs libasan: install g++'s sanitizers")
+    env = {**os.environ, "CXX": "g++ -fsanitize=address", "ASAN_OPTIONS": "detect_leaks=0"}
+    env["LD_PRELOAD"] = f"{library} {library.replace('asan', 'stdc++')}"
+    files = "nanospec/models/test_cpu.py", "nanospec/device/test_compiled_step.py", "kernels/speculation"
+    paths = [str(ROOT / "tests" / file) for file in (*files, "kernels/native/test_packed.py")]
+    options = "-x", "-p", "no:cacheprovider", "-m", "not (slow or long)"
+    command = [sys.executable, "-m", "pytest", *options, *paths]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_backend_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qk-norm-window9": {"qk_norm": True, "windows": (9, None), "head_dim": 64, "num_heads": 2},
     "group16-window20": {"windows": (20, 20), "num_heads": 16, "num_kv_heads": 1, "head_dim": 32},
     "window300": {"windows": (300, 300), "head_dim": 32},
-    "partly-rotated": {"rope": Rope(part=0.75), "head_dim": 32},
+    "partly-rotated": {"rope": Rope(part=0.75), "head_dim": 32, "num_heads": 4, "num_kv_heads": 4},
     "rows-4-kb-apart": {"hidden_size": 2048, "head_dim": 32, "num_layers": 1},
     **GEMMA,
     "group20-d256": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 256, "num_layers": 1},
