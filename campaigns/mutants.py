@@ -127,7 +127,7 @@ MORE = {
     "nanospec/models/__init__.py": "names",
     "nanospec/models/config.py": "decoder",
     "nanospec/models/decoder.py": "families nanospec/engine/engine_edges",
-    "nanospec/models/families/": "nanospec/models/config nanospec/models/families nanospec/models/weights",
+    "nanospec/models/families/": "nanospec/models/config nanospec/models/decoder nanospec/models/weights",
     "nanospec/text/__init__.py": "nanospec/config inputs tokenizer",
     "nanospec/text/chat.py": "tokenizer inputs nanospec/llm",
     "nanospec/text/tokenizer.py": "nanospec/engine/request nanospec/llm",

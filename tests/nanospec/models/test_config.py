@@ -115,7 +115,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
     ("Llama", {"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of .*=3"),
     ("Llama", {"head_dim": 15}, "head_dim=15 must be even"),
-    ("Phi4Mini", {"head_dim": 24, "partial_rotary_factor": 0.625}, "rotates, 15"),
+    ("Phi4Mini", {"head_dim": 15, "partial_rotary_factor": 0.4}, "head_dim=15 must be even"),
     ("Llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu'"),
     ("Llama", {"quantization_config": {"bits": 4}}, "Quantized checkpoints .* not supported"),
     ("Llama", {"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn' must be one of float32"),
