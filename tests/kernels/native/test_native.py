@@ -76,9 +76,9 @@ def test_backend_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache of compiled libraries."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     native.library.cache_clear()
-    yield tmp_path / "nanospec"
+    yield tmp_path / "cache" / "nanospec"
     native.library.cache_clear()
 
 
