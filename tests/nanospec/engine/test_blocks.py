@@ -100,15 +100,6 @@ def test_block_pool_matches_reference(rng: random.Random, num_blocks: int) -> No
         reference.check()
 
 
-def test_last_blocks_of_a_request_are_evicted_first() -> None:
-    pool = BlockPool(3)
-    blocks = pool.allocate(3) or []
-    for block, name in zip(blocks, hashes([1, 2, 3, 4, 5, 6]), strict=True):
-        pool.register(block, name)
-    pool.release(blocks)
-    assert [pool.allocate(1) for _ in range(3)] == [[b] for b in reversed(blocks)]
-
-
 def test_block_hash_covers_all_preceding_tokens() -> None:
     first, second = block_hash(b"", [1, 2]), block_hash(b"", [2, 1])
     assert len({block_hash(parent, [3, 4]) for parent in (b"", b"salt", first, second)}) == 4

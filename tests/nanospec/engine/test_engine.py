@@ -137,16 +137,6 @@ def test_perfect_drafts_are_all_accepted_with_bonus_token(model: Model) -> None:
         assert request.stats.accepted_by_position == [count // (k + 1)] * k
 
 
-def test_bad_drafts_cost_no_extra_steps(model: Model) -> None:
-    job = Job([1, 2, 3], greedy(40))
-    engine = make_engine(model, 6)
-    use_drafter(engine, FunctionDrafter(lambda history, wanted: [(history[0] + 7) % VOCAB] * wanted))
-    [request] = run(engine, [job])
-    assert request.output_ids == run_alone(model, [job])[0].token_ids
-    assert request.stats.num_drafted > 150
-    assert request.stats.num_steps + request.stats.num_accepted == 40
-
-
 def test_drafts_of_repetitive_text_are_accepted() -> None:
     """Check acceptance itself: it could drop to zero while outputs stay correct."""
     model, prompt = cycle_model(8), cycle(0, 10, 8)
@@ -158,23 +148,9 @@ def test_drafts_of_repetitive_text_are_accepted() -> None:
     assert all(request.tokens[s] == token for s, token in sources)
     limits = [Job(prompt, greedy(12, num_speculative_tokens=n)) for n in (0, 1, 2, None, 63)]
     assert [r.stats.num_steps for r in run(make_engine(model, 3), limits)] == [12, 6, 4, 3, 3]
-
-
-def test_drafts_after_a_stop_do_not_count_as_accepted() -> None:
-    engine = make_engine(cycle_model(8), 5)
-    [request] = run(engine, [Job(cycle(0, 10, 8), greedy(30, stop_token_ids=[4]))])
-    assert request.output_ids == [2, 3, 4]
-    for stats in (request.stats, engine.metrics.spec):
-        assert (stats.num_drafted, stats.num_accepted, stats.num_tokens) == (5, 3, 3)
-        assert stats.accepted_by_position == [1, 1, 1, 0, 0]
-
-
-def test_request_without_match_does_not_disable_others() -> None:
-    repetitive, fresh = Job(cycle(0, 90, 64), greedy(24)), Job(cycle(5, 3, 64), greedy(24))
-    first, *others = run(make_engine(cycle_model(64), 3), [repetitive, fresh, fresh])
-    assert first.stats.tokens_per_step == 4
-    for request in others:
-        assert (request.stats.num_drafted, request.output_ids) == (0, cycle(8, 24, 64))
+    [stopped] = run(make_engine(model, 5), [Job(prompt, greedy(30, stop_token_ids=[4]))])
+    assert stopped.output_ids == [2, 3, 4]
+    assert (stopped.stats.num_drafted, stopped.stats.accepted_by_position) == (5, [1, 1, 1, 0, 0])
 
 
 @pytest.mark.parametrize("k", [None, 0], ids=["none", "K0"])

@@ -88,17 +88,12 @@ def test_max_model_len_inside_an_accepted_run(cyclic: Model, k: int, room: int, 
 
 @pytest.mark.parametrize("k", [0, 7])
 def test_stop_token_before_min_tokens_is_not_drawn(cyclic: Model, k: int) -> None:
-    """A masked stop token is replaced by another; token min_tokens + 1 is the first that may stop."""
-    params = greedy(stop_token_ids=[6], max_tokens=12)
-    least = [replace(params, min_tokens=2), replace(params, min_tokens=3)]
-    least.append(replace(params, min_tokens=2**31 - 1, max_tokens=None))
-    allowed, barred, endless = run(make_engine(cyclic, k, max_model_len=64), [Job(PROMPT, p) for p in least])
+    jobs = [Job(PROMPT, greedy(stop_token_ids=[6], max_tokens=12, min_tokens=n)) for n in (2, 3)]
+    allowed, barred = run(make_engine(cyclic, k, max_model_len=64), jobs)
     assert allowed.output_ids == [4, 5, 6]
     assert barred.output_ids[:2] == [4, 5]
-    assert 6 not in barred.output_ids[:3]
     assert len(barred.output_ids) > 3
-    assert endless.num_tokens == 64
-    assert 6 not in endless.output_ids
+    assert 6 not in barred.output_ids[:3]
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["packed", "captured"])
@@ -194,44 +189,6 @@ def test_nan_aborts_one_request_only() -> None:
             )
         for request, wanted in zip(requests, expected, strict=True):
             assert_same(outcome(request), wanted)
-
-
-def test_blocks_of_a_nan_request_are_not_cached() -> None:
-    """A transient fault (here NaN in one prefill) must not stay in the prefix cache."""
-    model = tiny_model(vocab_size=24)
-    job = Job([i * 5 % 24 for i in range(40)], greedy(max_tokens=8))
-    [wanted] = run_alone(model, [job])
-    engine = make_engine(model, 3)
-    embedding = model.embedding
-    model.embedding = embedding * float("nan")
-    copies = [engine.add(job.prompt, job.params) for _ in range(3)]
-    engine.step()
-    model.embedding = embedding
-    finish(engine)
-    assert [request.finish_reason for request in copies] == ["abort"] * 3
-    [again] = run(engine, [job])
-    assert_same(outcome(again), wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("mode")
-@pytest.mark.parametrize("event", ["abort", "preempt"])
-def test_nan_in_released_blocks_is_harmless(event: str) -> None:
-    model = tiny_model(vocab_size=24)
-    jobs = [Job([i, 7, i, 7, i], greedy(max_tokens=40)) for i in range(4)]
-    expected = run_alone(model, jobs, max_model_len=64)
-    engine = make_engine(model, 3, max_model_len=64, num_blocks=8, max_num_batched_tokens=16)
-    embedding = model.embedding
-    model.embedding = embedding * float("nan")
-    sick = engine.add(list(range(20)) * 3, SamplingParams(max_tokens=4))
-    engine.step()
-    engine.step()
-    model.embedding = embedding
-    if event == "preempt":
-        engine.scheduler._preempt(sick, engine.scheduler.schedule())
-    engine.abort(sick)
-    for request, wanted in zip(run(engine, jobs), expected, strict=True):
-        assert_same(outcome(request), wanted)
 
 
 def test_reallocated_blocks_are_zeroed(cyclic: Model) -> None:
