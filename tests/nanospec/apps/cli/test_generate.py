@@ -109,12 +109,7 @@ def test_chat_ends_with_its_input(run: Run, tmp_path: Path, monkeypatch: pytest.
 
 def test_batch_writes_all_results_and_resumes(tmp_path: Path, run: Run) -> None:
     source, target = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
-    sampling = {
-        "temperature": 3,
-        "max_tokens": 12,
-        "ignore_eos": True,
-        "custom_id": "mine",
-    }  # depend on seeds
+    sampling = {"temperature": 3, "max_tokens": 12, "ignore_eos": True, "custom_id": "mine"}
     source.write_text("".join(json.dumps({"prompt": ALPHABET[: i + 1], **sampling}) + "\n" for i in range(5)))
     status, output, errors = run("--input", source, "--output", target, "--json")
     assert status == 0, errors

@@ -83,8 +83,6 @@ def test_failing_guide_does_not_affect_others(make: Make, monkeypatch: pytest.Mo
 def test_invalid_formats_are_rejected(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="response_format needs a tokenizer"):
         make_engine(tiny_model(), 2).add([1], SamplingParams(response_format=CHOICE))
-    with pytest.raises(ValueError, match=r"this regex cannot be compiled: .*unclosed group"):
-        make(4).check([1], SamplingParams(response_format={"type": "regex", "regex": "(a"}))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'nanospec\[grammar\]'"):
         make(4).check([1], SamplingParams(response_format=CHOICE))

@@ -20,8 +20,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import HashStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.config import EngineConfig
@@ -227,18 +225,11 @@ def test_output_interrupts_and_hanging_rank(folder: Path, whole: LLM) -> None:
 @pytest.mark.slow
 def test_torchrun(folder: Path, whole: LLM, tmp_path: Path) -> None:
     [expected] = whole.generate("a red red", SamplingParams(temperature=0, max_tokens=30))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    logs = DefaultLogsSpecs(str(tmp_path), Std.ALL)
-    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", logs_specs=logs)
-    config.max_restarts = 0
-    arguments = "--prompt 'a red red' --max-tokens 30 --temperature 0 --json --tensor-parallel-size 2"
-    arguments += " --max-model-len 128 --device cpu --dtype float32 --max-num-seqs 2"
-    command = [str(ROOT / "run.py"), "--model", str(folder), *shlex.split(arguments)]
-    try:
-        elastic_launch(config, sys.executable)(*command)
-    finally:
-        for number, handler in handlers.items():  # the launcher's handlers would end other tests
-            signal.signal(number, handler)
+    arguments = f"{ROOT}/run.py --prompt 'a red red' --max-tokens 30 --temperature 0 --json"
+    arguments += " --tensor-parallel-size 2 --max-model-len 128 --device cpu --dtype float32"
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node=2 --redirects=3 --log-dir"
+    command = [*torchrun.split(), str(tmp_path), *shlex.split(arguments), "--model", str(folder)]
+    subprocess.run([sys.executable, *command], check=True, timeout=100)
     leader, other = (next(tmp_path.rglob(f"{rank}/stdout.log")).read_text() for rank in (0, 1))
     result = json.loads(leader)
     assert result["outputs"][0]["token_ids"] == expected.token_ids
