@@ -55,17 +55,17 @@ test-long: $(DONE)test  ## run the tests that take about 30 seconds each, and sh
 	@$(PYTEST) -n 2 --dist worksteal -m long $(ARGS)
 	@$(PYTEST) -n 2 --dist worksteal campaigns $(ARGS)
 
-test-ray: $(DONE)test  ## run the tests that start Ray
+test-ray: $(DONE)test  ## run all tests of nanospec/apps/cluster, including those that start Ray
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "ray or not ray" tests/nanospec/apps/cluster $(ARGS)
 
 simulate: $(DONE)test  ## simulate random schedules and faults: SEEDS=1000 or A:B; AS=engine, triton or http
 	@OMP_NUM_THREADS=1 $(BIN)/python -m campaigns.simulate --seeds $(SEEDS) --as $(AS) $(ARGS)
 
-mutants: $(DONE)test  ## test whether the tests detect mutations of FILES: SAMPLE, SEED; JSON=FILE
+mutants: $(DONE)test  ## mutation testing of FILES: SAMPLE=40 mutants of each, SEED=0; JSON=FILE
 	@nice $(BIN)/python -m campaigns.mutants $(FILES) --sample $(SAMPLE) --seed $(SEED) $(if $(JSON),--out $(JSON)) $(ARGS)
 
-faults: $(DONE)test  ## inject faults at every line, call and byte (one hour): FAULTS=500 for fewer
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m faults campaigns/faults $(ARGS)
+faults: $(DONE)test  ## inject faults at every line, call and byte (one hour): LINES_TRIED=500 to sample lines, RUNS=20
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "faults or not faults" campaigns/faults $(ARGS)
 statistics: $(DONE)test  ## test the output distributions of all drafters and lossless acceptance rules
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py
 fuzz: $(DONE)fuzz  ## fuzz the parsers of files and requests: SECONDS_EACH (60); TARGET=NAME for one

@@ -120,7 +120,7 @@ def test_flaky_failure_is_reported_and_saved(
     assert report_failure(5, "engine", "AssertionError: once\n") == 1
     message = capsys.readouterr().err
     assert "Seed 5 failed:\nAssertionError: once\n" in message
-    assert message.endswith("-m campaigns.simulate --as engine --replay simulate-5.json\n")
+    assert message.endswith("-m campaigns.simulate --as engine --replay simulate-5.json  (or --seeds 5:6)\n")
     assert Scenario.from_json(Path("simulate-5.json").read_text()) == Scenario.from_seed(5)
 
 

@@ -174,6 +174,7 @@ def fail_once(mode: str, verb: str, some: bool) -> None:
         assert_sound(llm.engine)
         assert run(llm) == expected
         if calls[0] < at:
+            assert at > 1, f"{verb} was never called"
             return
 
 

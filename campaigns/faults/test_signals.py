@@ -1,5 +1,5 @@
 """Test SIGINT, SIGTERM, SIGHUP and SIGKILL, also repeated, at random moments of real processes, from startup
-to exit. `make faults` runs each command FAULTS (20) times."""
+to exit. `make faults` runs each command RUNS (20) times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.nanospec.test_llm import folder
 
 __all__ = ["folder"]
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(7200)]
-RUNS = int(os.environ.get("FAULTS", "20"))
+RUNS = int(os.environ.get("RUNS", "20"))
 SIGNALS = [[SIGINT], [SIGINT] * 2, [SIGINT] * 2, [SIGINT] * 3, [SIGTERM], [SIGTERM] * 2, [SIGHUP], [SIGKILL]]
 SMALL: list[object] = ["--dtype", "float32", "--device", "cpu", "--max-num-seqs", 4]
 LONG: list[object] = ["--max-tokens", 300, "--ignore-eos"]

@@ -143,5 +143,6 @@ def report_failure(seed: int, mode: str, trace: str) -> int:
         path.write_text(smaller.to_json())
         traceback.print_exception(error)
         print(place_of(error), file=sys.stderr)
-    print(f"Replay: {sys.executable} -m campaigns.simulate --as {mode} --replay {path}", file=sys.stderr)
+    command = f"{sys.executable} -m campaigns.simulate --as {mode}"
+    print(f"Replay: {command} --replay {path}  (or --seeds {seed}:{seed + 1})", file=sys.stderr)
     return 1

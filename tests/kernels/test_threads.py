@@ -70,7 +70,7 @@ int main() {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.skipif(library() is None, reason="needs a C++ compiler: install g++ 11 or newer")
 def test_threads(tmp_path: Path) -> None:
     """Also without data races, if the compiler has ThreadSanitizer."""
     source, program = tmp_path / "threads.cpp", tmp_path / "threads"

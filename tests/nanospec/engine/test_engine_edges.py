@@ -17,7 +17,6 @@ from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.worker import Worker
 from nanospec.kernels import launch
 from nanospec.models.decoder import Model
-from tests import drive
 from tests.drive import (
     MODES,
     Job,
@@ -44,26 +43,25 @@ def cyclic() -> Model:
 
 
 @pytest.fixture(params=MODES.values(), ids=list(MODES))
-def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive, "DEFAULTS", {**drive.DEFAULTS, **request.param})
+def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
 
 
 def greedy(**options: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": 20, **options})
 
 
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("k", [0, 1, 3, 7, 16])
-def test_ends_inside_an_accepted_run(cyclic: Model, k: int) -> None:
+def test_ends_inside_an_accepted_run(cyclic: Model, k: int, mode: dict[str, Any]) -> None:
     """The prompt contains the stop tokens too, where they have no effect."""
     limits, stops = (1, 2, 3, 7, 8, 9, 17), (4, 5, 8, 11, 12, 20)
     jobs = [Job(PROMPT, greedy(max_tokens=limit)) for limit in limits]
-    for limit, request in zip(limits, run(make_engine(cyclic, k), jobs), strict=True):
+    for limit, request in zip(limits, run(make_engine(cyclic, k, **mode), jobs), strict=True):
         assert (request.output_ids, request.finish_reason) == (cycle(4, limit), "length")
         assert request.stats.num_steps == -(-limit // (k + 1))
         assert request.stats.num_accepted == limit - request.stats.num_steps
     jobs = [Job(PROMPT, greedy(stop_token_ids=[stop, 25], logprobs=stop % 3)) for stop in stops]
-    for stop, request in zip(stops, run(make_engine(cyclic, k), jobs), strict=True):
+    for stop, request in zip(stops, run(make_engine(cyclic, k, **mode), jobs), strict=True):
         assert (request.output_ids, request.finish_reason) == (cycle(4, stop - 3), "stop")
         assert len(request.draft_sources) == request.stats.num_tokens == stop - 3
         assert request.stats.num_accepted == sum(source >= 0 for source in request.draft_sources)
@@ -72,15 +70,16 @@ def test_ends_inside_an_accepted_run(cyclic: Model, k: int) -> None:
             assert [e.rank for e in entry.values()] == [*range(1, max(stop % 3, 1) + 1)]
 
 
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize(
     ("k", "room", "block_size"), [(0, 17, 16), (1, 1, 16), (3, 5, 32), (7, 2, 32), (16, 16, 16)]
 )
-def test_max_model_len_inside_an_accepted_run(cyclic: Model, k: int, room: int, block_size: int) -> None:
+def test_max_model_len_inside_an_accepted_run(
+    cyclic: Model, k: int, room: int, block_size: int, mode: dict[str, Any]
+) -> None:
     """The context length may end inside the last block."""
     window = len(PROMPT) + room
     sizes: dict[str, Any] = {"block_size": block_size, "num_blocks": -(-window // block_size)}
-    engine = make_engine(cyclic, k, max_model_len=window, **sizes)
+    engine = make_engine(cyclic, k, max_model_len=window, **sizes, **mode)
     [request] = run(engine, [Job(PROMPT, greedy(max_tokens=None))])
     assert (request.output_ids, request.finish_reason) == (cycle(4, room), "length")
     assert len(request.hashes(16)) <= window // 16
@@ -108,9 +107,8 @@ def test_step_after_all_requests_ended_is_not_reported(cyclic: Model, captured: 
     assert engine.metrics.num_forward_steps == 3 + captured
 
 
-@pytest.mark.usefixtures("mode")
-def test_prompts_of_any_length(cyclic: Model) -> None:
-    engine = make_engine(cyclic, 5, max_model_len=64)
+def test_prompts_of_any_length(cyclic: Model, mode: dict[str, Any]) -> None:
+    engine = make_engine(cyclic, 5, max_model_len=64, **mode)
     for start, length in enumerate((1, 2, 15, 16, 17, 32, 33, 62, 63)):
         for cached in (0, (length - 1) // 16 * 16):  # the second run uses the prefix cache
             [request] = run(engine, [Job(cycle(start, length), greedy(max_tokens=70))])
@@ -143,10 +141,9 @@ def test_pool_too_small_for_max_model_len_is_rejected(cyclic: Model) -> None:
     assert make_engine(cyclic, 3, max_model_len=None, num_blocks=20).max_model_len == 320
 
 
-@pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("steps", [0, 1, 2, 4], ids=["waiting", "prefilling", "prefilled", "decoding"])
-def test_abort_keeps_output_and_frees_resources(cyclic: Model, steps: int) -> None:
-    engine = make_engine(cyclic, 3, max_num_batched_tokens=20)
+def test_abort_keeps_output_and_frees_resources(cyclic: Model, steps: int, mode: dict[str, Any]) -> None:
+    engine = make_engine(cyclic, 3, max_num_batched_tokens=20, **mode)
     request, other = engine.add(PROMPT, greedy()), engine.add(PROMPT[1:], greedy())
     for _ in range(steps):
         engine.step()
@@ -165,15 +162,14 @@ def test_abort_keeps_output_and_frees_resources(cyclic: Model, steps: int) -> No
 POISON = 23  # the embedding of this token is NaN
 
 
-@pytest.mark.usefixtures("mode")
-def test_nan_aborts_one_request_only() -> None:
+def test_nan_aborts_one_request_only(mode: dict[str, Any]) -> None:
     model = tiny_model(vocab_size=24)
     model.embedding = model.embedding.clone()
     model.embedding[POISON] = float("nan")
     jobs = random_jobs(random.Random(8), POISON, 4, max_tokens=30)
     jobs = [Job(prompt, replace(params, logit_bias={POISON: -1e6})) for prompt, params in jobs]
     expected = run_alone(model, jobs)
-    engine = make_engine(model, 4, num_blocks=9)
+    engine = make_engine(model, 4, num_blocks=9, **mode)
     prompts = [1, 2, 3, POISON, *range(20), 4, 5, 6], [1, 2, 3, POISON, 0], [*range(20), *[POISON] * 30]
     for _ in range(2):  # the second time, every block has been used before
         sick = [engine.add(prompt, SamplingParams(max_tokens=9, logprobs=1)) for prompt in prompts]

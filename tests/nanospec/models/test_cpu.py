@@ -28,12 +28,12 @@ from tests.random_weights import random_weights
 from tests.tiny import GEMMA, ModelRunner, tiny_config, tiny_model
 
 __all__ = ["built_for", "compiled_for", "other_library"]
-pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler: install g++ 11 or newer")
 
 BF16 = torch.bfloat16
 MODELS: dict[str, dict[str, Any]] = {
     "gqa": {"hidden_size": 96, "head_dim": 32},
-    "odd-sizes": {"hidden_size": 50, "vocab_size": 61, "head_dim": 34, "num_heads": 3, "num_kv_heads": 1},
+    "odd-sizes": {"hidden_size": 50, "vocab_size": 65, "head_dim": 34, "num_heads": 3, "num_kv_heads": 1},
     "mqa-d80-biases": {
         "num_heads": 8, "num_kv_heads": 1, "head_dim": 80, "qkv_bias": True, "o_bias": True, "mlp_bias": True
     },

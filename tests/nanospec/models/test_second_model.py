@@ -19,7 +19,7 @@ QUESTION = f"Rename width to w everywhere and return only the code:\n\n{CODE}"
 def test_speculation_does_not_change_output() -> None:
     folder = WEIGHTS / "qwen2.5-coder-1.5b-instruct"
     if not (folder / "config.json").is_file():
-        pytest.skip(f"needs {folder.name}: python tests/second_model.py")
+        pytest.skip(f"needs {folder.name}: make test-models")
     llm = LLM(folder, spec=SpecConfig(), max_model_len=512, max_num_seqs=4, enable_prefix_caching=False)
     prompt = llm.chat_prompt([{"role": "user", "content": QUESTION}])
     greedy = SamplingParams(temperature=0, max_tokens=60)

@@ -120,7 +120,7 @@ def test_logprobs_cover_tokens_of_the_text(
     assert offsets[:3] == [0, 1, 2][: len(offsets)]
     assert offsets == sorted(offsets)
     assert offsets[-1] < max(len(choice["text"]), 1)
-    assert choice["stop_reason"] == (params["stop"][-1] if "stop" in params else choice["stop_reason"])
+    assert choice["stop_reason"] == (params.get("stop") or params.get("stop_token_ids") or [None])[-1]
 
 
 def test_logprobs_match_offline(server: Served, offline: LLM) -> None:
