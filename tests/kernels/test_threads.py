@@ -70,7 +70,7 @@ int main() {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(library() is None, reason="needs a C++ compiler: install g++ 11 or newer")
+@pytest.mark.skipif(library() is None, reason="needs a C++ compiler: install g++")
 def test_threads(tmp_path: Path) -> None:
     """Also without data races, if the compiler has ThreadSanitizer."""
     source, program = tmp_path / "threads.cpp", tmp_path / "threads"
