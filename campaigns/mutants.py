@@ -1,4 +1,4 @@
-"""Mutation testing: insert small defects into the code one at a time, and check that a test fails.
+"""Mutation testing: change the code at one place at a time, and check that a test fails.
 
     make mutants FILES="kernels/speculation/verify.py nanospec/engine/blocks.py" SAMPLE=40 SEED=0
 
@@ -36,7 +36,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from campaigns.defects import Defect, apply, defects
+from campaigns.mutations import Mutation, apply, mutations
 
 ROOT = Path(__file__).parent.parent
 REASONS = Path(__file__).parent / "mutants.json"
@@ -261,26 +261,26 @@ def _wait(child: int, limit: float) -> tuple[int, Any, bool]:
         time.sleep(0.05)
 
 
-def sampled(file: str, sample: int, seed: int) -> list[Defect]:
+def sampled(file: str, sample: int, seed: int) -> list[Mutation]:
     """Return the sampled mutants of a file, in source order."""
-    chosen = defects(ROOT / file)
+    chosen = mutations(ROOT / file)
     if 0 < sample < len(chosen):
         chosen = sorted(random.Random(f"{seed} {file}").sample(chosen, sample))
     return chosen
 
 
-def survivors(file: str, source: str, earlier: Sequence[dict[str, Any]]) -> list[Defect]:
+def survivors(file: str, source: str, earlier: Sequence[dict[str, Any]]) -> list[Mutation]:
     """Return the surviving mutants of an earlier run whose source lines still exist."""
     kept = [{name: line[name] for name in IDENTITY} for line in earlier if line["outcome"] in OPEN]
-    return [defect for defect in defects(ROOT / file) if identity(file, defect, source) in kept]
+    return [mutation for mutation in mutations(ROOT / file) if identity(file, mutation, source) in kept]
 
 
 OPEN = ("survived", "unknown")
 IDENTITY = ("file", "column", "kind", "before", "after", "text")
 
 
-def identity(file: str, defect: Defect, source: str) -> dict[str, Any]:
-    described = {"file": file, **defect.described(source)}
+def identity(file: str, mutation: Mutation, source: str) -> dict[str, Any]:
+    described = {"file": file, **mutation.described(source)}
     return {name: described[name] for name in IDENTITY}
 
 
@@ -295,22 +295,22 @@ def usual_seconds(tests: tuple[str, ...], phase: str, folder: Path) -> float:
 
 
 def try_all(
-    file: str, folder: Path, chosen: Sequence[Defect], tests: tuple[str, ...]
+    file: str, folder: Path, chosen: Sequence[Mutation], tests: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
     """Run the chosen mutants of a file. Yield their descriptions, outcomes and reasons of equivalence."""
     source, place = (ROOT / file).read_text(), folder / file
     reasons = json.loads(REASONS.read_text()).get(file, {}) if REASONS.exists() else {}
-    for defect in chosen:
+    for mutation in chosen:
         for phase in PHASES:
             limit = 2 * usual_seconds(tests, phase, folder) + 20
-            place.write_text(apply(source, defect))
+            place.write_text(apply(source, mutation))
             try:
                 result = run(["-m", phase, *tests], folder, limit)
             finally:
                 place.write_text(source)
             if result.outcome != "survived":
                 break
-        line = {"file": file, **defect.described(source), **result._asdict()}
+        line = {"file": file, **mutation.described(source), **result._asdict()}
         if result.outcome == "survived":
             line["equivalent"] = reasons.get(f"{line['text']} | {line['before']} -> {line['after']}", "")
         words = "{file}:{line} {kind}: {before} -> {after}: {outcome} {by} {seconds:.0f} s"

@@ -76,24 +76,24 @@ def make_engine(
         per_token = sum(m.config.kv_bytes_per_token(m.dtype) for m in models)
         options["kv_cache_memory"] = num_blocks * per_token * size
     config = EngineConfig(spec=spec_config, **{**DEFAULTS, **options})
-    ready: dict[str, Drafter] = {}
+    loaded: dict[str, Drafter] = {}
     if draft_model is not None:
-        ready["draft"] = ModelDrafter(spec_config, draft_model, model.config.vocab_size)
+        loaded["draft"] = ModelDrafter(spec_config, draft_model, model.config.vocab_size)
     if heads is not None:
-        ready["medusa"] = MedusaDrafter(spec_config, heads, model)
-    made = drafters_of(spec_config, Target(model), ready, drafter)
+        loaded["medusa"] = MedusaDrafter(spec_config, heads, model)
+    made = drafters_of(spec_config, Target(model), loaded, drafter)
     return Engine(config, Worker(config, model, made, create_extensions(config, tokenizer)), tokenizer)
 
 
 def drafters_of(
-    spec: SpecConfig, target: Target, ready: Mapping[str, Drafter], given: Drafters | None = None
+    spec: SpecConfig, target: Target, loaded: Mapping[str, Drafter], given: Drafters | None = None
 ) -> tuple[Drafter, ...]:
-    """Like `load_drafters`, but take the drafters of methods in `ready` from there."""
+    """Like `load_drafters`, but take the drafters of methods in `loaded` from there."""
 
-    def loaded(part: Drafter | type[Drafter]) -> Drafter:
-        return part if isinstance(part, Drafter) else ready.get(part.name) or part.load(spec, target)
+    def load(part: Drafter | type[Drafter]) -> Drafter:
+        return part if isinstance(part, Drafter) else loaded.get(part.name) or part.load(spec, target)
 
-    return tuple(map(loaded, resolve_drafters(spec, given) if spec.max_k else ()))
+    return tuple(map(load, resolve_drafters(spec, given) if spec.max_k else ()))
 
 
 def make_spec(k: K, min_n: int = 1, **fields: Any) -> SpecConfig:
@@ -224,7 +224,9 @@ class FunctionDrafter(Drafter):
         return make_proposal(tokens, count)
 
 
-def oracle(texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at: False) -> FunctionDrafter:
+def known_text_drafter(
+    texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at: False
+) -> FunctionDrafter:
     """Return a drafter that knows the texts (prompt + output) and continues the one the history is a prefix
     of. Where `wrong(at)` holds for the absolute position `at`, the draft is another token."""
 
@@ -236,7 +238,7 @@ def oracle(texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at:
     return FunctionDrafter(next_tokens)
 
 
-def junk(vocab_size: int, seed: int = 0) -> FunctionDrafter:
+def random_drafter(vocab_size: int, seed: int = 0) -> FunctionDrafter:
     """Return a drafter of random numbers of random drafts."""
     rng = random.Random(seed)
     return FunctionDrafter(lambda _, wanted: rng.choices(range(vocab_size), k=rng.randint(0, wanted)))

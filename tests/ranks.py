@@ -98,8 +98,8 @@ class Split(NamedTuple):
     def assert_equal(self) -> None:
         """Check that all ranks have equal tables after all requests have ended."""
         for worker in self.workers.values():
-            for mine, theirs in zip(self.engine.worker.table, worker.table, strict=True):
-                assert torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs))
+            for leader_column, column in zip(self.engine.worker.table, worker.table, strict=True):
+                assert torch.equal(torch.as_tensor(leader_column), torch.as_tensor(column))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ FOUND_BY = {  # seeds of small scenarios
     "one block too many counts as cached": 0,
     "block is registered too early": 0,
     "no slots for queued steps": 3,
-    "too few slots with lag": 22,
+    "too few slots with async_scheduling": 22,
     "last draft is not verified": 1,
     "accepted tree nodes are not moved": 59,
     "stop string across tokens is missed": 28,
@@ -62,7 +62,7 @@ def test_seeds_pass_and_cover_their_features() -> None:
     for seed in QUICK:
         seen += simulate(Scenario.from_seed(seed))
     kinds = "preemptions cached_tokens aborted accepted stopped_by_string guided failed_grammars inexact"
-    more = "lagging captured threaded interrupt error abort memory nan panic clock"
+    more = "async_scheduling captured threaded interrupt error abort memory nan panic clock"
     assert not {*kinds.split(), *more.split()} - seen.keys()
     assert seen["drafted"] > seen["accepted"]
 

@@ -21,7 +21,7 @@ from . import NAMES, load
 
 FOUND = Path(".fuzz")
 LIMITS = ("-timeout=10", "-rss_limit_mb=2500", "-max_len=65536", "-print_final_stats=1", "-verbosity=0")
-HEAVY = ("torch", "numpy", "jinja2", "tokenizers", "safetensors", "gguf")  # not instrumented
+NOT_INSTRUMENTED = ("torch", "numpy", "jinja2", "tokenizers", "safetensors", "gguf")  # not instrumented
 
 
 def main() -> int:
@@ -55,8 +55,8 @@ def fuzz(name: str, seconds: int) -> None:
     """Run a target with atheris, which exits the process."""
     import atheris
 
-    for heavy in HEAVY:
-        import_module(heavy)
+    for module in NOT_INSTRUMENTED:
+        import_module(module)
     prefixes = getattr(import_module(f"campaigns.fuzz.target_{name}"), "INSTRUMENTED", ("nanospec",))
     ours = ("nanospec", "campaigns.fuzz.target")
     for loaded in [module for module in sys.modules if module.startswith(ours)]:

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 LONGEST = 1 << 16  # maximum number of bytes
-ODD: list[Any] = [
+UNUSUAL_VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 255, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 10**40, -(2**63),
     0.0, -0.0, 0.5, 1e-45, 1e308, math.inf, -math.inf, math.nan,
     "", "0", "a", "..", "../a", "/etc/passwd", "\0", "\n", "\ud800", "é😀", "x" * 1000, "{{", "%s",
@@ -69,16 +69,16 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _change(inner: Any, key: Any, rng: Random) -> None:
-    odd, value = deepcopy(rng.choice(ODD)), inner[key]
+    unusual, value = deepcopy(rng.choice(UNUSUAL_VALUES)), inner[key]
     match rng.randrange(6):
         case 0 | 1:
-            inner[key] = odd
+            inner[key] = unusual
         case 2 if isinstance(inner, dict):
             inner[rng.choice(("", "a", key + "x", "../" + key))] = inner.pop(key)
         case 2 | 3:
             del inner[key]
         case 4:
-            inner[key] = rng.choice(([value], {"a": value}, [value, odd]))
+            inner[key] = rng.choice(([value], {"a": value}, [value, unusual]))
         case 5 if isinstance(value, int | float) and abs(value) < 2**64:
             inner[key] = rng.choice((value + 1, value - 1, -value, value * 2**31, value / 3))
         case 5:

@@ -163,7 +163,7 @@ DEFECTS: dict[str, Defect] = {
     "one block too many counts as cached": _after(Scheduler, "_admit", _skip_one_block),
     "block is registered too early": _after(Scheduler, "register", _register_early),
     "no slots for queued steps": _after(Scheduler, "reset", lambda _, s: setattr(s, "slots_ahead", 0)),
-    "too few slots with lag": _after(
+    "too few slots with async_scheduling": _after(
         Scheduler, "__init__", lambda _, s, *args: setattr(s, "slots_ahead", s.lookahead)
     ),
     "last draft is not verified": _replace(nanospec.device.step, "commit", _accept_last_draft),

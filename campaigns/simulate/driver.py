@@ -135,7 +135,7 @@ class Simulation:
                 max_num_batched_tokens=settings["budget"],
                 block_size=settings["block_size"],
                 enable_prefix_caching=settings["caching"],
-                async_scheduling=settings["lag"],
+                async_scheduling=settings["async_scheduling"],
                 enforce_eager=not settings["captured"],
                 lazy_capture=True,
                 trace=settings["trace"],
@@ -151,7 +151,9 @@ class Simulation:
 
         def next_tokens(history: list[int], count: int) -> list[int]:
             n = len(history)
-            text = next((t for t in texts if kind == "known" and t[:n] == history and len(t) > n), None)
+            text = next(
+                (t for t in texts if kind == "mostly-correct" and t[:n] == history and len(t) > n), None
+            )
             if text is None:
                 return rng.choices(range(vocab), k=rng.randint(0, count))
             return [token if rng.random() < 0.8 else rng.randrange(vocab) for token in text[n : n + count]]
@@ -341,7 +343,7 @@ class Simulation:
             failed_grammars=sum("response_format failed" in (r.error or "") for r in self.requests.values()),
             nan=sum("NaN" in (r.error or "") for r in self.requests.values()),
             inexact=sum(not self.exact[i] for i in self.requests),
-            lagging=self.engine.lag,
+            async_scheduling=self.engine.lag,
             captured=self.engine.worker.graphs is not None,
             threaded=bool(self.scenario.threads),
         )

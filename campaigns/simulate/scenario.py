@@ -19,7 +19,7 @@ from tests.nanospec.extras.grammar.guided import FORMATS
 METHODS = (
     "none", "ngram", "draft", "medusa", "ngram+draft", "ngram+medusa",
 )  # fmt: skip
-CUSTOM = ("junk", "known")  # custom drafters: random drafts, and mostly correct drafts
+CUSTOM = ("random", "mostly-correct")  # custom drafters: random drafts, and mostly correct drafts
 CALLS = ("admit", "prefill", "step", "fetch")
 
 
@@ -108,7 +108,7 @@ def _engine(rng: random.Random) -> dict[str, Any]:
         "block_size": size,
         "budget": rng.choice((1, 5, 17, 64, 2048)),
         "caching": rng.random() < 0.7,
-        "lag": rng.random() < 0.5,
+        "async_scheduling": rng.random() < 0.5,
         "captured": rng.random() < 0.4,
         "trace": rng.random() < 0.2,
     }

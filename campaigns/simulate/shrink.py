@@ -15,9 +15,9 @@ from campaigns.simulate.scenario import Scenario
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = {
-    "trace": False, "captured": False, "lag": False, "caching": True, "acceptance": "exact", "k": 2,
-    "method": "ngram", "tree_width": 1, "dtype": "float32", "block_size": 16, "budget": 2048, "rows": 2,
-    "blur": 0.0, "surprise": 1.0,
+    "trace": False, "captured": False, "async_scheduling": False, "caching": True, "acceptance": "exact",
+    "k": 2, "method": "ngram", "tree_width": 1, "dtype": "float32", "block_size": 16, "budget": 2048,
+    "rows": 2, "blur": 0.0, "surprise": 1.0,
 }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def measured(main: Any, part: str, out: Path, *arguments: str) -> list[dict[str,
 
 
 @pytest.mark.long
-def test_steps(out: Path) -> None:
+def test_steps_benchmark_covers_the_grid(out: Path) -> None:
     grid = [*GRID, "--contexts", "64", "--ks", "0", "2"]
     _, *result = measured(steps.main, "steps", out, *grid)
     expected = [(b, k, mode) for b in (1, 2) for k in (0, 2) for mode in steps.MODES]
@@ -97,7 +97,7 @@ def test_steps(out: Path) -> None:
 
 
 @pytest.mark.long
-def test_e2e(out: Path) -> None:
+def test_e2e_benchmark_covers_all_systems(out: Path) -> None:
     result = measured(e2e.main, "e2e", out, *GRID, "--max-tokens", "6", "--prompt", "48", "--seconds", "0.1")
     systems = [row for row in result if "system" in row]
     assert len(systems) == 2 * 2 * len(e2e.SYSTEMS)

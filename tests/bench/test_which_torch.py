@@ -25,7 +25,7 @@ EXTRA = f"--extra-index-url {INDEX}"
         ("cpu, installed", "2.13.0+cpu", None, ""),
     ],
 )
-def test_choice(
+def test_cpu_build_is_chosen_without_gpu(
     wanted: str, pip: str, index: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`pip` and `index` are the versions that pip lists without and with PyTorch's index (None: offline)."""

@@ -25,7 +25,7 @@ WIDTHS = [(576, 1536), (1024, 3072), (2048, 8192), (4096, 12288)]
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_attention(name: str, dtype: torch.dtype, gpu: torch.device) -> None:
+def test_attention_matches_float64(name: str, dtype: torch.dtype, gpu: torch.device) -> None:
     compare_with_naive(CASES[name]._replace(dtype=dtype), TOLERANCE[dtype], gpu)
 
 
@@ -48,7 +48,7 @@ def products_of(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_linear(widths: tuple[int, int], kind: str, gpu: torch.device) -> None:
+def test_linear_matches_float64(widths: tuple[int, int], kind: str, gpu: torch.device) -> None:
     """Accurate for any number of rows. With every tiling, rows are bitwise identical, given the instruction's
     order and fixed parts of K."""
     for dtype in (BF16, FP16):

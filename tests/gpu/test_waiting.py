@@ -30,7 +30,7 @@ def errors_on_waiting() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft", "ngram+draft", "medusa"])
-def test_lagged_loop_never_waits(method: str, errors_on_waiting: Any) -> None:
+def test_async_loop_never_waits(method: str, errors_on_waiting: Any) -> None:
     """Admission, chunked prompts, growth, preemption, steady state, an abort, the end. The first run compiles
     and allocates everything that persists; the second must give the same output."""
     kinds: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "vocab_size": 512}

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanospec.config import SamplingParams
 from nanospec.kernels import launch
 from nanospec.kernels.layer import product
-from tests.drive import Job, make_engine, oracle, run, run_alone, use_drafter
+from tests.drive import Job, known_text_drafter, make_engine, run, run_alone, use_drafter
 from tests.tiny import tiny_model
 
 VOCAB = 64
@@ -48,7 +48,7 @@ def traces(k: int, texts: list[list[int]], num_blocks: int | None, budget: int) 
         max_num_batched_tokens=budget,
     )  # fmt: skip
     if k:
-        use_drafter(engine, oracle(texts, wrong=lambda at: at % 3 == 0))
+        use_drafter(engine, known_text_drafter(texts, wrong=lambda at: at % 3 == 0))
     worker, kept = engine.worker, {}
     table, cache, release = worker.table, worker.kv_cache, worker.release
 

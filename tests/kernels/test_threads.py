@@ -71,7 +71,7 @@ int main() {
 
 @pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="needs a C++ compiler: install g++")
-def test_threads(tmp_path: Path) -> None:
+def test_every_task_runs_once_without_data_races(tmp_path: Path) -> None:
     """Also without data races, if the compiler has ThreadSanitizer."""
     source, program = tmp_path / "threads.cpp", tmp_path / "threads"
     source.write_text(PROGRAM)

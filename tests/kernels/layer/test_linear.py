@@ -32,7 +32,9 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape", "dtype", "target"), CASES, ids=str)
-def test_linear(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, target: str) -> None:
+def test_linear_matches_float64(
+    kind: str, shape: tuple[int, int, int], dtype: torch.dtype, target: str
+) -> None:
     products = Products(*shape, dtype)
     with forced(architecture=target):
         out = products.run(kind)

@@ -33,8 +33,8 @@ def test_row_parallel_weight_matches_whole_weight(
     def run(group: Group) -> tuple[Tensor, int]:
         own_bias = torch.zeros_like(bias) if group.rank else bias
         part = make_linear(weight.split(columns, 1)[group.rank].contiguous(), own_bias)
-        mine = h.split(columns, 1)[group.rank].contiguous()
-        added = RowParallelLinear(part, group).add_to(residual_of(x, norm), mine, norm)
+        columns_of_rank = h.split(columns, 1)[group.rank].contiguous()
+        added = RowParallelLinear(part, group).add_to(residual_of(x, norm), columns_of_rank, norm)
         return added.x, group.count  # type: ignore[attr-defined]
 
     results = []

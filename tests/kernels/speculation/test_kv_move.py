@@ -45,7 +45,7 @@ def moved(cache: Tensor, verdict: Verdict, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", ["naive", "triton"])
-def test_kv_move(backend: Backend) -> None:
+def test_kv_move_matches_loop(backend: Backend) -> None:
     for seed, (head_dim, dtype) in enumerate([(80, torch.float16), (64, torch.float32)]):
         cache, verdict, batch = make(seed, head_dim, dtype)
         expected = moved(cache, verdict, batch)
@@ -65,7 +65,7 @@ def in_tiles(cache: Tensor) -> Tensor:
 
 @pytest.mark.skipif(library() is None, reason="needs a C++ compiler: install g++")
 @pytest.mark.parametrize(("head_dim", "block_size"), [(34, 16), (64, 32)])
-def test_kv_move_in_tiles(head_dim: int, block_size: int) -> None:
+def test_kv_move_in_tiles_matches_loop(head_dim: int, block_size: int) -> None:
     cache, verdict, batch = make(1, head_dim, torch.bfloat16, block_size)
     tiles = in_tiles(cache)
     kv_move.kv_move(tiles, verdict, batch)

@@ -132,7 +132,7 @@ def sampled(proposal: Proposal) -> list[bool]:
     return proposal.sampled.tolist()
 
 
-def test_merge() -> None:
+def test_merge_keeps_rows_and_sampled_flags() -> None:
     """Only the second of three proposals is sampled; the third is for the row the others left out."""
     plain, logits = random_proposal(3, 2), torch.randn(3, 2, 9)
     both = merge(ints(1, 0, 0).bool(), plain, plain._replace(logits=logits))

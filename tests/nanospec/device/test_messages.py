@@ -25,7 +25,7 @@ def row_of(constrained: bool = False, **params: Any) -> Table:
     return table
 
 
-def test_write_row() -> None:
+def test_write_row_sets_columns_from_params() -> None:
     usual: dict[str, Any] = {"top_p": 0.5, "min_p": 0.25}
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {"num_tokens": 5, "max_len": 20, "finished": 0, "seed": 99, "max_k": 4, "tree_width": 3}),

@@ -73,12 +73,12 @@ def model() -> Model:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("k", "lag", "lookup"), [(4, True, False), ("auto", False, True)])
-def test_simple_drafter_does_not_change_output(model: Model, k: K, lag: bool, lookup: bool) -> None:
+@pytest.mark.parametrize(("k", "is_async", "lookup"), [(4, True, False), ("auto", False, True)])
+def test_simple_drafter_does_not_change_output(model: Model, k: K, is_async: bool, lookup: bool) -> None:
     """Mixed batches, with too few rows and blocks for all requests, so that some are preempted."""
     jobs = random_jobs(random.Random("plain"), 64, 7)
     drafter: Any = ["ngram", Learner()] if lookup else Learner()
-    engine = make_engine(model, k, drafter=drafter, max_num_seqs=4, num_blocks=10, async_scheduling=lag)
+    engine = make_engine(model, k, drafter=drafter, max_num_seqs=4, num_blocks=10, async_scheduling=is_async)
     if k == "auto":
         engine.policy.costs = StepCosts(packed={1: 1.0, 64: 1.5})
     run_and_compare(engine, model, jobs)

@@ -28,10 +28,10 @@ from tests.drive import (
     cycle,
     cycle_model,
     finish,
-    junk,
+    known_text_drafter,
     make_engine,
-    oracle,
     outcome,
+    random_drafter,
     random_jobs,
     run,
     run_alone,
@@ -59,9 +59,9 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
 
 
 DRAFTERS: dict[str, Callable[[list[list[int]]], FunctionDrafter]] = {
-    "truth": oracle,
-    "mostly truth": lambda texts: oracle(texts, wrong=lambda at: at % 4 == 1),
-    "junk": lambda texts: junk(VOCAB),
+    "correct": known_text_drafter,
+    "mostly-correct": lambda texts: known_text_drafter(texts, wrong=lambda at: at % 4 == 1),
+    "random": lambda texts: random_drafter(VOCAB),
 }
 GPU = MODES["as-on-gpu"]
 ASYNC: dict[str, Any] = {"async_scheduling": True, "enforce_eager": True}
@@ -79,16 +79,16 @@ CAPTURED: dict[str, Any] = {"async_scheduling": False, "enforce_eager": False, "
         (5, "ngram", {"num_blocks": 9, "max_num_seqs": 5, **CAPTURED}),
         (None, "ngram", {"num_blocks": 7, **GPU}),
         (0, "ngram", {"max_num_batched_tokens": 7}),
-        (1, "truth", GPU),
-        (5, "truth", {"num_blocks": 9, "max_num_seqs": 5, **ASYNC}),
-        (8, "truth", {"max_num_batched_tokens": 7, **CAPTURED}),
-        ("auto", "truth", {"num_blocks": 9, "max_num_batched_tokens": 40}),
-        (5, "mostly truth", {"num_blocks": 7, **GPU}),
-        (5, "mostly truth", {"block_size": 32, "num_blocks": 5, **ASYNC}),
-        (3, "mostly truth", {"num_blocks": 8, "enable_prefix_caching": False, **CAPTURED}),
-        (3, "junk", {"num_blocks": 9, "max_num_seqs": 5, **GPU}),
-        (8, "junk", {"max_num_batched_tokens": 1}),
-        ("auto", "junk", ASYNC),
+        (1, "correct", GPU),
+        (5, "correct", {"num_blocks": 9, "max_num_seqs": 5, **ASYNC}),
+        (8, "correct", {"max_num_batched_tokens": 7, **CAPTURED}),
+        ("auto", "correct", {"num_blocks": 9, "max_num_batched_tokens": 40}),
+        (5, "mostly-correct", {"num_blocks": 7, **GPU}),
+        (5, "mostly-correct", {"block_size": 32, "num_blocks": 5, **ASYNC}),
+        (3, "mostly-correct", {"num_blocks": 8, "enable_prefix_caching": False, **CAPTURED}),
+        (3, "random", {"num_blocks": 9, "max_num_seqs": 5, **GPU}),
+        (8, "random", {"max_num_batched_tokens": 1}),
+        ("auto", "random", ASYNC),
     ],
 )
 def test_output_is_that_of_each_request_alone(
@@ -129,7 +129,7 @@ def test_perfect_drafts_are_all_accepted_with_bonus_token(model: Model) -> None:
         job = Job([1, 2, 3], SamplingParams(temperature=temperature, seed=5, max_tokens=count))
         [wanted] = run_alone(model, [job])
         engine = make_engine(model, k)
-        use_drafter(engine, oracle([job.prompt + wanted.token_ids]))
+        use_drafter(engine, known_text_drafter([job.prompt + wanted.token_ids]))
         [request] = run(engine, [job])
         assert request.output_ids == wanted.token_ids
         assert request.stats.tokens_per_step == k + 1
@@ -179,13 +179,13 @@ def test_policy_observes_every_step_and_resets_with_row(model: Model) -> None:
     engine = make_engine(model, 3, max_num_seqs=1)
     engine.policy = Spy()
     texts = [job.prompt + known.token_ids for job, known in zip(jobs, run_alone(model, jobs), strict=True)]
-    use_drafter(engine, oracle(texts))
+    use_drafter(engine, known_text_drafter(texts))
     run(engine, jobs)
     step, one = (0, 3, 3), (0, 1, 1)
     assert events == [(0,), step, step, (0,), step, one, (0,), one, one, (0,)]
 
 
-def test_seeds(model: Model) -> None:
+def test_seed_decides_output(model: Model) -> None:
     """A seed decides the output in any batch; requests without one follow the engine's."""
     own = [Job([3, 1, 4], SamplingParams(temperature=1, seed=seed, max_tokens=20)) for seed in (1, 2)]
     none = [Job([3, 1, 4], SamplingParams(temperature=1, max_tokens=20))] * 3
@@ -213,7 +213,7 @@ def test_samples_of_one_prompt_share_blocks(model: Model) -> None:
 def test_cached_blocks_match_fresh_prefill(model: Model) -> None:
     """Also where drafts were written and rejected. The last token has no K/V yet."""
     engine = make_engine(model, 6)
-    use_drafter(engine, junk(VOCAB))
+    use_drafter(engine, random_drafter(VOCAB))
     job = Job([i * 7 % VOCAB for i in range(20)], SamplingParams(temperature=1, seed=1, max_tokens=45))
     [request] = run(engine, [job])
     blocks = engine.scheduler.pool.match(request.hashes(16))

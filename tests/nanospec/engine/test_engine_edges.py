@@ -172,11 +172,11 @@ def test_nan_aborts_one_request_only(mode: dict[str, Any]) -> None:
     engine = make_engine(model, 4, num_blocks=9, **mode)
     prompts = [1, 2, 3, POISON, *range(20), 4, 5, 6], [1, 2, 3, POISON, 0], [*range(20), *[POISON] * 30]
     for _ in range(2):  # the second time, every block has been used before
-        sick = [engine.add(prompt, SamplingParams(max_tokens=9, logprobs=1)) for prompt in prompts]
+        nan_requests = [engine.add(prompt, SamplingParams(max_tokens=9, logprobs=1)) for prompt in prompts]
         requests = [engine.add(job.prompt, job.params) for job in jobs]
         finish(engine)
         assert_idle(engine)
-        for request in sick:
+        for request in nan_requests:
             assert request.finish_reason == "abort"
             assert request.output_ids == request.logprobs == []
             assert request.error == (

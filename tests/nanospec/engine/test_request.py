@@ -159,7 +159,9 @@ def test_logprobs_as_dict() -> None:
         ],
     ],
 )
-def test_check_request(prompt: Any, stops: int, params: dict[str, Any], sentence: str | None) -> None:
+def test_invalid_requests_are_rejected_with_the_limit(
+    prompt: Any, stops: int, params: dict[str, Any], sentence: str | None
+) -> None:
     tokenizer = Mock(eos_token_ids=range(stops)) if stops else None
     arguments = prompt, SamplingParams(**params), Limits(EngineConfig(), 4, 8, tokenizer)
     if sentence is None:

@@ -157,7 +157,7 @@ def chunks(plan: Plan) -> list[int]:
     lag=st.integers(0, 1),
     seed=st.integers(0, 1 << 30),
 )
-def test_random_requests(**limits: int) -> None:
+def test_every_plan_is_valid_for_random_requests(**limits: int) -> None:
     """Requests arrive and are aborted at any time, under tight limits of every kind."""
     host = Host(**limits)
     rng = host.rng

@@ -90,7 +90,7 @@ def tokens(model: Model, count: int, seed: int = 0) -> Tensor:
     return torch.randint(model.config.vocab_size, (count,), generator=generator)
 
 
-def test_accuracy(model: Model) -> None:
+def test_logits_are_close_to_float64(model: Model) -> None:
     """Prompts longer than a span, one or several tokens, packed and padded."""
     steps: list[dict[str, Any]] = [
         {"chunks": {0: tokens(model, 330), 1: tokens(model, 5, 1), 2: tokens(model, 255, 2)}},
@@ -113,9 +113,9 @@ def test_accuracy(model: Model) -> None:
 
 
 @pytest.mark.usefixtures("other_library")
-def test_other_processors() -> None:
+def test_accuracy_on_other_processors() -> None:
     for name in MODELS:
-        test_accuracy(build_model(name))
+        test_logits_are_close_to_float64(build_model(name))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tests.util import assert_close
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prefill_and_chunks_of_odd_sizes(variant: str, tmp_path: Path) -> None:
+def test_logits_match_transformers_in_any_chunks(variant: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, variant)
     model, generator = load_model(folder, torch.float32, "cpu"), torch.Generator().manual_seed(3)
     texts = [torch.randint(model.config.vocab_size, (n,), generator=generator) for n in (100, 37)]
@@ -42,7 +42,7 @@ def test_tied_weights_count_once_unless_packed(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2(smollm2: Path) -> None:
+def test_smollm2_matches_transformers(smollm2: Path) -> None:
     ids = torch.randint(49152, (60,), generator=torch.Generator().manual_seed(7))
     expected = reference_logits(smollm2, ids, torch.float32)
     runner = ModelRunner(load_model(smollm2, torch.float32, "cpu"), 1, 64)

@@ -30,7 +30,7 @@ class Silent:
 LONG, NESTED = "x" * 100_000, list[Any]()
 for _ in range(100_000):
     NESTED = [NESTED]
-ODD: list[Any] = [
+UNUSUAL_VALUES: list[Any] = [
     None, True, 0, -1, 10**9, 10**18, 10**40, 10**5000, 0.5, math.nan, math.inf, "", "auto", "none", "a\nb",
     LONG, "\ud800", "\0", b"abc", [], [1], ["a"], [LONG], [None], [10**400], {}, {"a": 1}, {LONG: LONG},
     {None: 1}, {1: 2.0}, {"9" * 5000: 1}, {"²": 1}, (), {1, 2}, NESTED, ["y"] * 99,
@@ -74,7 +74,7 @@ def test_shown_and_reason_are_short_lines() -> None:
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_fields_accept_or_reject_any_value(settings: type) -> None:
     for field in fields(settings):
-        for value in ODD:
+        for value in UNUSUAL_VALUES:
             text = error_of(settings, **{field.name: value})
             assert not text or field.name in text
 
@@ -86,7 +86,7 @@ def llm(folder: Path) -> LLM:
 
 def test_prompts_and_conversations_accept_or_reject_any_value(llm: LLM) -> None:
     message, params = [{"role": "user", "content": "ab"}], SamplingParams(max_tokens=1)
-    for value in ODD:
+    for value in UNUSUAL_VALUES:
         for prompt in (value, ["a", value], {"prompt": value}, {"prompt_token_ids": value}, {LONG: 1}):
             error_of(llm.generate, prompt, params)
         error_of(llm.generate, "a", value)

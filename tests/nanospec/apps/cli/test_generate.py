@@ -62,7 +62,7 @@ def test_prompt_is_answered_with_statistics(run: Run) -> None:
     assert plain["metrics"]["num_drafted"] == 0 < spec["metrics"]["num_accepted"]
 
 
-def test_summary() -> None:
+def test_summary_names_error_and_lossy_rule() -> None:
     stats: dict[str, Any] = {"num_steps": 2, "num_tokens": 3, "num_drafted": 4, "num_accepted": 1}
     assert generate.summary(output(3, error="NaN", acceptance="typical", **stats)) == (
         "[3 tokens, 2.0 tok/s, 1.50 tokens per step, 25% of 4 drafts accepted "

@@ -63,8 +63,8 @@ def guided_jobs(rng: random.Random, count: int) -> list[Job]:
     for job in random_jobs(rng, 270, count, max_tokens=60):
         if rng.random() < 0.7:
             fmt, _ = FORMATS[rng.choice((0, 0, 0, 1, 2, 3, 4))]
-            heat = rng.choice((0.0, 1.0, 5.0, 100.0))
-            params = replace(job.params, response_format=fmt, min_tokens=0, temperature=heat, max_tokens=60)
+            t = rng.choice((0.0, 1.0, 5.0, 100.0))
+            params = replace(job.params, response_format=fmt, min_tokens=0, temperature=t, max_tokens=60)
             job = Job(job.prompt, params)
         jobs.append(job)
     return jobs

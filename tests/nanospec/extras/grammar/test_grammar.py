@@ -24,9 +24,9 @@ from tests.nanospec.extras.grammar.guided import FORMATS, SCHEMA, VOCAB
 from tests.tiny import tiny_tokenizer
 
 OBJECT = {"type": "json_object"}
-ODD = ["a.*", "b|c", "d\ne", "-~/\\^$#& é", "ab", "abab", 'a"\\\n', "é\x00\u2028😀"]
+SPECIAL_TEXTS = ["a.*", "b|c", "d\ne", "-~/\\^$#& é", "ab", "abab", 'a"\\\n', "é\x00\u2028😀"]
 # More choices than the parser's limit.
-MANY_CHOICES = {"type": "choice", "choice": [*ODD, *ODD, *map(str, range(3000))]}
+MANY_CHOICES = {"type": "choice", "choice": [*SPECIAL_TEXTS, *SPECIAL_TEXTS, *map(str, range(3000))]}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_allowed_texts(grammars: Grammars, tokenizer: Tokenizer) -> None:
         (schema(SCHEMA), '{"a": true, "b": "re", "c": -5, "d": ["ab", 12], "e": "x"}', '{"a":true'),
         (OBJECT, '{"a": [1, {"b": null}]}', "[1]"),
         ({"type": "regex", "regex": "a|b+"}, "bbb", "ab"),
-        *((MANY_CHOICES, text, "b") for text in (*ODD, "7", "2999")),
+        *((MANY_CHOICES, text, "b") for text in (*SPECIAL_TEXTS, "7", "2999")),
         *((MANY_CHOICES, "7", text) for text in ("axx", "3000", "aba", "é")),
         ({"type": "grammar", "grammar": 'start: "a" start | "b"'}, "aab", "aa"),
         ({"type": "grammar", "grammar": 'root ::= "a" root | [b-d]'}, "aad", "aa"),

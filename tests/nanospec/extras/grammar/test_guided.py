@@ -44,8 +44,8 @@ def test_many_outputs_follow_format_with_and_without_speculation(make: Make) -> 
     """At high temperatures, sampling is almost uniform over all allowed tokens."""
     rng, jobs = random.Random(1), []
     for i in range(80):
-        heat, fmt = (0.0, 1.0, 8.0, 100.0)[i // 4 % 4], FORMATS[i % 4][0]
-        params = SamplingParams(temperature=heat, seed=i, max_tokens=70, response_format=fmt)
+        temperature, fmt = (0.0, 1.0, 8.0, 100.0)[i // 4 % 4], FORMATS[i % 4][0]
+        params = SamplingParams(temperature=temperature, seed=i, max_tokens=70, response_format=fmt)
         jobs.append(Job(rng.choices(range(1, 270), k=6) + list(range(30, 40)), params))
     requests = run_plain_and_speculative(make, jobs, max_num_seqs=64, trace=True)
     complete = [request for request in requests if request.finish_reason == "stop"]
@@ -67,8 +67,8 @@ def test_failing_guide_does_not_affect_others(make: Make, monkeypatch: pytest.Mo
     params = SamplingParams(temperature=5, seed=1, max_tokens=80, response_format=JSON)
     engine = make(4, **MODES["as-on-gpu"])
     [wanted] = run(engine, [Job([1, 2], params)])
-    well, bad = (engine.add(prompt, params) for prompt in ([1, 2], [4]))
-    guide: Any = bad.constraint
+    healthy, failing = (engine.add(prompt, params) for prompt in ([1, 2], [4]))
+    guide: Any = failing.constraint
 
     def fails(tokens: list[int]) -> int:
         guide.error = "response_format failed at output token 9."
@@ -76,8 +76,8 @@ def test_failing_guide_does_not_affect_others(make: Make, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(guide, "advance", fails)
     finish(engine)
-    assert outcome(well) == outcome(wanted)
-    assert (bad.finish_reason, bad.error) == ("abort", "response_format failed at output token 9.")
+    assert outcome(healthy) == outcome(wanted)
+    assert (failing.finish_reason, failing.error) == ("abort", "response_format failed at output token 9.")
 
 
 def test_invalid_formats_are_rejected(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

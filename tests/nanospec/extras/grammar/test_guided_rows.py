@@ -22,7 +22,7 @@ from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.kernels.table import Table
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ODD = torch.tensor([math.nan, math.inf, -math.inf])  # kept bitwise where allowed
+NON_FINITE = torch.tensor([math.nan, math.inf, -math.inf])  # kept bitwise where allowed
 V, CODE = 40, 2
 TABLE = Table.empty(4, 64, 16, V, "cpu")
 
@@ -101,7 +101,7 @@ def test_mask_matches_loop(backend: Backend, V: int, T: int, more: int, kind: in
     allowed[0, ::2], allowed[1, ::3] = -1, 0
     at = torch.randint(-1, 3, (T,), generator=generator).int()
     logits = torch.randn(T, V + 7, generator=generator).to(DTYPES[kind])[:, :V]
-    logits[:, : len(ODD)] = ODD[:V]
+    logits[:, : len(NON_FINITE)] = NON_FINITE[:V]
     expected = logits.clone()
     for t, m in enumerate(at.tolist()):
         for i in range(V) if m >= 0 else ():

@@ -223,7 +223,7 @@ def test_output_interrupts_and_hanging_rank(folder: Path, whole: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun(folder: Path, whole: LLM, tmp_path: Path) -> None:
+def test_output_under_torchrun_matches_one_process(folder: Path, whole: LLM, tmp_path: Path) -> None:
     [expected] = whole.generate("a red red", SamplingParams(temperature=0, max_tokens=30))
     arguments = f"{ROOT}/run.py --prompt 'a red red' --max-tokens 30 --temperature 0 --json"
     arguments += " --tensor-parallel-size 2 --max-model-len 128 --device cpu --dtype float32"
@@ -246,7 +246,7 @@ class CustomDrafter(SimpleDrafter):
         return random.choices(tokens, k=k)
 
 def generate():
-    sampling = [SamplingParams(max_tokens=30, seed=3, temperature=heat) for heat in (0, 0.9)]
+    sampling = [SamplingParams(max_tokens=30, seed=3, temperature=t) for t in (0, 0.9)]
     return [output.token_ids for output in llm.generate([[5, 9, 5, 9], [8, 3, 8, 3]], sampling)]
 
 spec = SpecConfig(num_speculative_tokens=4)
@@ -269,7 +269,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_user_script(folder: Path, whole: LLM, tmp_path: Path) -> None:
+def test_script_with_own_drafter_and_fork_leaves_no_ranks(folder: Path, whole: LLM, tmp_path: Path) -> None:
     """A drafter defined in the script, a fork, and being killed."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "tmp").mkdir()
@@ -279,7 +279,7 @@ def test_user_script(folder: Path, whole: LLM, tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     child, result = map(json.loads, done.stdout.splitlines())
     assert child == "A forked process cannot use the ranks of its parent; create a new LLM in it."
-    sampling = [SamplingParams(max_tokens=30, seed=3, temperature=heat) for heat in (0, 0.9)]
+    sampling = [SamplingParams(max_tokens=30, seed=3, temperature=t) for t in (0, 0.9)]
     outputs = whole.generate([[5, 9, 5, 9], [8, 3, 8, 3]], sampling)
     assert result["before"] == result["after"] == [output.token_ids for output in outputs]
     assert result["accepted"] > 0

@@ -49,10 +49,10 @@ def test_shards_cover_all_weights_with_equal_shapes(
         numbers = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape)
         seen = torch.zeros(numbers.numel() + 1, dtype=torch.int64)
         for shard in shards:
-            mine = shard.take(name, numbers)
+            part = shard.take(name, numbers)
             wanted = (shard.num_tokens, *shape[1:]) if "embed" in name or "lm_head" in name else shapes[name]
-            assert mine.shape == wanted, name
-            seen += torch.bincount(mine.flatten(), minlength=len(seen))
+            assert part.shape == wanted, name
+            seen += torch.bincount(part.flatten(), minlength=len(seen))
         copies = size if "norm" in name else kv_copies if "k_proj" in name or "v_proj" in name else 1
         assert set(seen[1:].tolist()) == {copies}, name
     # Each query head is on the rank of its KV head.

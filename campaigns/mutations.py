@@ -44,7 +44,7 @@ CPP_SKIPPED = re.compile(
 HINTS = {"strict", "num_warps", "num_stages", "sem", "cache_modifier", "eviction_policy", "input_precision"}
 
 
-class Defect(NamedTuple):
+class Mutation(NamedTuple):
     """Replaces bytes `start` to `end` of a source file by `after`."""
 
     start: int
@@ -65,25 +65,25 @@ class Defect(NamedTuple):
         }
 
 
-def apply(source: str, defect: Defect) -> str:
+def apply(source: str, mutation: Mutation) -> str:
     data = source.encode()
-    return (data[: defect.start] + defect.after.encode() + data[defect.end :]).decode()
+    return (data[: mutation.start] + mutation.after.encode() + data[mutation.end :]).decode()
 
 
-def defects(path: Path) -> list[Defect]:
+def mutations(path: Path) -> list[Mutation]:
     """Return all mutations of a Python or C++ source file, in order."""
     source = path.read_text()
-    return sorted(set(_Finder(source).mutations if path.suffix == ".py" else _cpp_defects(path, source)))
+    return sorted(set(_Finder(source).found if path.suffix == ".py" else _cpp_mutations(path, source)))
 
 
-def _cpp_defects(path: Path, source: str) -> Iterator[Defect]:
+def _cpp_mutations(path: Path, source: str) -> Iterator[Mutation]:
     compiled = _compiled_lines(path)
     skipped = {i for match in CPP_SKIPPED.finditer(source) for i in range(*match.span())}
     for match in CPP_TOKEN.finditer(source):
         if match.start() not in skipped and source.count("\n", 0, match.start()) + 1 in compiled:
             text, start, end = match[0], *(len(source[:i].encode()) for i in match.span())
             after = str(int(text) + 1) if text.isdigit() else CPP.get(text, ";")
-            yield Defect(start, end, "C++", after)
+            yield Mutation(start, end, "C++", after)
 
 
 @cache
@@ -106,7 +106,7 @@ class _Finder(ast.NodeVisitor):
         self.lines = [0]
         for line in source.encode().splitlines(keepends=True):
             self.lines.append(self.lines[-1] + len(line))
-        self.mutations: list[Defect] = []
+        self.found: list[Mutation] = []
         self.bound: set[str] = set()  # names that the function has assigned so far
         self.visit(ast.parse(source))
 
@@ -116,7 +116,7 @@ class _Finder(ast.NodeVisitor):
         start = self.lines[node.lineno - 1] + node.col_offset
         end = self.lines[node.end_lineno - 1] + node.end_col_offset
         text = after if isinstance(after, str) else f"({ast.unparse(after)})"
-        self.mutations.append(Defect(start, end, kind, text))
+        self.found.append(Mutation(start, end, kind, text))
 
     def visit(self, node: ast.AST) -> None:
         for kind, after in _changed(node):
