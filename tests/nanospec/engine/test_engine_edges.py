@@ -187,6 +187,19 @@ def test_nan_aborts_one_request_only(mode: dict[str, Any]) -> None:
             assert_same(outcome(request), wanted)
 
 
+def test_blocks_of_a_nan_request_are_not_cached() -> None:
+    model = tiny_model(vocab_size=24)
+    job = Job([i * 5 % 24 for i in range(40)], greedy(max_tokens=8))
+    engine, embedding = make_engine(model, 3), model.embedding
+    model.embedding = embedding * float("nan")
+    copies = [engine.add(job.prompt, job.params) for _ in range(3)]
+    engine.step()
+    model.embedding = embedding
+    finish(engine)
+    assert [request.finish_reason for request in copies] == ["abort"] * 3
+    assert_same(outcome(run(engine, [job])[0]), run_alone(model, [job])[0])
+
+
 def test_reallocated_blocks_are_zeroed(cyclic: Model) -> None:
     engine = make_engine(cyclic, 3, num_blocks=8)
     engine.worker.kv_cache.fill_(float("nan"))
