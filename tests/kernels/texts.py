@@ -37,11 +37,7 @@ class Texts:
 
     @classmethod
     def random(
-        cls,
-        lengths: Sequence[int],
-        heads: tuple[int, int, int],
-        block_size: int,
-        dtype: torch.dtype,
+        cls, lengths: Sequence[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
     ) -> Texts:
         """Return requests of the given lengths, with `heads` = (Hq, Hkv, D)."""
         num_heads, num_kv_heads, head_dim = heads

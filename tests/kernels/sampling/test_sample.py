@@ -17,16 +17,7 @@ from nanospec.kernels.batch import iter_rows
 from nanospec.kernels.sampling import noise, sample
 from nanospec.kernels.sampling.scores import MAX_VOCAB
 from nanospec.kernels.table import Table
-from tests.kernels.batches import (
-    S,
-    compiled,
-    ints,
-    make_batch,
-    make_table,
-    random_logits,
-    random_table,
-    real,
-)
+from tests.kernels.batches import S, compiled, ints, make_batch, make_table, random_logits, random_table, real
 
 pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
 
