@@ -86,7 +86,8 @@ def check(
     if form == "nan" and read:  # masked tokens may be NaN
         logits[read[-1][0], rng.randrange(V)] = rng.choice([math.inf, math.nan])
         first, s = read[0]
-        logits[first, V // 3], table.penalized[s], table.min_len[s] = math.nan, True, rng.choice([0, 1000])
+        logits[first, V // 3], table.penalized[s] = math.nan, True
+        table.min_len[s] = int(batch.positions[first]) + rng.choice([1, 2])  # 2: the stop token is masked
     elif read and V > 1:  # greedy with a tie
         first, s = read[0]
         table.temperature[s], table.penalized[s] = 0.0, False
