@@ -200,7 +200,7 @@ def cycle(start: int, count: int, vocab_size: int = 32) -> list[int]:
 
 
 class FunctionDrafter(Drafter):
-    """A drafter that proposes the tokens `next_tokens(history, count)` returns, within every limit."""
+    """A drafter that proposes `next_tokens(history, count)`, truncated to the request's limits."""
 
     method = "function"
 
@@ -227,8 +227,8 @@ class FunctionDrafter(Drafter):
 def known_text_drafter(
     texts: Sequence[list[int]], wrong: Callable[[int], bool] = lambda at: False
 ) -> FunctionDrafter:
-    """Return a drafter that knows the texts (prompt + output) and continues the one the history is a prefix
-    of. Where `wrong(at)` holds for the absolute position `at`, the draft is another token."""
+    """Return a drafter that proposes the continuation of the text (prompt + output) that starts with the
+    history. At absolute positions `at` where `wrong(at)` holds, it proposes another token."""
 
     def next_tokens(history: list[int], wanted: int) -> list[int]:
         n = len(history)
@@ -239,7 +239,7 @@ def known_text_drafter(
 
 
 def random_drafter(vocab_size: int, seed: int = 0) -> FunctionDrafter:
-    """Return a drafter of random numbers of random drafts."""
+    """Return a drafter that proposes a random number of random tokens."""
     rng = random.Random(seed)
     return FunctionDrafter(lambda _, wanted: rng.choices(range(vocab_size), k=rng.randint(0, wanted)))
 

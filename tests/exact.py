@@ -116,8 +116,8 @@ def fit(result: Mapping[Output, float], expected: Mapping[Output, float]) -> Fit
 
 
 def least_p(result: Mapping[Output, float], expected: Mapping[Output, float]) -> float:
-    """Return the least p-value over prefix lengths, Bonferroni-corrected. Dependence on the past shows best
-    in whole outputs, other defects in short prefixes, of which there are fewer."""
+    """Return the least p-value over prefix lengths, Bonferroni-corrected. Whole outputs best reveal wrong
+    dependence on earlier tokens; short prefixes, with more samples each, other defects."""
 
     def prefixes(outputs: Mapping[Output, float], n: int) -> Counter[Output]:
         total: Counter[Output] = Counter()

@@ -1,5 +1,5 @@
-"""Patches of Triton's interpreter: less time, scalar conditions as masks, programs in any order as on a GPU,
-and an error for accesses outside the tensors of a launch."""
+"""Patch Triton's interpreter: cache types, accept scalar masks, run programs in random order, and detect
+out-of-bounds accesses."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ running_test = ""  # the order of programs depends only on this and the grid, an
 
 
 def arrange(grid: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return all programs shuffled, backward or forward, the interpreter's order."""
+    """Return all programs in random, descending or ascending order."""
     chance, chosen = random.Random(f"{running_test} {grid}"), list(product(*map(range, grid)))
-    order = chance.choice(("shuffled", "shuffled", "backward", "forward"))
-    if order == "shuffled":
+    order = chance.choice(("random", "random", "descending", "ascending"))
+    if order == "random":
         chance.shuffle(chosen)
-    return chosen[::-1] if order == "backward" else chosen
+    return chosen[::-1] if order == "descending" else chosen
 
 
 def shuffle_programs() -> None:
-    """Run programs in any order. In ascending order, a kernel in which the last program finishes the work,
-    or which reads what an earlier program wrote, would seem correct."""
+    """Run programs in any order. In ascending order, races between programs stay undetected, for example in a
+    kernel whose last program reads what earlier programs wrote."""
     size: Callable[..., None] = interpreter.InterpreterBuilder.set_grid_dim
     place: Callable[..., None] = interpreter.InterpreterBuilder.set_grid_idx
     rest: Iterator[tuple[int, ...]] = iter(())

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process. The leader is the engine's worker, in the test's thread."""
+"""Run tensor-parallel ranks as threads. Rank 0 runs in the test's thread."""
 
 from __future__ import annotations
 

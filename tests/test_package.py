@@ -1,4 +1,4 @@
-"""The wheel contains everything the installed program needs, and only our top-level name."""
+"""The wheel contains everything the installed program needs, and only the top-level package `nanospec`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_wheel_contents(wheel: dict[str, bytes]) -> None:
-    """Includes C++ sources, pages and heads, but no tests, weights or compiled code."""
+    """The wheel includes C++ sources, pages and heads, but no tests, weights or compiled code."""
     folders = {"nanospec": "nanospec", "kernels": "nanospec/kernels", "weights/heads": "nanospec/heads"}
     sources = {}
     for folder, there in folders.items():

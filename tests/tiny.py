@@ -4,7 +4,7 @@
 * `tiny_tokenizer`: bytes, and some longer tokens that cross JSON's syntax.
 * `checkpoint`: a Hugging Face checkpoint written by `transformers` (a test dependency), with biases,
   norms, caps and RoPE that affect the output, one for each entry of `VARIANTS`.
-* `ModelRunner`: runs a model without the engine, on a KV cache of junk with shuffled blocks.
+* `ModelRunner`: runs a model without the engine, on a KV cache of random values with shuffled blocks.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def reference_logits(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float
 class ModelRunner:
     """Request rows and their KV cache, to run a model step by step.
 
-    The cache starts as junk, and the blocks of all rows are shuffled.
+    The cache initially has random values, and the blocks of all rows are shuffled.
 
     Attributes:
         length: committed tokens of each row.

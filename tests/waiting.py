@@ -3,10 +3,10 @@
     with NoWaiting():
         engine.step()
 
-Rejected are operations whose result is read by the host or whose size depends on device data (`item`,
-`nonzero`, boolean masks, ...), tensors created from Python numbers, which are copied from pageable memory,
+Rejects operations whose result is read by the host or whose size depends on device data (`item`, `nonzero`,
+boolean masks, ...), tensors created from Python numbers, which are copied from pageable memory,
 and on a GPU all other copies from pageable memory, which `torch.cuda.set_sync_debug_mode` does not detect.
-Allowed are `upload`, which uses pinned memory, `to_host`, whose result waits only for the step that is due,
+Allows `upload`, which uses pinned memory, `to_host`, whose result waits only for the step that is due,
 and replaying a captured step.
 """
 
@@ -54,7 +54,7 @@ class NoWaiting(TorchDispatchMode):
                     change(module, function.__name__, free)
         for owner, name in ((GridExecutor, "__call__"), *self._replays):
             change(owner, name, allowed(getattr(owner, name)))
-        for name in ("tolist", "numpy", "cpu"):  # the mode does not see these on a CPU
+        for name in ("tolist", "numpy", "cpu"):  # TorchDispatchMode does not intercept these on a CPU
             change(Tensor, name, refused(name, getattr(Tensor, name)))
         return super().__enter__()
 

@@ -165,11 +165,11 @@ def fail_once(mode: str, verb: str, some: bool) -> None:
     while True:
         at += step
         step *= 4 if some else 1
-        calls = failing_at(llm.engine.worker, verb, at, RuntimeError("a cosmic ray"))
+        calls = failing_at(llm.engine.worker, verb, at, RuntimeError("injected error"))
         try:
             assert run(llm) == expected
         except RuntimeError as error:
-            assert str(error) == "a cosmic ray"  # noqa: PT017
+            assert str(error) == "injected error"  # noqa: PT017
         setattr(llm.engine.worker, verb, original)
         assert_sound(llm.engine)
         assert run(llm) == expected

@@ -161,7 +161,7 @@ class Simulation:
         return FunctionDrafter(next_tokens)
 
     def _act(self, fault: dict[str, Any] | None) -> None:
-        """Act in the middle of a call: apply a fault, or let other threads run."""
+        """Apply a fault during a call, or switch threads."""
         if fault is None:
             self.baton.pause()
         elif fault["kind"] in RAISED:
@@ -262,8 +262,6 @@ class Simulation:
         pieces = self.pieces.setdefault(i, [])
         pieces += [piece.text for piece in request.new_pieces()]
         assert not request.is_finished or "".join(pieces) == request.text, f"job {i} streams {pieces}"
-
-    # Against the oracle
 
     def _is_exact(self, params: SamplingParams) -> bool:
         """Return whether an output must equal the oracle's, token by token."""

@@ -78,5 +78,5 @@ class Faults:
                 self._seen[fault["kind"]] += 1
                 self._act(fault)
                 if fault["kind"] in RAISED:
-                    self.raised.append(RAISED[fault["kind"]]("a fault of the simulation"))
+                    self.raised.append(RAISED[fault["kind"]]("injected error"))
                     raise self.raised[-1]

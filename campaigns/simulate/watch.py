@@ -1,5 +1,4 @@
-"""Checks across steps that outputs do not show: requests make progress, none overtakes another, and drafts
-are proposed wherever possible."""
+"""Check properties across steps: requests progress, are admitted in order, and get drafts where possible."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Watch:
         before = list(scheduler.running)
         plan = self._schedule(held)
         kept = [request for request in before if request.row >= 0]
-        assert kept == before[: len(kept)], "a request was preempted although it was not admitted last"
+        assert kept == before[: len(kept)], "a request other than the last admitted was preempted"
         return plan
 
     def _admitted(self, request: Request, cached: list[int]) -> None:
@@ -68,7 +67,7 @@ class Watch:
 
     def _check_progress(self, requests: Sequence[Request]) -> None:
         """Check that the first running request keeps its row until it finishes, and computes or generates a
-        token in each step (with lag, every other step). Recomputed tokens do not count as progress."""
+        token per step, or per two steps with async_scheduling. Recomputed tokens do not count."""
         running, before = self.engine.scheduler.running, self._first
         self._first = None
         if running:

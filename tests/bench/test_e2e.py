@@ -25,7 +25,7 @@ TEXTS: dict[tuple[int, ...], list[int]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("k", "mode"), [(0, "packed"), (4, "captured"), (2, "tape")])
 def test_replay_outputs_reference(k: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on Triton kernels, with a capture that freezes host values as a CUDA graph does."""
+    """Mode "tape" runs Triton kernels with a capture that freezes host values, as a CUDA graph does."""
     texts, size, backend = TEXTS, 4, "auto"
     if mode == "tape":
         texts, size, backend = {(5, 6, 5): [6, 5, 6, 1]}, 1, "triton"

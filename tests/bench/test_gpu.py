@@ -1,4 +1,4 @@
-"""`bench/gpu.py`: failing groups do not affect others; and its benchmarks on tiny shapes with a stand-in for
+"""`bench/gpu.py`: failing groups do not affect others; and its benchmarks on tiny shapes with a mock of
 `torch.cuda`."""
 
 from __future__ import annotations

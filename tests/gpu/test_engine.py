@@ -61,7 +61,7 @@ def check_outputs(
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "captured"])
 def test_speculation_is_bitwise_identical(model: Model, eager: bool, is_async: bool, tmp_path: Path) -> None:
-    """In batches with requests of structured output, with traces, and when requests are preempted."""
+    """Run batches with structured output and traces, in which requests are preempted."""
     options: dict[str, Any] = {"enforce_eager": eager, "async_scheduling": is_async}
     for seed, k in enumerate((0, 1, "auto", 9)):
         _, requests = check_outputs(model, k, make_jobs(seed), trace=True, **options)

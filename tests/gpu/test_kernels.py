@@ -49,8 +49,8 @@ def products_of(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_linear_matches_float64(widths: tuple[int, int], kind: str, gpu: torch.device) -> None:
-    """Accurate for any number of rows. With every tiling, rows are bitwise identical, given the instruction's
-    order and fixed parts of K."""
+    """The result is accurate for any number of rows. Rows are bitwise identical with every tiling: the order
+    of sums in the instructions and the parts of K are fixed."""
     for dtype in (BF16, FP16):
         for T in (1, 5, 17, 63, 100, 320, 1100):
             products = products_of(widths, kind, T, dtype, gpu)

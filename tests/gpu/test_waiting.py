@@ -24,14 +24,14 @@ PARAMS = [
 
 @pytest.fixture
 def errors_on_waiting() -> Iterator[Any]:
-    """Torch's own check for synchronization, switched off after the test."""
+    """Return a function that sets PyTorch's check for synchronization. The check is off after the test."""
     yield torch.cuda.set_sync_debug_mode
     torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft", "ngram+draft", "medusa"])
 def test_async_loop_never_waits(method: str, errors_on_waiting: Any) -> None:
-    """Admission, chunked prompts, growth, preemption, steady state, an abort, the end. The first run compiles
+    """Run admission, chunked prompts, cache growth, preemption, decoding and an abort. The first run compiles
     and allocates everything that persists; the second must give the same output."""
     kinds: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "vocab_size": 512}
     target = tiny_model(**kinds)

@@ -18,7 +18,7 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.verify import COUNTS, Verdict
 from nanospec.kernels.table import Table
 
-S = 4  # request rows, unless a test says otherwise
+S = 4  # default number of request rows
 NEUTRAL = {"top_p": 1, "repetition": 1, "max_len": 1000, "max_k": 63, "min_n": 1, "max_n": 3, "tree_width": 1}
 
 
@@ -32,7 +32,7 @@ def ints(*values: int) -> Tensor:
 
 
 def make_table(V: int, num_rows: int = S, block_size: int = 16, **columns: Any) -> Table:
-    """Return a table of neutral requests with the given columns: one value for all rows, or one per row.
+    """Return a table of requests with default parameters, and the given columns: one value or one per row.
 
     `tokens` determine its size; `stop_ids` may be fewer than the maximum.
     """

@@ -30,8 +30,8 @@ PRODUCTS = ("norm_linear", "linear_add", "norm_swiglu")  # the kernels with prod
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Row], Row]:
-    """The table and last line of `bench/compile.py`, which reuses committed rows of unchanged kernels;
-    compiling all of them takes minutes."""
+    """Return the table and last line of `bench/compile.py`, which reuses committed rows of unchanged kernels,
+    as compiling all of them takes minutes."""
     folder = tmp_path_factory.mktemp("compile")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, f"{ROOT}/bench/compile.py", "--out", str(folder), "--known", str(RESULTS)]
@@ -50,7 +50,7 @@ def test_no_spills_within_limits_on_tensor_cores(compiled: tuple[list[Row], Row]
 
 
 def test_mma_instruction_is_independent_of_number_of_rows(compiled: tuple[list[Row], Row]) -> None:
-    """Only the instruction's width, that of the tile of tokens, may vary: see product.py."""
+    """Only the instruction's width, which is that of the token tile, may vary; see product.py."""
     shapes = defaultdict(set)
     for result in compiled[0]:
         if result["function"] == "_gemm":
@@ -67,8 +67,8 @@ def test_mma_instruction_is_independent_of_number_of_rows(compiled: tuple[list[R
 
 
 def test_loads_overlap_with_products_and_launches(compiled: tuple[list[Row], Row]) -> None:
-    """On sm_90, for a layer of Qwen3-0.6B and attention of 8B. With programmatic dependent launch, no program
-    exits or writes before it has waited."""
+    """Check the sm_90 code of a layer of Qwen3-0.6B and of attention of Qwen3-8B. With programmatic dependent
+    launch, no program exits or writes before it has waited."""
     attention = [f"attention-qwen3-{case}" for case in ("0.6b-B1-q1-L1024", "8b-B64-q5-L4096", "8b-B1-q2048")]
     parts = [*(f"{kernel}-qwen3-0.6b" for kernel in PRODUCTS), *attention, "embed", "rope_cache-qwen3-0.6b"]
     seen, with_products = set(), set()

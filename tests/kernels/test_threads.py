@@ -16,7 +16,7 @@ PROGRAM = r"""
 #include <random>
 
 void expect(bool right, const char* what) {
-    if (!right) std::printf("not so: %s\n", what), std::fflush(stdout), abort();
+    if (!right) std::printf("FAILED: %s\n", what), std::fflush(stdout), abort();
 }
 
 void pause(int microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
@@ -35,18 +35,18 @@ void every_task_runs_once() {
             const int me = next_id++;
             for (int p = 0; p < phases; p++) {
                 team.each(counts[p], [&](long i, long next) {
-                    expect(i >= 0 && i < counts[p] && next >= 0 && next < counts[p], "tasks are below count");
-                    expect(threads > 1 || next == std::min(i + 1, counts[p] - 1), "and in order");
+                    expect(i >= 0 && i < counts[p] && next >= 0 && next < counts[p], "index is out of range");
+                    expect(threads > 1 || next == std::min(i + 1, counts[p] - 1), "tasks are not in order");
                     ran[p][i]++;
                     if (me == late) pause(200);
                 });
-                for (auto& times : ran[p]) expect(times == 1, "every task runs once");
+                for (auto& times : ran[p]) expect(times == 1, "a task did not run exactly once");
             }
         });
     }
 }
 
-// A second caller does without the helpers while they serve the first.
+// While helper threads run the tasks of one caller, other callers run theirs alone.
 void several_callers() {
     std::vector<std::thread> callers;
     for (int c = 0; c < 3; c++)
@@ -56,7 +56,7 @@ void several_callers() {
                 run(3, 2, [&](Team& team) {
                     for (int phase : {0, 1}) team.each(20, [&](long i, long) { ran[i] += 1 + phase; });
                 });
-                for (auto& times : ran) expect(times == 3, "every task of every caller runs once");
+                for (auto& times : ran) expect(times == 3, "a caller's task did not run exactly once");
             }
         });
     for (auto& caller : callers) caller.join();
@@ -72,7 +72,7 @@ int main() {
 @pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="needs a C++ compiler: install g++")
 def test_every_task_runs_once_without_data_races(tmp_path: Path) -> None:
-    """Also without data races, if the compiler has ThreadSanitizer."""
+    """Data races are detected if the compiler has ThreadSanitizer."""
     source, program = tmp_path / "threads.cpp", tmp_path / "threads"
     source.write_text(PROGRAM)
     command = [*find_compiler(), "-std=c++20", "-O1", "-pthread", "-I", str(Path(native.__file__).parent)]

@@ -1,6 +1,6 @@
 """Requests with known keys, values and queries at every position, for tests of attention.
 
-A request can be scored alone or in a batch, with any numbers of cached tokens and queries; the result at a
+A request can be computed alone or in a batch, with any numbers of cached tokens and queries; the result at a
 position must be the same.
 """
 
@@ -28,7 +28,7 @@ Part = tuple[int, int, int]  # request, cached tokens, queries
 @dataclass
 class Texts:
     """R requests of up to L tokens. q [R, L, Hq, D]; cache [2, Hkv, num_blocks, block_size, D]; the blocks
-    of a request are scattered, and unowned entries are NaN."""
+    of a request are scattered, and entries of no request are NaN."""
 
     q: Tensor
     cache: Tensor
@@ -93,7 +93,7 @@ class Texts:
         device: str | torch.device = "cpu",
         **layout: object,
     ) -> Tensor:
-        """Return the kernel's output for the scored tokens, on the CPU."""
+        """Return the kernel's output without padding, on the CPU."""
         batch, q = self.batch(parts, **layout)  # type: ignore[arg-type]
         metadata = AttentionMetadata(on(batch, device), window)
         with forced("triton"):

@@ -127,7 +127,7 @@ def test_ends_of_text(folder: Path, k: Any) -> None:
 
 
 def test_interleaved_streams(llm: LLM) -> None:
-    """Also what a request produced while another stream was read."""
+    """A stream also returns text that was generated while another stream was read."""
     slow, fast = llm.stream(after("ab"), greedy()), llm.stream(after("b"), greedy())
     begin = next(slow)
     assert "".join(fast) == ALPHABET[2:]
@@ -257,7 +257,7 @@ class Alphabet(SimpleDrafter):
 
 
 def test_drafters_are_loaded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, checking the vocabulary; by the model's name; and objects."""
+    """Load drafters by method, by model name, and from objects; check the draft vocabulary."""
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path))
 
     def stats_of(k: int = 5, drafter: Any = None, **fields: Any) -> SpecStats:
@@ -302,7 +302,7 @@ CASES = [  # a method, with "-tree" for trees
 def test_smollm2_output_is_unchanged(smollm2: Path, dtype: str, setup: str) -> None:
     """Compare a batch, whose prompts are split into chunks, with each prompt alone, without speculation.
 
-    In bfloat16 too: on a CPU, a row's result depends neither on other rows nor on its chunks."""
+    On a CPU, a row's result is independent of other rows and of its chunks in bfloat16, too."""
     if dtype == "bfloat16" and not fast_in_bfloat16():
         pytest.skip("this CPU is slow in bfloat16")
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": 256, "max_num_seqs": 4}

@@ -187,7 +187,7 @@ def draw(engine: Engine, cells: Sequence[SamplingParams], samples: int, first_se
 
 @pytest.mark.slow
 def test_outputs_follow_exact_distribution(models: Models, logits: Logits) -> None:
-    """For setups that differ in sampling, layout, acceptance or sharing, and for all setups together."""
+    """Test setups that differ in sampling, layout, acceptance or sharing, and all setups together."""
     cells = [params_for(*what, rule) for rule in rules("draft") for what in SOME_SAMPLING]
     counts = [Counter[Output]() for _ in cells]
     for i, setup in enumerate(SOME_SETUPS):

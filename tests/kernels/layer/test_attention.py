@@ -1,4 +1,4 @@
-"""Paged attention: comparison with `naive`, and bitwise independence of everything but the text."""
+"""Paged attention: results match `naive`, and are bitwise independent of everything but the text."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def check_independence(
     device: str | torch.device = "cpu",
     cached_before: Sequence[int] = (28,),
 ) -> None:
-    """Check queries `first`... of the second text alone, in a batch, with K = 0, when verifying drafts, as a
-    tree, and in a prompt chunk with some number of `cached_before`; with any number of programs."""
+    """Compare queries `first` to `first + 7` of the second text alone, in a batch, with K = 0, when verifying
+    drafts, as a tree, and in prompt chunks with each number of earlier tokens in `cached_before`."""
 
     def attend(*parts: Part, **layout: object) -> Tensor:
         return texts.attend(parts, window, device, **layout)
@@ -151,7 +151,7 @@ def path_as_chain(texts: Texts, part: Part, path: list[int]) -> Texts:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ordered_dot")
 def test_tree_nodes_match_chains_bitwise() -> None:
-    """In a wide and a deep tree, next to a chain, at boundaries of a tile and a span."""
+    """Test a wide and a deep tree, next to a chain, at boundaries of a tile and a span."""
     shape, window = [(61, 7), (507, 10), (0, 6)], 460
     texts, parts = requests(shape, (1, 1, 64), dtype=FP16)
     texts.softcap = 3.0

@@ -52,7 +52,7 @@ def test_linear_matches_float64(
 def test_result_is_bitwise_independent_of_other_rows(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Independent of the number of rows and of the tiling, except for the parts of K."""
+    """Results depend on the parts of K, but on neither the number of rows nor the rest of the tiling."""
     chosen, products = product.choose_tiling, Products(100, 128, 320, dtype)
 
     def run(first: int, count: int, **fields: Any) -> Tensor:
@@ -90,7 +90,7 @@ def test_parts_of_k_depend_only_on_weight_shape(arch: str) -> None:
 
 
 def test_implementation_depends_on_backend_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without support by oneDNN, as on a CPU without AVX-512, bfloat16 is not packed."""
+    """If oneDNN does not support bfloat16 (CPUs without AVX-512), weights are not packed."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     packs = torch.backends.mkldnn.is_available()
     for backend, dtype, K, kind in (
@@ -109,7 +109,7 @@ def test_implementation_depends_on_backend_and_dtype(monkeypatch: pytest.MonkeyP
 
 
 def test_onednn_computes_a_long_single_row_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would split the sum of one row differently than those of several."""
+    """oneDNN sums one long row in another order than several rows."""
     sizes: list[int] = []
 
     def spy(rows: Tensor, *rest: object) -> Tensor:

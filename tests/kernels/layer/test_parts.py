@@ -1,4 +1,4 @@
-"""Weights split among ranks, which are all in one process here."""
+"""Weights split among ranks, which run in one process here."""
 
 from __future__ import annotations
 

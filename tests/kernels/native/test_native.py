@@ -34,7 +34,7 @@ BF16 = torch.bfloat16
 def test_cross_compilation(
     built_for: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Of the file that uses matrix instructions."""
+    """Compile decoder.cpp, the file with matrix instructions."""
     if PROCESSORS[name][1] in Path("/proc/cpuinfo").read_text().split():
         pytest.skip("covered: the other tests compile for it")
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # compiles twice as fast
@@ -44,7 +44,7 @@ def test_cross_compilation(
 
 @pytest.mark.long
 def test_kernels_access_no_memory_outside_their_buffers() -> None:
-    """AddressSanitizer ends the tests of these files at the first such access."""
+    """Run these test files with AddressSanitizer, which fails on an out-of-bounds access."""
     find = "g++", "-print-file-name=libasan.so"
     library = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(library).is_absolute():
@@ -75,7 +75,7 @@ def test_backend_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache of compiled libraries."""
+    """Use an empty cache folder for compiled libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     native.library.cache_clear()
     yield tmp_path / "cache" / "nanospec"
@@ -108,7 +108,7 @@ def test_without_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler
 
 
 def test_cache_folder(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may exist; without a home directory it is temporary."""
+    """The folder may already exist. Without a home directory, a temporary one is used."""
     assert native.cache_folder() == native.cache_folder() == fresh
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))

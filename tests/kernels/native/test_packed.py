@@ -53,8 +53,8 @@ def test_result_is_bitwise_independent_of_batch_on_all_processors(K: int) -> Non
 @pytest.mark.usefixtures("other_library")
 @pytest.mark.parametrize(("x", "weight"), [(1e-20, 1e-19), (1e-39, 1e20), (1e20, 1e-39)])
 def test_subnormals_are_flushed_to_zero(x: float, weight: float) -> None:
-    """Like bfloat16 instructions, since float instructions would be ten times slower with subnormals. PyTorch
-    still keeps them in the same thread."""
+    """The kernels treat subnormals like bfloat16 instructions, as float instructions would be ten times
+    slower with them. PyTorch operations in the same thread keep subnormals."""
     strips = packed.pack(torch.full((40, 96), weight, dtype=BF16))
     for count in (1, 13):
         assert (packed.linear(torch.full((count, 96), x, dtype=BF16), strips) == 0).all()

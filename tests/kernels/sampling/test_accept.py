@@ -32,7 +32,7 @@ from tests.kernels.batches import (
     real,
 )
 
-pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
+pytestmark = pytest.mark.usefixtures("poison")
 
 IMPLEMENTATIONS = {"naive": accept.naive, "kernel": accept.launch}
 
@@ -98,7 +98,7 @@ def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32
 
 
 def check_unchanged_rows(case: Case, targets: Tensor) -> None:
-    """Check rows without a rule, and rows of REJECTION whose drafts were not sampled."""
+    """Check targets of rows without a rule, and of rows of REJECTION whose drafts were not sampled."""
     rule, sampled = case.table.rule.masked_fill(case.table.temperature == 0, EXACT), case.proposal.sampled
     for b, s in enumerate(case.batch.rows.tolist()):
         no_q = case.proposal.logits is None

@@ -35,8 +35,8 @@ def kolmogorov_smirnov(e: Tensor) -> float:
 
 
 def dependence(a: Tensor, b: Tensor) -> float:
-    """Return how unevenly the uniform variates of two noises fill a grid of 16 x 16 together: chi-square,
-    normalized to about N(0, 1)."""
+    """Return the chi-square statistic of two noises' uniform variates on a 16 x 16 grid, normalized to about
+    N(0, 1). Large values show dependence."""
     x, y = ((1 - torch.exp(-e)).mul(16).long().clamp(max=15) for e in (a, b))
     expected = len(a) / 256
     counts = torch.bincount(x * 16 + y, minlength=256).double()

@@ -19,14 +19,14 @@ from nanospec.kernels.sampling.scores import MAX_VOCAB
 from nanospec.kernels.table import Table
 from tests.kernels.batches import S, compiled, ints, make_batch, make_table, random_logits, random_table, real
 
-pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def reference_token(
     x: np.ndarray, drafts: list[int], s: int, position: int, table: Table
 ) -> tuple[int, bool]:
     """Return the token that request row s draws from logits [V] after these drafts, and whether rounding
-    could decide otherwise."""
+    could change it."""
     columns = {name: value for name, value in table._asdict().items() if isinstance(value, Tensor)}
     p = {name: value[s].double().numpy() for name, value in columns.items() if name != "seed"}
     V, T = len(x), float(p["temperature"])
@@ -126,7 +126,7 @@ def test_cpu_matches_reference(implementation: str, q_len: list[int], V: int, se
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_kernel_matches_reference(form: str) -> None:
-    """`random_logits` and `random_table` vary all else by seed."""
+    """All other parameters vary with the seeds of `random_logits` and `random_table`."""
     dtypes = torch.float32, torch.float16, torch.bfloat16
     cases = [(1, [1, 2]), *[(63, [2, 0, 3, 1])] * 3, (100, [3, 2, 1, 1]), (1000, [1, 2])]
     for i, (V, q_len) in enumerate(cases):
@@ -144,8 +144,8 @@ LIMITS: dict[str, Any] = {  # by request row
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["peaked", "flat", "few", "ties"])
 def test_real_vocabulary_size(shape: str) -> None:
-    """Distributions of all shapes, where rounding decides less than one draw in 1e5. The kernel runs on
-    peaked ones over several chunks, where most groups are skipped."""
+    """Test all shapes of distributions; rounding changes less than one draw in 1e5. The kernel runs on peaked
+    distributions over several chunks, where it skips most groups."""
     V, R, Q = 50257, len(LIMITS["top_k"]), 6
     x = torch.randn(R * Q, V, generator=torch.Generator().manual_seed(7))
     shapes = {"flat": x * 0.01, "peaked": x * 4, "few": x.where(x > 3.5, -math.inf), "ties": (x * 3).round()}
@@ -217,7 +217,7 @@ def test_filters_keep_exact_set(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ties_and_non_finite_logits_anywhere(implementation: str) -> None:
-    """In one or several chunks of the vocabulary, with greedy, sampling and filtering rows."""
+    """Test one and several chunks of the vocabulary, with greedy, sampling and filtering rows."""
     V, Q = 4100, 6
     logits = torch.zeros(Q, V)
     logits[0, [40, 50]] = logits[1, [100, 4099]] = 30.0  # ties in a chunk and across chunks

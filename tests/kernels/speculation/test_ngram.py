@@ -16,7 +16,7 @@ from nanospec.kernels.speculation import ngram
 from nanospec.kernels.speculation.proposal import Proposal
 from tests.kernels.batches import compiled, ints, make_table
 
-pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
+pytestmark = pytest.mark.usefixtures("poison")
 
 IMPLEMENTATIONS: dict[str, Callable[..., Proposal]] = {
     "naive": ngram.naive,

@@ -38,12 +38,12 @@ def random_proposal(B: int, k: int, tree: bool = False) -> Proposal:
     return Proposal(random_ints(B, k), count, source, random_ints(B), random_ints(B), parents)
 
 
-def assert_same(ours: Batch, theirs: Batch, block_size: int = 16) -> None:
-    """Compare batches, but only those entries of the block table that the step reads."""
-    assert (ours.max_q_len, ours.max_kv_len) == (theirs.max_q_len, theirs.max_kv_len)
-    for name, own, other in zip(ours.tensors._fields, ours.tensors, theirs.tensors):
+def assert_same(actual: Batch, expected: Batch, block_size: int = 16) -> None:
+    """Compare batches. Of block tables, compare only the entries that the step reads."""
+    assert (actual.max_q_len, actual.max_kv_len) == (expected.max_q_len, expected.max_kv_len)
+    for name, own, other in zip(actual.tensors._fields, actual.tensors, expected.tensors):
         if name == "block_table":
-            for b, pages in enumerate((-(-(ours.base_len + ours.q_len) // block_size)).tolist()):
+            for b, pages in enumerate((-(-(actual.base_len + actual.q_len) // block_size)).tolist()):
                 assert torch.equal(own[b, :pages], other[b, :pages])
         elif isinstance(own, Tensor):
             assert torch.equal(own, other), name
@@ -133,7 +133,6 @@ def sampled(proposal: Proposal) -> list[bool]:
 
 
 def test_merge_keeps_rows_and_sampled_flags() -> None:
-    """Only the second of three proposals is sampled; the third is for the row the others left out."""
     plain, logits = random_proposal(3, 2), torch.randn(3, 2, 9)
     both = merge(ints(1, 0, 0).bool(), plain, plain._replace(logits=logits))
     assert sampled(both) == [False, True, True]

@@ -11,7 +11,7 @@ from nanospec.kernels.speculation.report import PIECE, kept_logprobs, logprobs
 from tests.kernels.batches import ints
 from tests.util import assert_close
 
-pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize("num_top", [0, 5])
@@ -50,7 +50,7 @@ def test_ties_are_ordered_by_token_id() -> None:
 
 
 def test_logprobs_of_kept_tokens() -> None:
-    """Only rows that request them, and only kept tokens; at most the vocabulary."""
+    """Only kept tokens of rows that request log-probabilities are reported, with at most V top tokens."""
     logits, counts = torch.randn(6, 9, generator=torch.Generator().manual_seed(1)), [0] * 5
     lines = [[2, *counts, 4, 5, -1, -1], [1, *counts, 6, -1, -1, -1], [1, *counts, 7, 8, -1, -1]]
     path, q_start = torch.tensor([[0, 1], [0, 0], [1, 0]], dtype=torch.int32), ints(0, 2, 4)
@@ -61,7 +61,7 @@ def test_logprobs_of_kept_tokens() -> None:
 
 @pytest.mark.slow
 def test_result_is_bitwise_independent_of_other_rows() -> None:
-    """With two threads, PyTorch sums a single row in two halves. Uses more rows than one copy holds."""
+    """With two threads, PyTorch sums a single row in two halves. The rows exceed PIECE."""
     generator, before, N = torch.Generator().manual_seed(0), torch.get_num_threads(), PIECE + 2
     logits = (torch.randn(N, 9000, generator=generator) * 3).bfloat16()
     rows, tokens = torch.arange(N), torch.arange(N) * 100

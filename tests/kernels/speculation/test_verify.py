@@ -23,7 +23,7 @@ from tests.kernels.batches import compiled, emitted, ints, make_batch, make_tabl
 
 S, V, CAPACITY = 6, 12, 20
 
-pytestmark = pytest.mark.usefixtures("poison")  # new memory is filled with NaN
+pytestmark = pytest.mark.usefixtures("poison")
 
 IMPLEMENTATIONS: dict[str, Callable[[Tensor, Batch, Table, Proposal], Verdict]] = {
     "naive": verify.naive,

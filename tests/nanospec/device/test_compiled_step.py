@@ -21,7 +21,7 @@ VOCAB, WINDOW = 24, 100
 
 
 def test_output_is_independent_of_drafts_and_batch() -> None:
-    """With all sampling parameters, including penalties; log-probabilities too."""
+    """Compare tokens and log-probabilities with all sampling parameters."""
     sizes: dict[str, Any] = {"max_position_embeddings": 128, "intermediate_size": 96, "head_dim": 32}
     model = tiny_model(dtype=torch.bfloat16, vocab_size=VOCAB, **sizes)
     assert isinstance(model, CompiledModel)

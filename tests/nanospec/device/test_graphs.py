@@ -40,7 +40,7 @@ def test_bucket_for() -> None:
 
 
 def test_rows_are_uploaded_only_on_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All buckets share the rows; capturing one in between steps no row."""
+    """All buckets share the uploaded rows. A capture runs without rows."""
     stepped, sent = list[list[int]](), list[list[int]]()
 
     def step(rows: Tensor, k: int, requested: Any) -> StepResult:
@@ -57,9 +57,9 @@ def test_rows_are_uploaded_only_on_change(monkeypatch: pytest.MonkeyPatch) -> No
         ([2, 0, 1], 0, True),
         ([2, 0, 1], 0, False),
         ([2, 0, 1, 3], 0, True),
-        ([2, 0], 0, True),  # captured now
+        ([2, 0], 0, True),  # a new bucket
         ([2, 0], 0, False),
-        ([2, 0], 1, True),  # the same
+        ([2, 0], 1, True),  # a new bucket
     ):
         stepped.clear()
         sent.clear()

@@ -83,7 +83,7 @@ def test_step_bytes_covers_captures_and_prefill(rows: int, k: Any, monkeypatch: 
         step(one, 0)  # allocations that persist
     with DryRun() as captures:
         graphs.capture_all()
-    assert captures.alive < 20_000 * len(graphs.captures), "they share the logits"
+    assert captures.alive < 20_000 * len(graphs.captures), "captures must share the logits"
     largest, prefill = captures.peak, 0
     for tokens in (500, 1785, config.max_num_batched_tokens):
         prompt = replace(Batch.from_grid(step.table, one, one, one, tokens), prefill=True)
@@ -105,9 +105,9 @@ def test_plan_cache_leaves_memory_for_steps(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(resources, "step_bytes", lambda *_: needed)
     monkeypatch.setattr(resources, "spare_memory", lambda device, sharing: spare)
     assert plan_cache(config, model) == (40, 512)
-    assert plan_cache(replace(config, max_num_seqs=1), model) == (32, 512), "as many as can be used"
+    assert plan_cache(replace(config, max_num_seqs=1), model) == (32, 512), "more blocks than can be used"
     spare = 16 * per_block
-    assert plan_cache(config, model) == (16, 256), "a shorter context"
+    assert plan_cache(config, model) == (16, 256), "the context must fit the cache"
     model.device = torch.device("cuda")
     spare = 8 << 20
     assert plan_cache(config, model) == ((spare - needed) // per_block, 512)
@@ -129,7 +129,7 @@ def test_spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "_free_cpu_memory", lambda: free)
     assert spare_memory(torch.device("cpu"), 2) == int(0.4 * free) // 2
     free = 1 << 40
-    assert spare_memory(torch.device("cpu"), 4) == 1 << 30, "of at most 4 GiB"
+    assert spare_memory(torch.device("cpu"), 4) == 1 << 30, "more than 4 GiB"
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for free, spare in ((700, 600), (50, 0)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 1000))

@@ -16,7 +16,7 @@ BRANCHING = SpecConfig(num_speculative_tokens=4, tree_width=3, acceptance="rejec
 
 
 def row_of(constrained: bool = False, **params: Any) -> Table:
-    """Return a table of one row, initially junk: a request with two prompt tokens and three output tokens."""
+    """Return a table of one row, initially ones, with two prompt tokens and three output tokens."""
     table, given = Table.empty(1, 32, 16, 16, "cpu"), SamplingParams(**params)
     for column in table[:-5]:
         column.fill_(1)

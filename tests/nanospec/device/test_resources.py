@@ -57,7 +57,7 @@ def test_worker_runs_on_its_device(eager: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two GPUs, the second of which is current; then with one, and with none."""
+    """Test two GPUs, of which the second is current, one GPU, and none."""
     gpus = {"is_available": True, "device_count": 2, "current_device": 1}
     for name in gpus:
         monkeypatch.setattr(torch.cuda, name, lambda name=name: gpus[name])

@@ -32,7 +32,7 @@ def test_measure_leaves_state_unchanged() -> None:
 
 
 def test_slow_forward_passes_are_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless several devices must run the same passes."""
+    """With several devices, all run the same number of passes."""
     model, passes, forward = tiny_model(), Counter[int](), Model.forward
     worker = make_engine(model, 0, max_num_seqs=1, enforce_eager=True).worker
 
@@ -52,7 +52,7 @@ def test_slow_forward_passes_are_repeated_less(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_attention_ms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1 ms per token, plus the expected costs for each of 64 positions of two rows."""
+    """Passes take 1 ms per token, plus the expected costs for each of 64 positions of two rows."""
 
     def times(model: Model, kv_cache: Tensor, table: Table, batches: dict[int, Batch]) -> dict[int, float]:
         return {q: batch.num_tokens + 2 * 64 * (0.003 + 0.001 * q) for q, batch in batches.items()}

@@ -50,7 +50,7 @@ OPTIONS: dict[str, Any] = {
 def test_captured_steps_never_wait_and_freeze_no_host_values(
     setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With admissions, chunked prompts, growth, preemption, an abort and releases."""
+    """Run admissions, chunked prompts, cache growth, preemption, an abort and releases."""
     guided = setup == "grammar"
     tokenizer, jobs = tiny_tokenizer(tmp_path) if guided else None, JOBS + [GUIDED] * guided
     make_model = partial(tiny_model, num_layers=1, vocab_size=300 if guided else 64)

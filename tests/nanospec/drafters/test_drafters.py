@@ -48,7 +48,7 @@ def model() -> Model:
 @pytest.mark.usefixtures("steady")
 @pytest.mark.parametrize(("setup", "k"), [*zip(SETUPS, cycle_of((9, "auto")))])
 def test_output_matches_decoding_without_speculation(model: Model, setup: str, k: K) -> None:
-    """With penalties, logprobs, prefix hits, chunks, preemption, and a rule that greedy rows ignore."""
+    """Test penalties, logprobs, prefix hits, chunks, preemption, and a rule that greedy rows ignore."""
     accepted = preempted = 0
     for seed, (most, mode) in enumerate(((k, "plain"), (5, "as-on-gpu"))):
         options: dict[str, Any] = {"num_blocks": 8, "max_num_batched_tokens": 32, "max_num_seqs": 3}
@@ -87,7 +87,7 @@ def greedy(max_tokens: int, **params: Any) -> SamplingParams:
 
 def assert_same_keys(engine: Engine) -> None:
     """Check that a draft model equal to the target has the target's K/V in all blocks it counts as computed.
-    Tokens alone would not show it: the output of a tiny model hardly depends on its context."""
+    Tokens are not enough, as the output of a tiny model hardly depends on its context."""
     drafter = next(part for part in engine.worker.drafters if isinstance(part, ModelDrafter))
     blocks = sorted(drafter._drafted & engine.scheduler.pool._hash_of.keys())
     assert blocks
@@ -101,7 +101,7 @@ def assert_all_accepted(requests: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("cap", "mode"), [(None, "as-on-gpu"), (0.3, "plain")], ids=["as-on-gpu", "softcap"])
 def test_draft_model_equal_to_target_is_always_accepted(cap: float | None, mode: str) -> None:
-    """Also after preemption, prefix hits, chunked prompts and full acceptance: its cache is never stale."""
+    """Its cache stays valid after preemption, prefix hits, chunked prompts and full acceptance."""
     model = tiny_model(logit_softcap=cap)
     options: dict[str, Any] = {"num_blocks": 11, "max_num_seqs": 3, "max_num_batched_tokens": 32}
     engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options, **MODES[mode])
@@ -114,7 +114,7 @@ def test_draft_model_equal_to_target_is_always_accepted(cap: float | None, mode:
 
 
 def test_draft_model_catches_up_with_other_steps(model: Model) -> None:
-    """Its cache falls behind in steps without drafts and in steps with n-gram drafts."""
+    """The draft model's cache falls behind in steps without drafts and in steps with n-gram drafts."""
     engine = make_engine(model, 4, spec=SETUPS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
     choose, rng = engine.policy.choose, random.Random(0)
     engine.policy.choose = lambda *args: choose(*args) if rng.random() < 0.4 else (4, 0)  # type: ignore
@@ -150,7 +150,7 @@ def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_draft_model_computes_prompts_cached_without_it(
     model: Model, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks, even in blocks that it had filled for an earlier request."""
+    """The draft model computes prompts in chunks, also in blocks it filled for an earlier request."""
     options = {"num_blocks": 8, "max_num_batched_tokens": 16, **MODES[mode]}
     engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options)
     prompts = [random.Random(seed).choices(range(VOCAB), k=40) for seed in (3, 4)]
@@ -168,7 +168,7 @@ def test_draft_model_computes_prompts_cached_without_it(
 
 
 def test_draft_model_computes_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt once, although with lag the host knows less than the device; nothing if lookup matches."""
+    """It computes a prompt once, also with async_scheduling, and nothing if lookup matches."""
     options: dict[str, Any] = {"async_scheduling": True, "enforce_eager": True}
     model = cycle_model()
     for method, prompt, computed in (("draft", cycle(0, 20), [19]), ("ngram+draft", cycle(0, 40), [])):
@@ -191,7 +191,7 @@ def cycle_heads(model: Model, count: int) -> Heads:
     ("mode", "width", "steps"), [("plain", 1, 11), ("as-on-gpu", 3, 12), ("plain", 3, 12)]
 )
 def test_perfect_heads_are_always_accepted(mode: str, width: int, steps: int) -> None:
-    """In every row, as kernels and C++ index drafts by K, not by their number; depth 2: a tree of six."""
+    """Test several rows: kernels and C++ index drafts by K, not by the number of drafts."""
     known, spec = cycle_model(), {"method": "medusa", "tree_width": width}
     engine = make_engine(known, 6, spec=spec, heads=cycle_heads(known, 3), max_num_seqs=3, **MODES[mode])
     for i, request in enumerate(run(engine, [Job(cycle(i, 6), greedy(41)) for i in range(3)])):
@@ -235,7 +235,7 @@ def test_heads_use_target_noise(model: Model) -> None:
 
 
 def test_heads_use_hidden_state_of_last_accepted_token(model: Model) -> None:
-    """At the end of the accepted path; a released row has no state."""
+    """The hidden state is that of the last node on the accepted path. A released row has none."""
     drafter, table = medusa_of(model)
     hidden = torch.randn(12, model.config.hidden_size)
     batch = make_batch([6, 6], parents=[0, 0, 1, 0, 3, 3] + [0] * 6, rows=torch.tensor([2, -1]).int())

@@ -75,7 +75,7 @@ def model() -> Model:
 @pytest.mark.slow
 @pytest.mark.parametrize(("k", "is_async", "lookup"), [(4, True, False), ("auto", False, True)])
 def test_simple_drafter_does_not_change_output(model: Model, k: K, is_async: bool, lookup: bool) -> None:
-    """Mixed batches, with too few rows and blocks for all requests, so that some are preempted."""
+    """There are too few rows and blocks for all requests, so some are preempted."""
     jobs = random_jobs(random.Random("plain"), 64, 7)
     drafter: Any = ["ngram", Learner()] if lookup else Learner()
     engine = make_engine(model, k, drafter=drafter, max_num_seqs=4, num_blocks=10, async_scheduling=is_async)
@@ -179,7 +179,7 @@ def test_draft_is_called_for_usable_drafts_only() -> None:
 
 
 def test_slow_drafter_is_rarely_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even though its drafts are always accepted. Lookup before it is not limited."""
+    """The drafter is called rarely even if all its drafts are accepted. Lookup before it is not limited."""
     seconds = [0.0]
 
     def slow(tokens: list[int], k: int) -> list[int]:

@@ -59,8 +59,8 @@ class Reference:
         blocks = self.pool.allocate(count)
         assert blocks is not None
         assert len(set(blocks)) == count
-        assert set(blocks[: len(unnamed)]) <= set(unnamed), "a cached block was evicted before an unnamed one"
-        assert blocks[len(unnamed) :] == named[: max(count - len(unnamed), 0)], "not the least recently used"
+        assert set(blocks[: len(unnamed)]) <= set(unnamed), "a cached block was evicted too early"
+        assert blocks[len(unnamed) :] == named[: max(count - len(unnamed), 0)], "eviction is not LRU"
         for block in blocks:
             self.unused.remove(block)
             self.contents.pop(block, None)

@@ -211,7 +211,7 @@ def test_samples_of_one_prompt_share_blocks(model: Model) -> None:
 
 
 def test_cached_blocks_match_fresh_prefill(model: Model) -> None:
-    """Also where drafts were written and rejected. The last token has no K/V yet."""
+    """Rejected drafts leave no trace in cached blocks. The last token has no K/V yet."""
     engine = make_engine(model, 6)
     use_drafter(engine, random_drafter(VOCAB))
     job = Job([i * 7 % VOCAB for i in range(20)], SamplingParams(temperature=1, seed=1, max_tokens=45))

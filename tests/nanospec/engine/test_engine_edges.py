@@ -103,7 +103,7 @@ def test_step_after_all_requests_ended_is_not_reported(cyclic: Model, captured: 
     assert engine.metrics.num_forward_steps == 3 + captured
     assert request.stats.num_steps == 3
     assert [len(entry) for entry in request.logprobs] == [20] * 9
-    assert engine.step() == []  # without requests, nothing is done
+    assert engine.step() == []
     assert engine.metrics.num_forward_steps == 3 + captured
 
 

@@ -48,7 +48,7 @@ def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
 
 
 def test_outputs_do_not_depend_on_other_threads(llm: LLM) -> None:
-    """Batches, single prompts, several outputs per prompt, and streams, some abandoned midway."""
+    """Run batches, single prompts, several outputs per prompt, and streams, some closed before their end."""
 
     def generate(i: int) -> list[list[int]]:
         prompts = [after(ALPHABET[: 1 + (i + j) % 20]) for j in range(1 + i % 3)]
@@ -142,7 +142,7 @@ def test_stream_garbage_collected_during_a_step(llm: LLM, monkeypatch: pytest.Mo
 
 
 def test_interrupt_is_deferred_to_the_end_of_a_turn() -> None:
-    """The engine is not left locked. A second Ctrl-C interrupts the turn, in case it hangs."""
+    """The lock is released. A second Ctrl-C interrupts the turn at once."""
     shared, ends = SharedEngine(Mock()), list[int]()
 
     def interrupted(times: int) -> None:

@@ -1,4 +1,4 @@
-"""Details of how a request processes a step's tokens that the engine's tests do not reach."""
+"""Requests: stop strings, grammars, hashes, seeds and validation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_stop_string_in_flushed_text_is_cut(bytes_only: Tokenizer, ends: str, re
 
 @pytest.mark.parametrize(("stop", "text", "result"), [(["b", "z"], "aa", "b"), ("a", "", "a")])
 def test_first_stop_string_ends_text(bytes_only: Tokenizer, stop: Any, text: str, result: str) -> None:
-    """It suppresses a later error of the constraint."""
+    """After a stop string, an error of the grammar is ignored."""
     request = request_for(bytes_only, stop=stop)
     request.constraint = Mock(ended=False, error="It cannot be followed.", **{"advance.side_effect": len})
     assert request.append(step(ids_of(bytes_only, *"aab"))) == len(request.output_ids)

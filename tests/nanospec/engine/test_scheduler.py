@@ -21,7 +21,7 @@ SIZE = 4  # tokens per block
 
 class Host:
     """A host loop that checks every plan. Each step adds up to k + 1 random tokens per request; the host may
-    lag a step behind, as on a GPU: the results of a step become known only after the next one is planned."""
+    lag a step behind, as on a GPU: it gets the results of a step only after it has planned the next one."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Host:
     def check_plan(self, plan: Plan) -> None:
         running, waiting = self.scheduler.running, self.scheduler.waiting
         budget = self.max_tokens
-        if plan.decode:  # prompts get at least one block, so they never starve
+        if plan.decode:  # each step prefills at least one block, so prompts always progress
             budget = max(budget - len(plan.decode) * (1 + self.k), SIZE)
         assert sum(chunks(plan)) <= budget
         assert all(count > 0 for count in chunks(plan))
@@ -126,7 +126,7 @@ class Host:
                 start = other.salt, other.tokens[:SIZE]
                 shared = [r for r in running if (r.salt, r.tokens[:SIZE]) == start]
                 in_order = self.requests.index(request) < self.requests.index(other)
-                assert in_order or shared, "not in order"
+                assert in_order or shared, "a request was admitted out of order"
         for request in set(running) - planned:
             assert not request.is_prefilled, "a request that could decode does not"
         for request in plan.decode:

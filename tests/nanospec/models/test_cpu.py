@@ -91,7 +91,7 @@ def tokens(model: Model, count: int, seed: int = 0) -> Tensor:
 
 
 def test_logits_are_close_to_float64(model: Model) -> None:
-    """Prompts longer than a span, one or several tokens, packed and padded."""
+    """Test prompts longer than a span, one and several tokens, packed and padded."""
     steps: list[dict[str, Any]] = [
         {"chunks": {0: tokens(model, 330), 1: tokens(model, 5, 1), 2: tokens(model, 255, 2)}},
         {"chunks": {0: tokens(model, 1, 3), 1: tokens(model, 13, 4), 2: tokens(model, 3, 5)}},
@@ -169,7 +169,7 @@ def path_to(node: int, parents: list[int]) -> list[int]:
     name=st.sampled_from([name for name in MODELS if name != "rows-4-kb-apart"]), seed=st.integers(0, 2**32)
 )
 def test_tree_nodes_match_chains_bitwise(name: str, seed: int) -> None:
-    """Next to other trees, at boundaries of tiles, blocks and spans, on any number of threads."""
+    """Test rows of trees at boundaries of tiles, blocks and spans, on any number of threads."""
     model, rng = build_model(name), random.Random(seed)
     block_size, k = rng.choice((16, 64)), rng.choice((1, 4, 8, 30, 63))
     base = [rng.choice(BASES) for _ in range(3)]
@@ -222,7 +222,7 @@ def test_masked_entries_have_no_effect(model: Model) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forked_process_has_its_own_threads(window_model: Model) -> None:
-    """Only with small tensors, since PyTorch's threads do not survive a fork."""
+    """Tensors are small, since PyTorch's threads do not survive a fork."""
     ids = tokens(window_model, 9)
     ours, childs = ModelRunner(window_model, 1, 32), ModelRunner(window_model, 1, 32)
     with threads(3):

@@ -14,7 +14,7 @@ from nanospec.models import available_models, default_heads, download, resolve_m
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """The empty folders that are searched for models, in search order."""
+    """Create the empty folders that are searched for models, and return them in search order."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path / "named"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -41,7 +41,7 @@ def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same checkpoint in one file and in several."""
+    """Save the same checkpoint in one file and in several."""
     folder = tmp_path_factory.mktemp("originals")
     checkpoint(folder / "shards", "llama", max_shard_size="100KB")
     return {"file": checkpoint(folder / "file", "llama"), "shards": folder / "shards"}
@@ -49,12 +49,12 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def folder(originals: dict[str, Path], tmp_path: Path) -> Path:
-    """A checkpoint of one file that the test may modify."""
+    """Return a checkpoint of one file that the test may modify."""
     return Path(shutil.copytree(originals["file"], tmp_path / "model"))
 
 
 def test_file_layouts(originals: dict[str, Path], folder: Path) -> None:
-    """One file, several, and one of another name with a tensor that is not needed."""
+    """Load one file, several files, and a file of another name with an unused tensor."""
     expected = logits(load(originals["file"]))
     assert len(list(originals["shards"].glob("*.safetensors"))) > 2
     assert torch.equal(logits(load(originals["shards"])), expected)

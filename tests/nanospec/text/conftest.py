@@ -52,7 +52,7 @@ def save(backend: tokenizers.Tokenizer, folder: Path, **configs: dict[str, Any])
 
 @pytest.fixture(scope="session")
 def default(smollm2: Path) -> Tokenizer:
-    """The default model's tokenizer."""
+    """Return the default model's tokenizer."""
     return Tokenizer(smollm2)
 
 

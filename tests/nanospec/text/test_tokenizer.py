@@ -81,7 +81,7 @@ def test_special_tokens(tmp_path: Path) -> None:
 
 
 def test_text_of_token(tmp_path: Path, default: Tokenizer) -> None:
-    """It keeps the space that some tokenizers drop at the start of a text."""
+    """The text keeps the space that some tokenizers drop at the start of a text."""
     spaces = Tokenizer(save(byte_fallback(), tmp_path))
     assert [spaces.text_of(i) for i in (1, 259, 261, 263, 264)] == ["<s>", " ", "a", " a", "ab"]
     ids = default.encode("🤗")[0], *default.encode("<|im_end|> x")

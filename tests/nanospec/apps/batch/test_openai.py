@@ -73,7 +73,7 @@ def test_unsupported_fields_are_rejected(tmp_path: Path, line: dict[str, Any], s
         tasks_of_lines(tmp_path, chat(), line)
 
 
-def test_letters_of_bytes_are_those_of_gpt2() -> None:
+def test_byte_characters_match_gpt2() -> None:
     text = "".join(map(chr, range(1, 2048)))
     [[letters, _]] = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     assert bytes(map(BYTES.__getitem__, letters)) == text.encode()

@@ -16,7 +16,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command line: (exit status, standard output, standard error)."""
+    """Return a function that runs a command line and returns (exit status, stdout, stderr)."""
 
     def run(*args: str | Path) -> tuple[int, str, str]:
         small = ["--model", str(folder), "--dtype", "float32", "--kv-cache-memory", str(1 << 20)]

@@ -98,7 +98,7 @@ def test_typed_lines_become_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(typed_messages(Console(stream))) == ["日本語\ntwo", ""]
     hint = "\nPress Ctrl-C again or Ctrl-D to end the chat.\n"
     assert stream.getvalue() == f"> . {hint}> . > {hint}> > {hint}> "
-    if importlib.util.find_spec("readline"):  # without it, a terminal truncates long pastes
+    if importlib.util.find_spec("readline"):
         assert "readline" in sys.modules
 
 

@@ -184,7 +184,7 @@ def test_demo_compares_with_measured_time(run: Run, tmp_path: Path, monkeypatch:
     assert "\x1b[32mj\x1b[0m" in colored
 
 
-def test_row_of_the_demo() -> None:
+def test_demo_row() -> None:
     plain, spec = output(9, 4.5), output(8, 2.25, num_steps=4, num_tokens=9, num_drafted=8, num_accepted=6)
     assert demo._row("a", plain, spec) == ("a", "8", "2.0", "4.0", "2.00x", "2.25", "75%", "NO")
 

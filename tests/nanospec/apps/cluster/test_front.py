@@ -1,4 +1,4 @@
-"""The ingress, with functions in place of replicas, and how answers reach it."""
+"""The ingress with mock replicas, and the transport of responses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class Answer:
                 yield [await self._next]
 
     def cancel(self) -> None:
-        """Cancel the answer, also for its reader."""
         self.is_cancelled = True
         if self._next is not None:
             self._next.cancel()

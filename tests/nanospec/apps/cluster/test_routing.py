@@ -83,7 +83,7 @@ def test_short_shared_prefix_does_not_attract_requests(own: int, homes: set[str]
     balancer = Balancer(slack=2)
     prompts = [names("ss" + str(number) * own) for number in range(6)]
     assert {balancer.choose(prompt, REPLICAS) for prompt in prompts} == homes
-    balancer.running.update(["a", "b"])  # if all replicas hold it, the idlest gets the next
+    balancer.running.update(["a", "b"])  # if all hold the prefix, the least loaded is chosen
     assert balancer.choose(names("ss!"), REPLICAS) == ("c" if "c" in homes else "a")
 
 
@@ -91,7 +91,7 @@ def test_short_shared_prefix_does_not_attract_requests(own: int, homes: set[str]
     sent=st.lists(st.sampled_from(["p", "pq", "pqr", "r"]), min_size=1, max_size=60), slack=st.integers(0, 5)
 )
 def test_load_difference_is_bounded(sent: list[str], slack: int) -> None:
-    """No request ever finishes here."""
+    """Requests never finish in this test."""
     balancer = Balancer(slack)
     for text in sent:
         balancer.running[balancer.choose(names(text), REPLICAS)] += 1
@@ -107,7 +107,7 @@ def test_new_replica_does_not_catch_up_with_others() -> None:
 
 
 def test_replicas_that_have_left_are_forgotten() -> None:
-    """Unless they still run requests, which are counted until they end."""
+    """A replica that has left stays counted until its requests end."""
     balancer = Balancer(slack=2)
     for replicas in (["a", "b"], ["c"], ["d"]):
         balancer.running[balancer.choose(names("prompt"), replicas)] += replicas == ["a", "b"]

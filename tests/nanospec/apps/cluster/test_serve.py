@@ -84,7 +84,6 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @on_ray
 def test_answers_match_single_server(served: Served, folder: Path) -> None:
-    """With and without streaming; also other paths, keys and errors."""
     params: Any = {name: value for name, value in LONG.items() if name != "prompt"}
     [output] = make(folder, max_model_len=512).generate(after("a"), SamplingParams(**params))
     assert served.post(LONG).json()["choices"][0]["text"] == output.text

@@ -1,4 +1,4 @@
-"""How much of Ray's machines each replica gets, and how Ray is reached."""
+"""Resources of each replica, and the connection to Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GPUS = [{"CPU": 8.0, "GPU": 2.0}]
 def test_resources_of_each_replica(
     replicas: int, options: Any, machines: list[dict[str, float]], expected: Bundle | str
 ) -> None:
-    """Replicas are as large as possible and alike; the ranks of one are on one machine."""
+    """All replicas are equal and as large as possible. The ranks of a replica are on one machine."""
     if isinstance(expected, Bundle):
         assert bundle_for(replicas, EngineConfig(**options), machines) == expected
     else:

@@ -131,5 +131,5 @@ def server(folder: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def offline(folder: Path) -> LLM:
-    """The same model offline, for expected outputs."""
+    """Return the same model offline, to compute expected outputs."""
     return make(folder)

@@ -69,7 +69,7 @@ def test_completions_match_offline_generate(server: Served, offline: LLM, body: 
 
 
 def test_chat_applies_template(server: Served) -> None:
-    """To several messages too; fields without effect are accepted, also null ones."""
+    """Send one and several messages. Fields without effect, and null fields, are accepted."""
     history = [
         {"role": "assistant", "content": None, "tool_calls": [], "name": "x"},
         {"role": "system", "content": PROMPT[:3]},
@@ -140,7 +140,7 @@ def test_logprobs_match_offline(server: Served, offline: LLM) -> None:
 
 
 def test_include_drafts_reports_source_of_each_token(server: Served) -> None:
-    """And the texts of rejected drafts, because the server is traced."""
+    """The server has tracing enabled, so it also reports the texts of rejected drafts."""
     rejected: set[str] = set()
     # One prompt has rejected drafts, one a step without text.
     for prompt, temperature in (("abcabdabcabd", 30), (after(ALPHABET), 0), (PROMPT, 0)):

@@ -47,7 +47,7 @@ def shared(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def server(shared: Served) -> Iterator[Served]:
-    """A server that must work again after the test."""
+    """Yield a server, and check that it works after the test."""
     yield shared
     shared.settle()
     answered = shared.post(COMPLETIONS, SHORT)
@@ -57,7 +57,7 @@ def server(shared: Served) -> Iterator[Served]:
 
 @pytest.fixture
 def limits(server: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function that changes settings of the server during the test."""
+    """Return a function that changes settings of the server during the test."""
 
     def change(**settings: float) -> None:
         for name, value in settings.items():
@@ -103,7 +103,7 @@ def answer(connection: socket.socket) -> bytes:
 
 
 def test_incomplete_or_invalid_requests_are_ended(server: Served, limits: Any) -> None:
-    """Unlike connections that are idle after a request."""
+    """A connection that is idle after a request stays open."""
     limits(read_timeout=0.4)
     incomplete = [b"", b"GET", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"]
     invalid = [b"\x16\x03\x01\x02", b"hello\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"A" * 200_000]
@@ -164,7 +164,7 @@ def test_connection_limit_still_answers_health(server: Served, limits: Any) -> N
 
 
 def test_request_timeout(server: Served, limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then, a stream without tokens consists of comments."""
+    """Before the timeout, a stream without tokens sends keep-alive comments."""
     monkeypatch.setattr(jobs, "QUIET_AFTER", 0.05)
     limits(request_timeout=0.2)
     server.gate.clear()
@@ -178,7 +178,7 @@ def test_request_timeout(server: Served, limits: Any, monkeypatch: pytest.Monkey
 
 
 def test_size_of_bodies_is_limited(server: Served, limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each body and of all together, with their lengths or in chunks."""
+    """Limit each body and the sum of all, with Content-Length and chunked."""
 
     def send(data: bytes) -> list[httpx.Response]:
         chunks = (data[i : i + 100] for i in range(0, len(data), 100))
@@ -254,7 +254,7 @@ def test_exception_fails_running_requests_only(
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What the server logs. Signals outside the server have no effect during the test."""
+    """Collect the server's log. Signals outside the server have no effect during the test."""
     for name in ("nanospec.apps.serve", "uvicorn"):
         logger = logging.getLogger(name)
         for attribute in ("handlers", "propagate", "level"):  # are restored after the test

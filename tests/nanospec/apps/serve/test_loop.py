@@ -111,7 +111,7 @@ async def end_of(job: Job) -> str:
 
 @pytest.fixture
 def blocked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Blocked:
-    """An engine loop whose steps wait, a prompt, and a function that lets them run."""
+    """Return an engine loop whose steps wait, a prompt, and a function that lets the steps run."""
     llm, go = make(folder), threading.Event()
     step = llm.shared.step
     monkeypatch.setattr(llm.shared, "step", lambda: (go.wait(20), step())[1])
@@ -122,7 +122,7 @@ def blocked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Blocked:
 def test_jobs_submitted_around_the_last_step_fail(
     blocked: Blocked, monkeypatch: pytest.MonkeyPatch, message: str
 ) -> None:
-    """A job submitted before, one during and one after the last step, which is stopped or cannot clean up."""
+    """Submit jobs before, during and after the last step, which is stopped or cannot clean up."""
     loop, ids, go = blocked
     if message == FAILED:
         monkeypatch.setattr(loop.llm.engine, "step", fail)

@@ -1,4 +1,4 @@
-"""The server's page in a browser: how it shows an answer, and what its buttons do."""
+"""The server's page in a browser: rendering of responses, and buttons."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_requests_need_a_valid_key_compared_in_constant_time(
 
 
 def test_unknown_paths_share_one_metric_label(guarded: Served) -> None:
-    """With and without a key, also below existing paths."""
+    """Request unknown paths, also below existing ones, with and without a key."""
     for path in ("/a", "/v1/models/c", "/page/d", "/health/e"):
         for headers in ({}, bearer(BOB)):
             guarded.get(path, headers=headers)
@@ -78,7 +78,7 @@ def test_prefix_cache_is_not_shared_between_keys_or_salts(guarded: Served) -> No
 
 
 def test_foreign_hosts_and_origins_are_rejected(server: Served) -> None:
-    """DNS rebinding: a foreign host name that resolves to 127.0.0.1."""
+    """Reject foreign host names, which could resolve to 127.0.0.1 (DNS rebinding)."""
     hosts = ("127.0.0.1", "127.3.2.1", "::1", "localhost", "0.0.0.0", "me")
     assert [ServeConfig(host=host).is_local for host in hosts] == [True] * 4 + [False] * 2
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "127.9.9.9", "[::1]:80"):
@@ -91,7 +91,7 @@ def test_foreign_hosts_and_origins_are_rejected(server: Served) -> None:
 
 
 def test_only_page_files_are_served(server: Served) -> None:
-    """And they run no other site's scripts."""
+    """The Content-Security-Policy forbids scripts of other sites."""
     outside = ("../app.py", "..%2fapp.py", "%2e%2e/app.py", "/etc/passwd", "..\\app.py")
     for name in (*outside, "index.html%00", ""):
         assert server.get(f"/page/{name}").status_code == 404

@@ -64,7 +64,7 @@ def accepts(grammars: Grammars, fmt: dict[str, Any], tokens: Sequence[int]) -> b
 @settings(max_examples=200)
 @given(st.lists(st.sampled_from((0, 1, 65536, 0xD800, 0xDC00)), max_size=40), st.integers(1, 4))
 def test_lookup_matches_ngram_kernel(text: list[int], least: int) -> None:
-    """Also for ids that are surrogates in UTF-16."""
+    """Include ids that are surrogates in UTF-16."""
     starts, n = ngram.matches(torch.tensor(text, dtype=torch.int32), least, 5)
     assert look_up(text, least, 5) == ((int(starts[0]), n) if n else (-1, 0))
 

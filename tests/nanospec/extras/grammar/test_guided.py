@@ -26,7 +26,7 @@ Make = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Random weights, so unguided output never follows a grammar."""
+    """Return a function that creates engines; their unguided output never follows a grammar."""
     tokenizer = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     return partial(make_engine, tiny_model(vocab_size=VOCAB), tokenizer=tokenizer)
 

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.bool)
 
 
 class Target(SimpleNamespace):
-    """A stand-in for a C++ group, which supports weak references."""
+    """A mock of a C++ group, which supports weak references."""
 
 
 def rank_info(rank: int, size: int, store: Path) -> RankInfo:
@@ -88,7 +88,7 @@ def test_ranks_that_do_not_connect_in_time(
 
 
 def test_close_destroys_group(tmp_path: Path) -> None:
-    """Otherwise its destructor could run during interpreter shutdown, which aborts the process."""
+    """A destructor that runs during interpreter shutdown would abort the process."""
     group, destroyed = Group(CPU, rank_info(0, 1, tmp_path / "store"), 30), Event()
     group._gloo = group._tensors = held = Target()
     weakref.finalize(held, destroyed.set)

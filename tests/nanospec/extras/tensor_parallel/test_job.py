@@ -50,7 +50,7 @@ def test_commands_time_out_but_loading_does_not(job: Any) -> None:
         eventually(lambda: job.sent == ["closed"])
     assert str(raised.value) == LATE
     with pytest.raises(RankFailed, match="did not complete 'step'"), job.command("step"):
-        pytest.fail("nothing is begun any more")
+        pytest.fail("a command ran in a job that has ended")
 
 
 def test_hanging_leader_exits(
@@ -66,7 +66,7 @@ def test_hanging_leader_exits(
 
 
 def test_first_failure_is_the_error(job: Any) -> None:
-    """Also for a leader that only sees a closed connection."""
+    """A leader that only sees a closed connection reports the first failure, too."""
     report_failure(job.store, 2, ValueError("max_model_len=7 is too short."))
     report_failure(job.store, 1, RuntimeError("Connection closed by peer"))
     closed = RuntimeError("Connection closed by peer")
@@ -112,4 +112,4 @@ def test_close_notifies_ranks_once_and_waits(tmp_path: Path) -> None:
     assert job.sent == [None, "closed", "closed"]
     assert not list(tmp_path.iterdir())
     with pytest.raises(RuntimeError, match="has been closed; create a new LLM"), job.command("step"):
-        pytest.fail("nothing is begun any more")
+        pytest.fail("a command ran in a job that has ended")

@@ -92,7 +92,7 @@ class Unequal(SimpleDrafter):
 
 @pytest.mark.slow
 def test_start_failures_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second rank is a thread here."""
+    """The second rank runs in a thread."""
     make_worker, pool, followers = launch._worker, ThreadPoolExecutor(), list[Future[int]]()
 
     def slowly(arguments: Any, tokenizer: Any, group: Any, job: Any = None) -> Any:
@@ -161,7 +161,7 @@ def test_torchrun_allows_one_llm_of_all_processes(folder: Path, monkeypatch: pyt
 
 
 def test_ranks_on_a_machine_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equally, also with ranks on other machines; a launcher may show each rank only its own GPU."""
+    """Ranks get equal shares of the cores. A launcher may expose only one GPU to each rank."""
     threads: list[object] = []
     monkeypatch.setattr(launch, "use_threads", threads.append)
     monkeypatch.setattr(launch, "Group", lambda *given: None)
@@ -270,7 +270,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.slow
 def test_script_with_own_drafter_and_fork_leaves_no_ranks(folder: Path, whole: LLM, tmp_path: Path) -> None:
-    """A drafter defined in the script, a fork, and being killed."""
+    """The script defines a drafter, forks, and is killed."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, str(tmp_path / "script.py"), str(folder)]

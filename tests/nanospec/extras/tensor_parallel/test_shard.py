@@ -79,7 +79,7 @@ def test_unsuitable_sizes_are_rejected() -> None:
     "variant", ["llama-mqa", "qwen3-biases-windows", "phi3-partly-rotated", "gemma2-biases"]
 )
 def test_ranks_compute_logits_of_the_whole_model(variant: str, tmp_path: Path) -> None:
-    """Fused tensors, reordered heads, biases, Gemma's norms, QK norms, windows."""
+    """Test fused tensors, reordered heads, biases, Gemma's norms, QK norms and windows."""
     checkpoint(tmp_path, variant)
     ids = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(0))
 

@@ -84,7 +84,7 @@ def run_split(options: EngineConfig, of: Full, jobs: list[Job], drafter: MakeDra
     ids=str,
 )
 def test_output_matches_one_device(shape: tuple[int, int, int], method: str, width: int, mode: str) -> None:
-    """Greedy and seeded sampling, filters, penalties, logprobs, prefix hits, chunks, preemption."""
+    """Test greedy and seeded sampling, filters, penalties, logprobs, prefix hits, chunks and preemption."""
     size, *heads = shape
     of, jobs = full(*heads), random_jobs(random.Random(f"{shape}{method}"), VOCAB, 4, max_tokens=25)
     options = options_of(size, method, 5, width, max_num_batched_tokens=32, **MODES[mode])
@@ -104,7 +104,7 @@ class Noise(SimpleDrafter):
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [4, "auto"])
 def test_ranks_agree_on_random_drafts_and_timed_k(k: Any) -> None:
-    """Each rank alone would choose other drafts, and other numbers of drafts."""
+    """Each rank on its own would choose other drafts, and another number of drafts."""
     memory = 9 * 16 * full().config.kv_bytes_per_token(torch.float32) // 2
     options = options_of(2, "ngram", k, trace=True, kv_cache_memory=memory)
 

@@ -80,7 +80,7 @@ def test_reason_for_number_of_drafts() -> None:
 
 
 def test_share_of_time_without_drafts() -> None:
-    """A captured step scores 1 + k tokens of each row, another one those that exist."""
+    """A captured step computes 1 + k tokens per row; an eager step computes only existing tokens."""
     recorder: Any = Recorder()
     step: Any = SimpleNamespace(rows=[0, 1], k=3, requests=[SimpleNamespace(num_tokens=5)] * 2)
     result: Any = SimpleNamespace(report=SimpleNamespace(num_drafted=2))
