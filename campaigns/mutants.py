@@ -41,12 +41,12 @@ from campaigns.mutations import Mutation, apply, mutations
 ROOT = Path(__file__).parent.parent
 REASONS = Path(__file__).parent / "mutants.json"
 OTHERS = "long or model2 or ray or faults or statistics"
-PHASES = (f"not (slow or {OTHERS})", f"slow and not ({OTHERS})")  # tests that run first, and next
+PHASES = (f"not (slow or {OTHERS})", f"slow and not ({OTHERS})")  # tests that run first and second
 CEILING = 12 << 30  # limit of the address space in bytes, as a mutant may allocate without bound
 
-# The tests of a source file, fastest first, besides the test file that mirrors it: nanospec/llm.py has
-# tests/nanospec/test_llm.py. Names without "/" are in the mirrored folder, others in tests/. A folder's tests
-# are those of its files that have no others.
+# The tests of a source file, fastest first, in addition to its own: nanospec/llm.py has
+# tests/nanospec/test_llm.py. Names without "/" are in the folder of its own test, others in tests/. The tests
+# of a folder are those of its files that have no others.
 MORE = {
     "kernels/": "kernels/speculation/verify nanospec/config",
     "kernels/batch.py": "kernels/speculation/proposal nanospec/models/cpu kernels/sampling/accept",
@@ -159,7 +159,7 @@ class Failures:
 
 
 def tests_of(file: str) -> list[str]:
-    """Return the tests of a source file: its mirror's and those in `MORE`, or else those of its folder."""
+    """Return a source file's own tests and those in `MORE`, or else those of its folder."""
     path = Path(file)
     mirror, more = _test(path.stem, path.parent), MORE.get(file) or ""
     found = [mirror] if (ROOT / mirror).exists() else []

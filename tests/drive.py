@@ -88,7 +88,7 @@ def make_engine(
 def drafters_of(
     spec: SpecConfig, target: Target, loaded: Mapping[str, Drafter], given: Drafters | None = None
 ) -> tuple[Drafter, ...]:
-    """Like `load_drafters`, but take the drafters of methods in `loaded` from there."""
+    """Return the drafters of `load_drafters`, but take those of the methods in `loaded` from there."""
 
     def load(part: Drafter | type[Drafter]) -> Drafter:
         return part if isinstance(part, Drafter) else loaded.get(part.name) or part.load(spec, target)

@@ -1,4 +1,4 @@
-"""Steps on `meta` tensors, to measure memory without computing anything."""
+"""Run steps on `meta` tensors, to measure memory without computing anything."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def built_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture(scope="module", params=PROCESSORS)
 def compiled_for(request: pytest.FixtureRequest, built_for: Callable[[str], Path]) -> ctypes.CDLL:
-    """The library for a type of processor."""
+    """Return the library for a type of processor."""
     option, flag = PROCESSORS[request.param]
     if platform.machine() != "x86_64" or flag not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip(f"needs a processor with {flag}")

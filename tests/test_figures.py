@@ -54,7 +54,7 @@ def test_tokens_per_second_next_to_vllm(document: str, count: int) -> None:
             assert row["zen4"] == f"{ratio:.2f}x", row[0]
 
 
-def test_drafters_table() -> None:
+def test_drafters_table_matches_results() -> None:
     results, rows = load("drafters")["greedy"], DRAFTERS.findall(SPEED)
     assert len(rows) == 7
     for method, width, k, cells in rows:
@@ -64,7 +64,7 @@ def test_drafters_table() -> None:
         assert cells.strip(" |").split(" | ") == shown, name
 
 
-def test_gpu_figures() -> None:
+def test_gpu_figures_match_results() -> None:
     def read(part: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (RESULTS / f"h100/{part}.jsonl").read_text().splitlines()]
 

@@ -19,7 +19,7 @@ FOR_WORK_ON_IT = {"test", "lint", "plot"}  # extras the installed program does n
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files in a wheel that is built without a network; those that describe it are in "about/"."""
+    """Return the files in a wheel built without a network; those that describe it are in "about/"."""
     path = built(tmp_path_factory.mktemp("wheel"), "--no-build-isolation", "--no-index")
     with zipfile.ZipFile(path) as archive:
         return {

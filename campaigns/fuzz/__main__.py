@@ -21,7 +21,7 @@ from . import NAMES, load
 
 FOUND = Path(".fuzz")
 LIMITS = ("-timeout=10", "-rss_limit_mb=2500", "-max_len=65536", "-print_final_stats=1", "-verbosity=0")
-NOT_INSTRUMENTED = ("torch", "numpy", "jinja2", "tokenizers", "safetensors", "gguf")  # not instrumented
+NOT_INSTRUMENTED = ("torch", "numpy", "jinja2", "tokenizers", "safetensors", "gguf")
 
 
 def main() -> int:

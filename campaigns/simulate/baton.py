@@ -1,4 +1,4 @@
-"""Deterministic threads: only one runs at a time, and a random generator chooses which."""
+"""Run threads deterministically: one at a time, in an order chosen by a random generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small, realistic defects to plant, which the simulation must find."""
+"""Realistic defects that the simulation must find."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _register_early(_: None, scheduler: Scheduler, request: Request) -> None:
 
 
 def _accept_last_draft(targets: Any, batch: Any, table: Any, proposal: Any) -> Verdict:
-    """`commit` that always accepts the last draft of a row."""
+    """Run `commit`, but always accept the last draft of a row."""
     if proposal.num_drafts.numel() and batch.parents is None:
         for start, count in zip(batch.q_start.tolist(), batch.q_len.tolist(), strict=True):
             if count > 1:
@@ -72,7 +72,7 @@ def _accept_last_draft(targets: Any, batch: Any, table: Any, proposal: Any) -> V
 
 
 def _prefill_all_but_last(worker: Worker, chunks: Sequence[Chunk]) -> None:
-    """`prefill` without the last token of each chunk."""
+    """Run `prefill` without the last token of each chunk."""
     PREFILL(worker, [Chunk(row, start, max(count - 1, 1)) for row, start, count in chunks])
 
 

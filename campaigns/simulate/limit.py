@@ -1,4 +1,4 @@
-"""A wall-clock time limit."""
+"""Limit the wall-clock time of a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class TooLong(BaseException):
-    """Not an Exception, so that it is not handled as a failed step."""
+    """Raised at the time limit. Not an Exception, so that it is not handled as a failed step."""
 
 
 @contextmanager

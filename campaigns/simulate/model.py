@@ -79,11 +79,11 @@ class Mock(Model):
         else:
             totals = np.zeros(n, dtype=np.int64)
             for i, mask in enumerate(masks):
-                sees = [*range(base), *(base + q for q in range(n) if mask >> q & 1)]
-                visible = sorted(positions[sees].tolist())
-                assert visible == list(range(positions[base + i] + 1)), f"a node sees the positions {visible}"
-                totals[i] = worth[sees].sum()
-                path = sorted(sees, key=positions.__getitem__) if self.nan_after else ()
+                attended = [*range(base), *(base + q for q in range(n) if mask >> q & 1)]
+                visible = sorted(positions[attended].tolist())
+                assert visible == list(range(positions[base + i] + 1)), f"a node attends to {visible}"
+                totals[i] = worth[attended].sum()
+                path = sorted(attended, key=positions.__getitem__) if self.nan_after else ()
                 nan_after[i] = tuple(ids[list(path)].tolist()) in self.nan_after
         last = ids[base:]
         return np.stack([last // BASE, last % BASE, totals % SUMS, nan_after], 1)

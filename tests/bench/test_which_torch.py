@@ -1,4 +1,4 @@
-"""The build of torch that `make` installs."""
+"""`make` installs the right build of torch."""
 
 from __future__ import annotations
 

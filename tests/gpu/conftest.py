@@ -16,7 +16,7 @@ from bench.check import poisoned
 
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[torch.device]:
-    """The GPU; uninitialized memory is filled with NaN or the largest integer."""
+    """Return the GPU. Uninitialized memory is filled with NaN or the largest integer."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -34,7 +34,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of `cycle_model` with a byte-level tokenizer that has one merge."""
+    """Save a checkpoint of `cycle_model` with a byte-level tokenizer that has one merge."""
     folder = tmp_path_factory.mktemp("alphabet")
     config, weights = cycle_weights(len(TOKENS))
     described = {

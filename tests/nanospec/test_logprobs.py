@@ -1,4 +1,4 @@
-"""Logprobs match transformers in float64, with and without speculation, in a mixed batch."""
+"""Log-probabilities match transformers in float64, with and without speculation, in a mixed batch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FP16, FP32 = torch.float16, torch.float32
 TOLERANCE = {FP16: 1e-3, FP32: 1e-6}
 # (T, N, K): one or several tiles in each dimension, whole or not; 1,100 and 1,536 columns have several parts.
 SHAPES = [(1, 64, 64), (5, 100, 576), (17, 66, 1100), (33, 66, 100), (130, 64, 128), (3, 64, 1536)]
-# Each kind with three of the shapes, alternating dtypes and architectures.
+# Test each kind with three of the shapes, alternating dtypes and architectures.
 CASES = [
     (kind, shape, (FP16, FP32)[(k + n) // 2 % 2], ARCHITECTURES[(k // 2 + n) % 4])
     for k, kind in enumerate(KINDS)

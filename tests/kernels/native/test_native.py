@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86 processor")
 @pytest.mark.parametrize("name", ["AVX-512", "AMX"])
-def test_cross_compilation(
+def test_kernels_compile_for_other_processors(
     built_for: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Compile decoder.cpp, the file with matrix instructions."""

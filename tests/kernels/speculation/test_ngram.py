@@ -34,7 +34,7 @@ class Node(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request row: its text and settings. `room` is the number of tokens it may still grow by."""
+    """A request row: its text and settings. `room` is the number of tokens that may be appended."""
 
     text: list[int]
     min_n: int = 1

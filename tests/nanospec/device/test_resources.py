@@ -108,13 +108,13 @@ def test_cpu_quota(tmp_path: Path) -> None:
 
 def test_out_of_memory_errors_are_explained() -> None:
     no_memory = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 8 bytes"
-    capture, unrelated, harmless = (RuntimeError(text) for text in ("capturing", "other", "captured"))
+    capture, unrelated, recovered = (RuntimeError(text) for text in ("capturing", "other", "captured"))
     capture.__context__ = unrelated.__context__ = MemoryError()
-    harmless.__context__ = ValueError()
+    recovered.__context__ = ValueError()
     python, gpu = MemoryError(" first\nsecond"), torch.OutOfMemoryError("first")
     for error in (python, gpu, OSError(errno.ENOMEM, "mmap"), RuntimeError(no_memory), capture):
         assert is_oom(error), repr(error)
-    for other in (OSError(errno.ENOENT, "mmap"), ValueError(no_memory), unrelated, harmless):
+    for other in (OSError(errno.ENOENT, "mmap"), ValueError(no_memory), unrelated, recovered):
         assert not is_oom(other), repr(other)
         with pytest.raises(type(other)) as caught, explain_oom("rows", "lower it"):
             raise other

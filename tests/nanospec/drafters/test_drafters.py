@@ -101,7 +101,7 @@ def assert_all_accepted(requests: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("cap", "mode"), [(None, "as-on-gpu"), (0.3, "plain")], ids=["as-on-gpu", "softcap"])
 def test_draft_model_equal_to_target_is_always_accepted(cap: float | None, mode: str) -> None:
-    """Its cache stays valid after preemption, prefix hits, chunked prompts and full acceptance."""
+    """The draft model's cache stays valid after preemption, prefix hits, chunks and full acceptance."""
     model = tiny_model(logit_softcap=cap)
     options: dict[str, Any] = {"num_blocks": 11, "max_num_seqs": 3, "max_num_batched_tokens": 32}
     engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options, **MODES[mode])
@@ -168,7 +168,7 @@ def test_draft_model_computes_prompts_cached_without_it(
 
 
 def test_draft_model_computes_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It computes a prompt once, also with async_scheduling, and nothing if lookup matches."""
+    """The draft model computes a prompt once, also with async_scheduling, or never if lookup matches."""
     options: dict[str, Any] = {"async_scheduling": True, "enforce_eager": True}
     model = cycle_model()
     for method, prompt, computed in (("draft", cycle(0, 20), [19]), ("ngram+draft", cycle(0, 40), [])):
@@ -215,7 +215,7 @@ ROWS = torch.arange(3, dtype=torch.int32)
 
 
 def test_heads_use_target_noise(model: Model) -> None:
-    """Head i drafts the tokens with the largest score - T log E among its likeliest, using the noise of the
+    """Head i drafts the tokens with the largest score - T log E among its likeliest, with noise E of the
     draft's position."""
     drafter, table = medusa_of(model)
     token_map = drafter.heads.token_map

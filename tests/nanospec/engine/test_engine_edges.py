@@ -99,7 +99,7 @@ def test_stop_token_before_min_tokens_is_not_drawn(cyclic: Model, k: int) -> Non
 def test_step_after_all_requests_ended_is_not_reported(cyclic: Model, captured: bool) -> None:
     engine = make_engine(cyclic, 3, async_scheduling=True, enforce_eager=not captured)
     [request] = run(engine, [Job(PROMPT, greedy(logprobs=20, max_tokens=9))])
-    # A captured step is queued before the end is known; an eager step would wait for the device.
+    # A captured step is queued before the host knows the end; an eager step would wait for the device.
     assert engine.metrics.num_forward_steps == 3 + captured
     assert request.stats.num_steps == 3
     assert [len(entry) for entry in request.logprobs] == [20] * 9

@@ -23,7 +23,7 @@ from tests.nanospec.text.conftest import byte_fallback
 
 @pytest.fixture(scope="module")
 def bytes_only(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer with byte tokens; a run of them is decoded when it ends."""
+    """Return a tokenizer with byte tokens; a run of them is decoded when it ends."""
     folder = tmp_path_factory.mktemp("bytes")
     byte_fallback().save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)

@@ -191,7 +191,7 @@ def test_request_that_passed_another_resumes_after_it() -> None:
 
 
 def test_short_prompt_shares_steps_with_long_one() -> None:
-    """Prompts share a step's budget; one alone, or with prompts that finish in the step, gets the rest."""
+    """Prompts share a step's budget. If the others finish in the step, a prompt gets the rest."""
     host = Host(window=256, extra_blocks=100, num_rows=4, max_tokens=32, k=0)
     long = host.add(list(range(201)), 4)
     assert chunks(host.step()) == [32]
@@ -245,7 +245,7 @@ def test_request_does_not_wait_for_block_of_its_last_token() -> None:
 
 
 def test_request_does_not_wait_for_block_being_decoded() -> None:
-    """A prompt waits only for prompts."""
+    """A prompt waits only for blocks of other prompts."""
     host = Host(window=64, extra_blocks=50, num_rows=2, max_tokens=32, k=0)
     host.add(list(range(8)), 20)
     host.step()

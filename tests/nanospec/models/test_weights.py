@@ -53,7 +53,7 @@ def folder(originals: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(originals["file"], tmp_path / "model"))
 
 
-def test_file_layouts(originals: dict[str, Path], folder: Path) -> None:
+def test_all_file_layouts_load_the_same_weights(originals: dict[str, Path], folder: Path) -> None:
     """Load one file, several files, and a file of another name with an unused tensor."""
     expected = logits(load(originals["file"]))
     assert len(list(originals["shards"].glob("*.safetensors"))) > 2

@@ -58,7 +58,7 @@ def default(smollm2: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session", params=["byte-level", "byte-fallback", "smollm2"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Tokenizer:
-    """Each of the tokenizers in turn."""
+    """Return each of the tokenizers in turn."""
     if request.param == "smollm2":
         result: Tokenizer = request.getfixturevalue("default")
         return result

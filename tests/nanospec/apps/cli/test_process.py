@@ -54,7 +54,7 @@ CASES = {  # last lines of the program, exit status in a shell, start of stderr
 
 @pytest.mark.parametrize("case", CASES)
 def test_process_ends_without_traceback(tmp_path: Path, case: str) -> None:
-    """Ignored signals stay ignored, as set by nohup, and by shells for background jobs."""
+    """Signals that were ignored at the start stay ignored, as after nohup or in background jobs of shells."""
     lines, status, message = CASES[case]
     action, numbers = signal.SIG_IGN if case == "ignored" else signal.SIG_DFL, (signal.SIGHUP, signal.SIGINT)
     options: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "cwd": tmp_path, "timeout": 60}

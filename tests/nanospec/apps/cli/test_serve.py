@@ -17,7 +17,7 @@ from nanospec.apps.cli.main import main
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of models that would have been loaded."""
+    """Return the options of models that would have been loaded."""
     result: list[dict[str, Any]] = []
 
     def load(self: object, folder: Path, **options: Any) -> None:

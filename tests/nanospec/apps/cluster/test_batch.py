@@ -46,7 +46,7 @@ def answers(engine: LineEngine, *lines: Line) -> list[Any]:
 
 
 def test_results_match_single_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed step ends the process: Ray then runs its lines on another replica."""
+    """A failed step ends the process. Ray then runs its lines on another replica."""
 
     def line(number: int, prompt: str, **params: Any) -> Line:
         sampling = SamplingParams(max_tokens=40, seed=number, **params)
@@ -139,7 +139,7 @@ def texts(path: Path) -> dict[int, Any]:
 
 @on_ray
 def test_each_line_written_once_after_replica_killed(folder: Path, tmp_path: Path) -> None:
-    """The output starts with six lines of one killed engine, the last of them torn."""
+    """The output starts with six lines of a killed run, of which the last is incomplete."""
     source, target, expected = (tmp_path / name for name in ("requests", "results", "expected"))
     source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     args = parse(["--input", str(source), "--output", str(expected), *SAME])

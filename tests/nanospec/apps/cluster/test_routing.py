@@ -1,4 +1,4 @@
-"""Choosing the replica for a request."""
+"""Choice of the replica for a request."""
 
 from __future__ import annotations
 

@@ -75,13 +75,13 @@ def test_chat_applies_template(server: Served) -> None:
         {"role": "system", "content": PROMPT[:3]},
         {"role": "developer", "content": PROMPT[3:]},
     ]
-    harmless: Any = {
+    ignored: Any = {
         "model": None, "user": "u", "metadata": {}, "tools": [], "logit_bias": {}, "n": None, "stop": None,
         "stream_options": None, "prediction": {"type": "content", "content": "x"}, "guided_decoding": None,
     }  # fmt: skip
     for messages, more, length in (
         (MESSAGES, {}, None),
-        (history, {"max_tokens": 5, **harmless}, 5),
+        (history, {"max_tokens": 5, **ignored}, 5),
     ):
         [choice] = server.post(CHAT, {"messages": messages, "temperature": 0, **more}).json()["choices"]
         assert choice["message"] == {"role": "assistant", "content": ALPHABET[4:][:length]}
@@ -247,7 +247,7 @@ def test_every_response_has_request_id(server: Served) -> None:
         assert response.json()["id"] == answer_id
 
 
-def test_openai_client(server: Served) -> None:
+def test_openai_client_parses_responses_and_errors(server: Served) -> None:
     """Responses have the client's types, and errors raise its exceptions."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20)
     options: Any = {"model": MODEL, "max_tokens": 5, "temperature": 0}

@@ -163,7 +163,7 @@ def test_connection_limit_still_answers_health(server: Served, limits: Any) -> N
     wait_for(0)
 
 
-def test_request_timeout(server: Served, limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_request_times_out(server: Served, limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the timeout, a stream without tokens sends keep-alive comments."""
     monkeypatch.setattr(jobs, "QUIET_AFTER", 0.05)
     limits(request_timeout=0.2)
@@ -223,7 +223,7 @@ class Panic(BaseException):
 def test_exception_fails_running_requests_only(
     server: Served, monkeypatch: pytest.MonkeyPatch, where: str, nth: int
 ) -> None:
-    """During, before or after a step: the engine's thread survives, and every request is answered."""
+    """An exception is raised during, before or after a step. The engine's thread continues."""
     owners: dict[str, Any] = {"on_done": server.app.engine, "add": server.llm.engine.scheduler}
     owner, calls = owners.get(where, server.llm.engine.worker), list[str]()
     own = getattr(owner, where)
@@ -257,7 +257,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """Collect the server's log. Signals outside the server have no effect during the test."""
     for name in ("nanospec.apps.serve", "uvicorn"):
         logger = logging.getLogger(name)
-        for attribute in ("handlers", "propagate", "level"):  # are restored after the test
+        for attribute in ("handlers", "propagate", "level"):  # restored after the test
             monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
     numbers = signal.SIGTERM, signal.SIGHUP
     handlers = [signal.signal(number, lambda *_: None) for number in numbers]
@@ -287,7 +287,7 @@ def run_server(app: App, visit: Callable[[str], Any]) -> tuple[int, Any]:
     ("seconds", "signals"),
     [(20, [signal.SIGHUP]), (0.1, [signal.SIGTERM]), (20, [signal.SIGTERM] * 2)],
 )
-def test_signal_under_load(
+def test_accepted_requests_end_after_signal(
     folder: Path, lines: io.StringIO, monkeypatch: Any, seconds: float, signals: list[signal.Signals]
 ) -> None:
     """With time to drain, all accepted requests are answered. Without it, or after a second signal, the

@@ -152,7 +152,7 @@ def test_jobs_submitted_around_the_last_step_fail(
     assert (loop.fatal_error is None) == (message == ENDED)
 
 
-def test_limit_of_outputs(blocked: Blocked) -> None:
+def test_number_of_outputs_is_limited(blocked: Blocked) -> None:
     loop, ids, _ = blocked
     with pytest.raises(ValueError, match=r"The request has 12 outputs .*, but the limit is 10\."):
         loop.submit([ids, ids], SamplingParams(n=6))

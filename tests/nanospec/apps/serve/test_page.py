@@ -96,7 +96,7 @@ def until(page: Any, what: str) -> None:
         if page.evaluate(what):
             return
         page.wait_for_timeout(20)
-    raise AssertionError(f"never: {what}")
+    raise AssertionError(f"timed out: {what}")
 
 
 def answered(page: Any) -> None:

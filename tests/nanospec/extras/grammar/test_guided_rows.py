@@ -41,7 +41,7 @@ def ints(*values: Any) -> Tensor:
 
 @pytest.fixture(params=[None, SimpleNamespace(max_tokens=12)], ids=["packed", "captured"])
 def guided(request: pytest.FixtureRequest) -> Grammar:
-    """Four rows, of which 1 and 3 have grammars; row 3 has more drafts than a step may verify."""
+    """Return an extension with grammars in rows 1 and 3; row 3 has more drafts than a step may verify."""
     WORKER.graphs = request.param
     rows = Grammar(None)
     rows.attach(WORKER)

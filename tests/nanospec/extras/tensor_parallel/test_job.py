@@ -21,7 +21,7 @@ LATE = "A rank did not complete 'step' within distributed_timeout=0.3 seconds, s
 
 @pytest.fixture
 def job() -> Iterator[Any]:
-    """A job without processes and with a time limit of 0.3 seconds per command."""
+    """Yield a job without processes, with a time limit of 0.3 seconds per command."""
     job = Job([], HashStore(), 0.3)
     yield connect(job)
     job.close()

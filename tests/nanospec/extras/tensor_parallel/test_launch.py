@@ -1,4 +1,4 @@
-"""Ranks as processes: they start, match a single process, and none survives the end of the job."""
+"""Ranks as processes: outputs match a single process, and no rank survives the end of the job."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_output_matches_one_device(shape: tuple[int, int, int], method: str, wid
 
 
 class Noise(SimpleDrafter):
-    """Drafts at random."""
+    """Proposes random drafts."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
