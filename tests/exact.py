@@ -78,17 +78,17 @@ def may_draw(x: np.ndarray, token: int, params: SamplingParams, slack: float = 1
 
 def joint(logits: Logits, prompt: Sequence[int], params: SamplingParams) -> dict[Output, float]:
     """Return the probability of every complete output: `max_tokens` tokens, or fewer up to a stop token."""
-    going: dict[Output, float] = {(): 1.0}
+    unfinished: dict[Output, float] = {(): 1.0}
     done: dict[Output, float] = {}
     for n in range(params.max_tokens or 0):
         longer: dict[Output, float] = {}
-        for output, p in going.items():
+        for output, p in unfinished.items():
             following = next_token(logits[output], prompt, output, params)
             for token in np.flatnonzero(following).tolist():
                 extended = (*output, token)
                 ended = token in params.stop_token_ids or n + 1 == params.max_tokens
                 (done if ended else longer)[extended] = p * float(following[token])
-        going = longer
+        unfinished = longer
     return done
 
 

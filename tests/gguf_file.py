@@ -69,12 +69,12 @@ def write_gguf(
     weights = tensors(architecture, tied)
     for name, values in weights.items():
         stored = stored_layout(name, values) if architecture == "llama" else values
-        theirs = str(NAMES.get_name(name, try_suffixes=(".weight", ".bias")))
+        gguf_name = str(NAMES.get_name(name, try_suffixes=(".weight", ".bias")))
         kind = gguf.GGMLQuantizationType.Q8_0
         if quantized and values.ndim == 2 and values.shape[1] % 32 == 0:
-            writer.add_tensor(theirs, gguf.quants.quantize(stored, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(theirs, stored)
+            writer.add_tensor(gguf_name, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

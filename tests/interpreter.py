@@ -24,10 +24,10 @@ def patch_modules_once() -> None:
 
     @cache
     def patch_lang(function: Any) -> Any:
-        places = {id(place) for place in function.__globals__.values() if place is tl or place is tl.core}
-        if not places <= replaced:
+        modules = {id(place) for place in function.__globals__.values() if place is tl or place is tl.core}
+        if not modules <= replaced:
             replace(function)
-        replaced.update(places)
+        replaced.update(modules)
         return never
 
     interpreter._patch_lang = patch_lang

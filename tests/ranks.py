@@ -28,7 +28,7 @@ from tests.random_weights import random_weights
 
 Weights = dict[str, Tensor]
 MakeDrafter = Callable[[Model, Group], Sequence[Drafter]]
-PATIENCE = 60.0  # seconds
+TIMEOUT = 60.0  # seconds
 
 
 class Threads(Group):
@@ -42,10 +42,10 @@ class Threads(Group):
     def all_gather(self, x: Tensor) -> Tensor:
         self.count += 1
         self.given[self.rank] = x
-        self.barrier.wait(PATIENCE)
+        self.barrier.wait(TIMEOUT)
         assert len({part.dtype for part in self.given}) == 1
         result = torch.stack(self.given)
-        self.barrier.wait(PATIENCE)  # before any rank gathers again
+        self.barrier.wait(TIMEOUT)  # before any rank gathers again
         return result
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def split_engine(
 ) -> Iterator[Split]:
     """Run an engine over `size` ranks; `drafter` creates each rank's drafters."""
     groups, workers = groups_of(size), dict[int, Rank]()
-    job = Job([], HashStore(), PATIENCE)
+    job = Job([], HashStore(), TIMEOUT)
 
     def worker(rank: int, job: Job | None = None) -> Rank:
         group = groups[rank]
@@ -138,6 +138,6 @@ def split_engine(
     finally:
         leader.close()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         assert not thread.is_alive()
     assert not job.store.check(["nanospec/failure"])

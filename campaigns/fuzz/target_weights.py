@@ -111,7 +111,7 @@ def one(data: bytes) -> None:
                 (folder / name).write_bytes(content)
         model = answer(load, folder)
         if model is not None:
-            assert_right(model, folder)
+            assert_equal(model, folder)
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def assert_right(model: dict[str, torch.Tensor], folder: Path) -> None:
+def assert_equal(model: dict[str, torch.Tensor], folder: Path) -> None:
     """Compare the loaded tensors with those of a minimal reader."""
     read: dict[str, np.ndarray[Any, Any]] = {}
     for file in weights.weight_files(folder):

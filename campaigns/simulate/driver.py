@@ -235,8 +235,8 @@ class Simulation:
                 with self.shared.turn():
                     self.shared.step()
             hits, is_nan = request.num_cached_tokens, self.expected[-1].finish_reason == "abort"
-            right = is_nan or expected in (hits, None)
-            assert right, f"{hits} of {len(prompt)} tokens were cached, expected {expected}"
+            is_expected = is_nan or expected in (hits, None)
+            assert is_expected, f"{hits} of {len(prompt)} tokens were cached, expected {expected}"
 
     def _add(self, i: int) -> None:
         job, oracle = self.scenario.jobs[i], self.oracles[i]

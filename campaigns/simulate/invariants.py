@@ -108,5 +108,5 @@ def check_counters(metrics: Metrics, requests: Sequence[Request], whole: bool) -
     cached, prompts = metrics.num_cached_tokens, metrics.num_prompt_tokens
     expected = sum(r.num_cached_tokens for r in admitted), sum(len(r.prompt_ids) for r in admitted)
     assert cached <= prompts, f"{cached} of {prompts} prompt tokens were cached"
-    right = (cached, prompts) == expected or not whole
-    assert right, f"(cached, prompt) tokens are {(cached, prompts)}, expected {expected}"
+    is_expected = (cached, prompts) == expected or not whole
+    assert is_expected, f"(cached, prompt) tokens are {(cached, prompts)}, expected {expected}"

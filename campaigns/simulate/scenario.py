@@ -163,8 +163,8 @@ def _params(rng: random.Random, engine: dict[str, Any]) -> dict[str, Any]:
         "num_speculative_tokens": lambda: rng.choice((0, 1, 5)),
         "tree_width": lambda: rng.randint(1, engine["tree_width"]),
     }
-    seldom = rng.choice((0.0, 0.1, 0.3))
-    params = {name: value() for name, value in optional.items() if rng.random() < seldom}
+    probability = rng.choice((0.0, 0.1, 0.3))
+    params = {name: value() for name, value in optional.items() if rng.random() < probability}
     params["temperature"] = rng.choice((0.0, 0.0, 0.3, 1.0))
     params["seed"] = rng.randrange(-(2**63), 2**63)
     params["max_tokens"] = limit if rng.random() < 0.9 else None

@@ -15,7 +15,7 @@ from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from nanospec.models.decoder import Model
 from tests.drive import Job, make_engine, random_jobs, run
-from tests.nanospec.extras.grammar.guided import guided_jobs, is_right
+from tests.nanospec.extras.grammar.guided import guided_jobs, is_valid
 from tests.nanospec.extras.tracing.records import check, record_of
 from tests.random_weights import random_heads
 from tests.tiny import GEMMA, tiny_model, tiny_tokenizer
@@ -77,7 +77,7 @@ def test_speculation_is_bitwise_identical(model: Model, eager: bool, is_async: b
     for request in requests:
         response_format = request.params.response_format
         if response_format is not None and request.finish_reason == "stop" and request.stop_reason is None:
-            assert is_right(request.text, response_format)
+            assert is_valid(request.text, response_format)
     assert engine.metrics.spec.by_drafter["grammar"][2] > 0
 
 

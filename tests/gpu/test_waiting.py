@@ -42,11 +42,11 @@ def test_async_loop_never_waits(method: str, errors_on_waiting: Any) -> None:
     )  # fmt: skip
 
     def go() -> list[list[int]]:
-        given_up = engine.add([6] * 9, PARAMS[0])
+        aborted = engine.add([6] * 9, PARAMS[0])
         requests = [engine.add([7 + i, 5, 3] * (3 + 9 * i), PARAMS[i % 3]) for i in range(5)]
         for _ in range(7):
             engine.step()
-        engine.abort(given_up)
+        engine.abort(aborted)
         finish(engine)
         return [outcome(request).token_ids for request in requests]
 

@@ -119,8 +119,8 @@ FROM_VLLM: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def test_options_of_vllm_are_converted() -> None:
-    for theirs, ours in FROM_VLLM:
-        assert EngineConfig.from_options(None, {"speculative_config": theirs}).spec == SpecConfig(**ours)
+    for config, fields in FROM_VLLM:
+        assert EngineConfig.from_options(None, {"speculative_config": config}).spec == SpecConfig(**fields)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def random_model(rng: random.Random, window: int) -> Model:
 
 def random_job(rng: random.Random, vocab_size: int, window: int) -> Job:
     """Return a job with a prompt of random length, often the maximum, and parameters at their limits."""
-    length, variety = rng.choice((1, window - 1, rng.randint(1, window - 1))), rng.choice((2, vocab_size))
+    length, distinct = rng.choice((1, window - 1, rng.randint(1, window - 1))), rng.choice((2, vocab_size))
     several = dict.fromkeys(range(min(vocab_size, 5)), 1e6)
     params = SamplingParams(
         temperature=rng.choice((0.0, 1.0, 1.0, 1e-5, 1e-7, LEAST, 100.0)),
@@ -61,7 +61,7 @@ def random_job(rng: random.Random, vocab_size: int, window: int) -> Job:
         repetition_penalty=rng.choice((1, 1, 0.01, 100)),
         logit_bias=rng.choice(({}, {}, {0: 1e6}, {vocab_size - 1: -1e6}, several)),
     )
-    return Job([rng.randrange(min(vocab_size, variety)) for _ in range(length)], params)
+    return Job([rng.randrange(min(vocab_size, distinct)) for _ in range(length)], params)
 
 
 @pytest.mark.slow
@@ -85,13 +85,13 @@ def test_rope_at_far_positions(tmp_path: Path, variant: str) -> None:
     """Compare with transformers, up to rounding of its float32 products of positions and frequencies."""
     import transformers
 
-    far, places = 1 << 17, torch.tensor([[0, 1, 8191, 65535, (1 << 17) - 1]])
+    far, positions = 1 << 17, torch.tensor([[0, 1, 8191, 65535, (1 << 17) - 1]])
     folder = checkpoint(tmp_path, variant, max_position_embeddings=far)
     _, config = read_config(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    cos, sin = (part[0].double() for part in model.model.rotary_emb(torch.zeros(1, 5, 1), places))
-    own = cos_sin_table(config.rope, config.head_dim, far, "cpu")[places[0]].double()
+    cos, sin = (part[0].double() for part in model.model.rotary_emb(torch.zeros(1, 5, 1), positions))
+    actual = cos_sin_table(config.rope, config.head_dim, far, "cpu")[positions[0]].double()
     half = cos.shape[-1] // 2
-    theirs = torch.cat((cos[:, :half], sin[:, :half]), 1)
-    bound = 1e-6 + places[0, :, None] * 2.0**-23 * config.rope.amplitude
-    assert bool(((own - theirs).abs() <= bound).all())
+    expected = torch.cat((cos[:, :half], sin[:, :half]), 1)
+    bound = 1e-6 + positions[0, :, None] * 2.0**-23 * config.rope.amplitude
+    assert bool(((actual - expected).abs() <= bound).all())

@@ -136,5 +136,5 @@ def test_matches_reference(implementation: str, batch: list[Request], k: int, rn
             nodes, n = reference(batch[s].text, batch[s].min_n, batch[s].max_n, D, batch[s].tree_width)
         assert (int(result.num_drafts[b]), int(result.match_len[b])) == (len(nodes), n), f"row {b}"
         columns_of = zip(*nodes, *[Node(0, -1, 0)] * (k - len(nodes)))
-        for ours, column in zip((result.drafts, result.source, result.parents), columns_of):
-            assert ours is None or ours[b].tolist() == [*column], f"row {b}"
+        for actual, column in zip((result.drafts, result.source, result.parents), columns_of):
+            assert actual is None or actual[b].tolist() == [*column], f"row {b}"

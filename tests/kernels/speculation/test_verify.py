@@ -135,8 +135,8 @@ def test_matches_reference(
         drafted, accepted = max(n - 1, 0), max(len(path) - 1, 0)
         row_report = RowReport(run[:kept], drafted, accepted, by, match_len, code, source[:kept])
         assert reports[b] == row_report
-    for name, ours in table._asdict().items():
-        assert not isinstance(ours, Tensor) or torch.equal(ours, getattr(expected, name)), name
+    for name, actual in table._asdict().items():
+        assert not isinstance(actual, Tensor) or torch.equal(actual, getattr(expected, name)), name
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -71,13 +71,13 @@ def test_captured_steps_never_wait_and_freeze_no_host_values(
         replays, unchanged = engine.worker.graphs.replays, 0
         with NoWaiting((TapeCapture, "replay")) as device:
             requests = [engine.add(job.prompt, job.params) for job in jobs]
-            given_up = engine.add([6] * 9, SamplingParams(temperature=0, max_tokens=20))
+            aborted = engine.add([6] * 9, SamplingParams(temperature=0, max_tokens=20))
             while engine.has_work:
                 before = device.uploads, replays.total()
                 engine.step()
                 unchanged += device.uploads == before[0] and replays.total() > before[1]
-                if given_up in engine.scheduler.running:
-                    engine.abort(given_up)
+                if aborted in engine.scheduler.running:
+                    engine.abort(aborted)
     assert engine.metrics.num_preemptions
     assert engine.metrics.spec.num_drafted
     assert unchanged > 0, "every step uploaded its rows"

@@ -182,9 +182,9 @@ def test_draft_model_computes_only_what_it_needs(monkeypatch: pytest.MonkeyPatch
 def cycle_heads(model: Model, count: int) -> Heads:
     """Return heads that predict `cycle_model` perfectly."""
     hidden = model.config.hidden_size
-    silent = torch.zeros(count, hidden, hidden), torch.zeros(count, 1, hidden)
+    zero_block = torch.zeros(count, hidden, hidden), torch.zeros(count, 1, hidden)
     own = tuple(make_linear(8 * torch.eye(hidden).roll(2 + i, 0)) for i in range(count))
-    return Heads((silent,), own, None)
+    return Heads((zero_block,), own, None)
 
 
 @pytest.mark.parametrize(

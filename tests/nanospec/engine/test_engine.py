@@ -112,13 +112,13 @@ def test_output_is_that_of_each_request_alone(
         assert_same(outcome(request), wanted, job)
         own, drafted = job.params.num_speculative_tokens, len(request.stats.drafted_by_position)
         assert drafted <= (16 if own is None else own)
-    metrics, everyone = engine.metrics, [*requests, aborted]
+    metrics, all_requests = engine.metrics, [*requests, aborted]
     for name in ("num_tokens", "num_steps", "num_drafted", "num_accepted", "num_steps_with_drafts"):
-        assert getattr(metrics.spec, name) == sum(getattr(r.stats, name) for r in everyone)
-    assert metrics.spec.num_tokens == sum(len(r.output_ids) for r in everyone)
+        assert getattr(metrics.spec, name) == sum(getattr(r.stats, name) for r in all_requests)
+    assert metrics.spec.num_tokens == sum(len(r.output_ids) for r in all_requests)
     assert sum(metrics.spec.accepted_by_position) == metrics.spec.num_accepted
     assert sum(metrics.spec.drafted_by_position) == metrics.spec.num_drafted
-    assert metrics.num_preemptions == sum(r.num_preemptions for r in everyone)
+    assert metrics.num_preemptions == sum(r.num_preemptions for r in all_requests)
     assert (metrics.num_preemptions > 0) == ("num_blocks" in options)
     assert (metrics.num_finished, metrics.num_aborted) == (len(requests), 1)
 

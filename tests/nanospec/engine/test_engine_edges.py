@@ -88,11 +88,11 @@ def test_max_model_len_inside_an_accepted_run(
 @pytest.mark.parametrize("k", [0, 7])
 def test_stop_token_before_min_tokens_is_not_drawn(cyclic: Model, k: int) -> None:
     jobs = [Job(PROMPT, greedy(stop_token_ids=[6], max_tokens=12, min_tokens=n)) for n in (2, 3)]
-    allowed, barred = run(make_engine(cyclic, k, max_model_len=64), jobs)
+    allowed, masked = run(make_engine(cyclic, k, max_model_len=64), jobs)
     assert allowed.output_ids == [4, 5, 6]
-    assert barred.output_ids[:2] == [4, 5]
-    assert len(barred.output_ids) > 3
-    assert 6 not in barred.output_ids[:3]
+    assert masked.output_ids[:2] == [4, 5]
+    assert len(masked.output_ids) > 3
+    assert 6 not in masked.output_ids[:3]
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["packed", "captured"])

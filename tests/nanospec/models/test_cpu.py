@@ -224,13 +224,13 @@ def test_masked_entries_have_no_effect(model: Model) -> None:
 def test_forked_process_has_its_own_threads(window_model: Model) -> None:
     """Tensors are small, since PyTorch's threads do not survive a fork."""
     ids = tokens(window_model, 9)
-    ours, childs = ModelRunner(window_model, 1, 32), ModelRunner(window_model, 1, 32)
+    parent, child_runner = ModelRunner(window_model, 1, 32), ModelRunner(window_model, 1, 32)
     with threads(3):
-        expected = ours.step({0: ids})[0]  # starts the threads
+        expected = parent.step({0: ids})[0]  # starts the threads
         if not (child := os.fork()):
             signal.alarm(60)  # in case it hangs
-            right = torch.equal(childs.step({0: ids})[0], expected)
-            os._exit(0 if right and len(os.listdir("/proc/self/task")) == 3 else 1)
+            is_equal = torch.equal(child_runner.step({0: ids})[0], expected)
+            os._exit(0 if is_equal and len(os.listdir("/proc/self/task")) == 3 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

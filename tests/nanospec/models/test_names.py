@@ -13,7 +13,7 @@ from nanospec.models import available_models, default_heads, download, resolve_m
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Create the empty folders that are searched for models, and return them in search order."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path / "named"))
@@ -22,8 +22,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     monkeypatch.setattr("sys.argv", ["/usr/bin/nanospec"])
     (tmp_path / "checkout").mkdir()
     (tmp_path / "checkout" / "run.py").touch()
-    places = {"here": "weights", "named": "named", "checkout": "checkout/weights", "cache": "cache/nanospec"}
-    return {name: tmp_path / place for name, place in places.items()}
+    folders = {"here": "weights", "named": "named", "checkout": "checkout/weights", "cache": "cache/nanospec"}
+    return {name: tmp_path / place for name, place in folders.items()}
 
 
 def put(folder: Path, name: str) -> Path:
@@ -33,52 +33,52 @@ def put(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def test_search_order(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in reversed(places.values()):
+def test_search_order(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in reversed(folders.values()):
         put(folder, "mine")
         assert resolve_model("mine") == folder / "mine"
-    other = put(places["cache"], "org/other")
+    other = put(folders["cache"], "org/other")
     assert resolve_model("org/other") == resolve_model(other) == other
-    put(places["named"], ".hidden")
+    put(folders["named"], ".hidden")
     assert available_models() == ["mine", "org/other"]
-    path = put(places["here"].parent, "mine")
+    path = put(folders["here"].parent, "mine")
     assert resolve_model("mine").samefile(path)
     monkeypatch.delenv("NANOSPEC_WEIGHTS")
-    (places["checkout"].parent / "run.py").unlink()  # an installed package
-    assert models.weights_folders() == [places["here"], places["cache"]]
+    (folders["checkout"].parent / "run.py").unlink()  # an installed package
+    assert models.weights_folders() == [folders["here"], folders["cache"]]
     with pytest.raises(FileNotFoundError, match="train them with: nanospec train --model mine"):
         default_heads(Path("mine"))
-    for folder in (models.PACKAGE, places["cache"], places["here"]):
+    for folder in (models.PACKAGE, folders["cache"], folders["here"]):
         (folder / "heads").mkdir(parents=True)
         (folder / "heads" / "mine.safetensors").touch()
         assert default_heads(Path("mine")) == folder / "heads" / "mine.safetensors"
 
 
-def test_download_from_the_hub(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_from_the_hub(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(hub_id: str, *, local_dir: Path | None, **options: Any) -> str:
         assert (options["allow_patterns"], options["ignore_patterns"]) == (models.FILES, models.NOT_FILES)
-        return str(local_dir or places["here"].parent / hub_id)
+        return str(local_dir or folders["here"].parent / hub_id)
 
     hub = SimpleNamespace(snapshot_download=snapshot_download)
     monkeypatch.setitem(models.sys.modules, "huggingface_hub", hub)
-    target = put(places["here"].parent, "target")
+    target = put(folders["here"].parent, "target")
     assert download("org/name", target) == target
     with pytest.raises(FileNotFoundError, match=r"be downloaded from the hub \(it has no config\.json\)"):
         resolve_model("org/name")
 
 
-def test_unknown_models_are_reported(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_models_are_reported(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "download", lambda name: (_ for _ in ()).throw(OSError("unreachable\nmore")))
-    put(places["named"], "mine")
-    (places["named"] / "empty").mkdir()
+    put(folders["named"], "mine")
+    (folders["named"] / "empty").mkdir()
     for file in ("m.gguf", "m.bin"):
-        (places["named"] / file).touch()
+        (folders["named"] / file).touch()
     for name, message in {
         "nothing": r"unknown model 'nothing': it is not a folder, .* Available models: mine\. Download one",
         "org/name": r"unknown model 'org/name': .* downloaded from the hub \(unreachable more\)\. Available",
-        str(places["named"] / "empty"): r"has no config\.json",
-        str(places["named"] / "m.gguf"): r"is a file, .* convert it: nanospec convert FILE FOLDER",
-        str(places["named"] / "m.bin"): r"is a file, .* use the folder that contains it",
+        str(folders["named"] / "empty"): r"has no config\.json",
+        str(folders["named"] / "m.gguf"): r"is a file, .* convert it: nanospec convert FILE FOLDER",
+        str(folders["named"] / "m.bin"): r"is a file, .* use the folder that contains it",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             resolve_model(name)

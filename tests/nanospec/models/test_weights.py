@@ -85,13 +85,13 @@ def load_error(folder: Path) -> str:
 
 
 def test_all_mismatches_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(tensors: Tensors) -> None:
+    def damage(tensors: Tensors) -> None:
         del tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
         tensors["model.norm.weight"] = torch.zeros(65)
         tensors["model.layers.2.mlp.down_proj.weight"] = torch.zeros(64, 96, dtype=torch.int8)
 
-    edit(folder, spoil)
+    edit(folder, damage)
     monkeypatch.setattr(weights, "Model", None)  # nothing is loaded before the check
     assert load_error(folder) == (
         f"The weights in {folder} do not fit its config.json: "
@@ -150,14 +150,14 @@ def test_incomplete_folders_are_rejected(
 
 
 def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    half, brain = tiny_config(dtype="float16"), tiny_config(dtype="bfloat16")
-    assert resolve_dtype("bfloat16", half, "cpu") == torch.bfloat16
-    assert resolve_dtype("float16", brain, "cuda") == torch.float16
-    assert resolve_dtype("auto", half, "cuda:1") == torch.float16
+    float16, bfloat16 = tiny_config(dtype="float16"), tiny_config(dtype="bfloat16")
+    assert resolve_dtype("bfloat16", float16, "cpu") == torch.bfloat16
+    assert resolve_dtype("float16", bfloat16, "cuda") == torch.float16
+    assert resolve_dtype("auto", float16, "cuda:1") == torch.float16
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(weights, "fast_in_bfloat16", lambda fast=fast: fast)
-        assert resolve_dtype("auto", half, torch.device("cpu")) == expected
+        assert resolve_dtype("auto", float16, torch.device("cpu")) == expected
     with pytest.raises(ValueError, match="not supported on a CPU"):
-        resolve_dtype("float16", half, "cpu")
+        resolve_dtype("float16", float16, "cpu")
     with pytest.raises(ValueError, match="'int8' must be 'auto' or one of 'float32'"):
-        resolve_dtype("int8", half, "cpu")
+        resolve_dtype("int8", float16, "cpu")

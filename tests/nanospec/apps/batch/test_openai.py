@@ -90,8 +90,8 @@ def output(error: str | None = None, n: int = 1) -> RequestOutput:
 def test_results_use_format_of_the_request(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(tmp_path)
     half = "half \ud83d"  # a lone surrogate
-    theirs = chat(logprobs=True, top_logprobs=2), {**completions(logprobs=1), "custom_id": half}
-    a, b, ours = tasks_of_lines(tmp_path, *theirs, {"prompt": "x", "id": half})
+    openai_lines = chat(logprobs=True, top_logprobs=2), {**completions(logprobs=1), "custom_id": half}
+    a, b, plain_task = tasks_of_lines(tmp_path, *openai_lines, {"prompt": "x", "id": half})
 
     def line(task: Any, **given: Any) -> Any:
         return json.loads(result_line(task, output(**given), "small", tokenizer))
@@ -114,7 +114,7 @@ def test_results_use_format_of_the_request(tmp_path: Path) -> None:
     assert choice["logprobs"]["top_logprobs"] == [{"<5>": -0.5}]
     failed = line(a, error="NaN")
     assert (failed["response"], failed["error"]) == (None, {"code": "engine_error", "message": "NaN"})
-    plain = line(ours)
-    assert (plain["index"], plain["key"], plain["id"], plain["text"]) == (2, ours.key, half, "g")
-    assert [done["text"] for done in line(ours, n=2)["outputs"]] == ["g", "g"]
+    plain = line(plain_task)
+    assert (plain["index"], plain["key"], plain["id"], plain["text"]) == (2, plain_task.key, half, "g")
+    assert [done["text"] for done in line(plain_task, n=2)["outputs"]] == ["g", "g"]
     assert num_tokens(output(n=2)) == 2

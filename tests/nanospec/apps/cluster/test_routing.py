@@ -25,10 +25,10 @@ def hashes(prompt: Any, client: bytes = b"", **more: Any) -> list[bytes]:
 def test_shared_hashes_match_common_prefix_length(start: str, ends: tuple[str, str]) -> None:
     texts = [start + end for end in ends]
     first, second = map(hashes, texts)
-    alike = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts))) // PREFIX_STEP
+    same = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts))) // PREFIX_STEP
     assert [len(first), len(second)] == [len(text) // PREFIX_STEP for text in texts]
-    assert first[:alike] == second[:alike]
-    assert not set(first[alike:]) & set(second[alike:])
+    assert first[:same] == second[:same]
+    assert not set(first[same:]) & set(second[same:])
 
 
 def test_hashes_depend_on_client_and_cache_salt_but_not_on_later_messages() -> None:

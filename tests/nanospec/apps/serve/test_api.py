@@ -267,9 +267,9 @@ def test_example_in_docs(server: Served, capsys: pytest.CaptureFixture[str]) -> 
     [example] = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     changes = {"http://localhost:8000": server.url, "smollm2-135m-instruct": MODEL}
     changes |= {"Name three colours, then name them again.": PROMPT}
-    for theirs, ours in changes.items():
-        assert theirs in example
-        example = example.replace(theirs, ours)
+    for text, replacement in changes.items():
+        assert text in example
+        example = example.replace(text, replacement)
     exec(example, {})
     printed = capsys.readouterr().out
     assert printed.startswith(ALPHABET[4:])

@@ -115,9 +115,9 @@ def test_incomplete_or_invalid_requests_are_ended(server: Served, limits: Any) -
         for connection, start in zip(connections, starts):
             with suppress(ConnectionError):
                 connection.sendall(start)
-        dripping = server.connect()  # an occasional byte does not extend the timeout
+        slow_sender = server.connect()  # an occasional byte does not extend the timeout
         with pytest.raises(OSError):
-            any(dripping.sendall(b"G") or time.sleep(0.05) for _ in range(160))  # type: ignore[func-returns-value]
+            any(slow_sender.sendall(b"G") or time.sleep(0.05) for _ in range(160))  # type: ignore[func-returns-value]
         answers = [answer(connection) for connection in connections]
         assert answers[3].startswith(b"HTTP/1.1 408 ")
         assert all(data == b"" or b" 40" in data for data in answers)
@@ -189,9 +189,9 @@ def test_size_of_bodies_is_limited(server: Served, limits: Any, monkeypatch: pyt
     for size, status in ((1000, 200), (1001, 413)):
         data = json.dumps(SHORT).encode().ljust(size)
         assert [response.status_code for response in send(data)] == [status] * 2
-    lying = server.connect()
-    lying.sendall(raw(SHORT).replace(b"content-length: ", b"content-length: 9999999999"))
-    assert b" 413 " in answer(lying)
+    wrong_length = server.connect()
+    wrong_length.sendall(raw(SHORT).replace(b"content-length: ", b"content-length: 9999999999"))
+    assert b" 413 " in answer(wrong_length)
     bodies, arriving = server.app._bodies, [server.connect() for _ in range(2)]
     for connection in arriving:
         connection.sendall(raw(SHORT, 999)[:-49])

@@ -194,9 +194,9 @@ def test_settings_and_rerun_without_speculation(show: Open, server: Served) -> N
 
 @pytest.mark.slow
 def test_text_is_escaped_and_errors_are_shown_in_place(show: Open, server: Served) -> None:
-    nasty = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>"]
-    nasty += ["\u0000\u001b[31m", "天\u202e空", "&lt;b>"]
-    pieces = [(text, i) for i, text in enumerate(nasty)]
+    special = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>"]
+    special += ["\u0000\u001b[31m", "天\u202e空", "&lt;b>"]
+    pieces = [(text, i) for i, text in enumerate(special)]
     chunks = [step(*pieces, ("</div>", -1), drafted=9, rejected=("<img src=y onerror=alert(3)>",))]
     failed = [ANSWER[0], {"error": {"message": "<img src=z onerror=alert(5)>"}}, None]
     answers, requests = [[*chunks, *end(6, 1, 9, 5)], (429, "<b>Busy.</b>"), failed], list[Any]()
@@ -205,7 +205,7 @@ def test_text_is_escaped_and_errors_are_shown_in_place(show: Open, server: Serve
     answered(page)
     page.uncheck("#show-rejected")
     shown = page.text_content(".text")
-    assert "".join(nasty[:2]) in shown
+    assert "".join(special[:2]) in shown
     assert "\u2400\u241b[31m" in shown
     assert "&lt;b>" in shown
     send(page, "Again")
@@ -214,4 +214,4 @@ def test_text_is_escaped_and_errors_are_shown_in_place(show: Open, server: Serve
         page.click("button:has-text('Try again')")
     answered(page)
     assert page.locator(".error").count() == page.locator("img").count() == 0
-    assert requests[1]["messages"][1]["content"] == "".join(nasty) + "</div>"
+    assert requests[1]["messages"][1]["content"] == "".join(special) + "</div>"

@@ -28,7 +28,7 @@ GRAMMAR = 'start: "<" item ("," item)? ">"\nitem: "ab" | "(" item ")" | /[0-9]{2
 CHOICES = ["true", "tr", "red or green", "ab", "é\n\"'\\"]
 
 
-def json_is_right(text: str) -> bool:
+def is_valid_json(text: str) -> bool:
     result = json.loads(text)
     a, b, c, d, e = (result[key] for key in "abcde")
     kinds = type(a) is bool and type(c) is int and type(e) is str
@@ -36,7 +36,7 @@ def json_is_right(text: str) -> bool:
     return list(result) == list("abcde") and kinds and inside and len(d) <= 3 and len(e) <= 4
 
 
-def grammar_is_right(text: str) -> bool:
+def follows_grammar(text: str) -> bool:
     items = text.removeprefix("<").removesuffix(">").split(",")
     item = re.compile(r"(\(*)(ab|[0-9]{2,4})(\)*)")
     result = [item.fullmatch(each) for each in items]
@@ -45,16 +45,16 @@ def grammar_is_right(text: str) -> bool:
 
 REGEX = "(ab|red){1,4}-[0-9]+x"
 FORMATS: tuple[tuple[Mapping[str, Any], Callable[[str], bool]], ...] = (
-    ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, json_is_right),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, is_valid_json),
     ({"type": "regex", "regex": REGEX}, lambda text: re.fullmatch(REGEX, text) is not None),
-    ({"type": "grammar", "grammar": GRAMMAR}, grammar_is_right),
+    ({"type": "grammar", "grammar": GRAMMAR}, follows_grammar),
     ({"type": "choice", "choice": CHOICES}, CHOICES.__contains__),
     ({"type": "json_object"}, lambda text: isinstance(json.loads(text), dict)),
 )
 
 
-def is_right(text: str, fmt: Mapping[str, Any]) -> bool:
-    return next(right for known, right in FORMATS if known == fmt)(text)
+def is_valid(text: str, fmt: Mapping[str, Any]) -> bool:
+    return next(check for known, check in FORMATS if known == fmt)(text)
 
 
 def guided_jobs(rng: random.Random, count: int) -> list[Job]:

@@ -15,7 +15,7 @@ from nanospec import SamplingParams
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
 from tests.drive import MODES, Job, assert_same, finish, make_engine, outcome, run
-from tests.nanospec.extras.grammar.guided import CHOICES, FORMATS, VOCAB, is_right
+from tests.nanospec.extras.grammar.guided import CHOICES, FORMATS, VOCAB, is_valid
 from tests.nanospec.extras.tracing.records import check
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -51,7 +51,7 @@ def test_many_outputs_follow_format_with_and_without_speculation(make: Make) -> 
     complete = [request for request in requests if request.finish_reason == "stop"]
     for request in complete:
         assert request.params.response_format is not None
-        assert is_right(request.text, request.params.response_format), request.text
+        assert is_valid(request.text, request.params.response_format), request.text
         check(request)
     assert len(complete) > 60
     assert len({request.text for request in requests}) > 40

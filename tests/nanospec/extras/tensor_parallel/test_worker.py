@@ -62,13 +62,13 @@ def options_of(size: int, method: str, k: Any, width: int = 1, **more: Any) -> E
     return EngineConfig(spec=make_spec(k, method=method, tree_width=width), **options)
 
 
-def run_split(options: EngineConfig, of: Full, jobs: list[Job], drafter: MakeDrafter | None = None) -> Any:
+def run_split(options: EngineConfig, whole: Full, jobs: list[Job], drafter: MakeDrafter | None = None) -> Any:
     """Check that ranks generate the output of one device, and return the metrics."""
     size = options.tensor_parallel_size
-    with split_engine(size, of.config, of.weights, options, drafter) as split:
+    with split_engine(size, whole.config, whole.weights, options, drafter) as split:
         result = [outcome(request) for request in run(split.engine, jobs)]
     split.assert_equal()
-    for got, wanted in zip(result, run_alone(of.model, jobs), strict=True):
+    for got, wanted in zip(result, run_alone(whole.model, jobs), strict=True):
         assert_same(got, wanted)
     return split.engine.metrics
 
@@ -86,9 +86,9 @@ def run_split(options: EngineConfig, of: Full, jobs: list[Job], drafter: MakeDra
 def test_output_matches_one_device(shape: tuple[int, int, int], method: str, width: int, mode: str) -> None:
     """Test greedy and seeded sampling, filters, penalties, logprobs, prefix hits, chunks and preemption."""
     size, *heads = shape
-    of, jobs = full(*heads), random_jobs(random.Random(f"{shape}{method}"), VOCAB, 4, max_tokens=25)
+    whole, jobs = full(*heads), random_jobs(random.Random(f"{shape}{method}"), VOCAB, 4, max_tokens=25)
     options = options_of(size, method, 5, width, max_num_batched_tokens=32, **MODES[mode])
-    assert run_split(options, of, jobs, make_drafters(options)).spec.num_accepted > 0
+    assert run_split(options, whole, jobs, make_drafters(options)).spec.num_accepted > 0
 
 
 class Noise(SimpleDrafter):
@@ -117,13 +117,13 @@ def test_ranks_agree_on_random_drafts_and_timed_k(k: Any) -> None:
 
 
 def test_aborts_and_nan_logits_do_not_affect_other_requests() -> None:
-    of = full()
-    broken = {name: weight.clone() for name, weight in of.weights.items()}
+    whole = full()
+    broken = {name: weight.clone() for name, weight in whole.weights.items()}
     broken["model.embed_tokens.weight"][7] = float("nan")
     params = [SamplingParams(seed=seed, max_tokens=20, logit_bias={7: -100}) for seed in range(3)]
     jobs = [Job([20 + seed, 30] * 9, each) for seed, each in enumerate(params)]
     options = options_of(2, "ngram", 4, **MODES["as-on-gpu"])
-    with split_engine(2, of.config, broken, options) as split:
+    with split_engine(2, whole.config, broken, options) as split:
         engine = split.engine
         bad, *_ = (engine.add(prompt, params[0]) for prompt in ([1, 7], [1, 2]))
         for _ in range(6):
@@ -131,21 +131,21 @@ def test_aborts_and_nan_logits_do_not_affect_other_requests() -> None:
         engine.abort_all()  # steps in flight are never fetched
         assert "NaN" in str(bad.error)
         again = run(engine, jobs)
-    for request, expected in zip(again, run_alone(of.model, jobs), strict=True):
+    for request, expected in zip(again, run_alone(whole.model, jobs), strict=True):
         assert_same(outcome(request), expected)
     split.assert_equal()
 
 
 def test_memory_and_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """All captures are made at the start, and released before the group is closed: NCCL waits for them."""
-    of, left = full(heads=6, kv_heads=3), list[int]()
+    whole, left = full(heads=6, kv_heads=3), list[int]()
     options = options_of(2, "draft", 3, enforce_eager=False)
-    with split_engine(2, of.config, of.weights, options, make_drafters(options)) as split:
+    with split_engine(2, whole.config, whole.weights, options, make_drafters(options)) as split:
         worker = split.engine.worker
         graphs, draft, (first, second) = worker.graphs, worker.drafters[0], worker.memory
         assert isinstance(draft, ModelDrafter)
         assert first == second
-        assert first["weights"] == worker.model.weight_bytes < 0.7 * of.model.weight_bytes
+        assert first["weights"] == worker.model.weight_bytes < 0.7 * whole.model.weight_bytes
         assert first["kv_cache"] == worker.kv_cache.nbytes
         assert first["draft_weights"] == draft.model.weight_bytes  # each rank has the whole draft model
         assert first["draft_kv_cache"] == draft.kv.nbytes
@@ -158,9 +158,9 @@ def test_memory_and_captures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dropped_engine_ends_its_job() -> None:
     """Objects needed to end the job, such as captures, must not keep the worker alive."""
-    of, [group], job = full(), groups_of(1), ranks.Job([], HashStore(), 30)
+    whole, [group], job = full(), groups_of(1), ranks.Job([], HashStore(), 30)
     options, job.group = options_of(1, "ngram", 3, trace=True, **MODES["as-on-gpu"]), group
-    engine = Engine(options, Rank(group, job, options, of.model, (), create_extensions(options)))
+    engine = Engine(options, Rank(group, job, options, whole.model, (), create_extensions(options)))
     run(engine, [Job([1, 2, 1, 2], SamplingParams(max_tokens=5))])
     assert job.failure is None
     del engine
@@ -169,12 +169,12 @@ def test_dropped_engine_ends_its_job() -> None:
 
 
 def test_smallest_rank_limits_all() -> None:
-    of = full()
+    whole = full()
 
     def plan(group: Group) -> tuple[int, int]:
-        memory = (40, 20)[group.rank] * 16 * of.config.kv_bytes_per_token(torch.float32) // 2
+        memory = (40, 20)[group.rank] * 16 * whole.config.kv_bytes_per_token(torch.float32) // 2
         options = EngineConfig(spec=make_spec(None), kv_cache_memory=memory, max_num_seqs=4)
-        worker = Rank(group, None, options, part_of(of.config, of.weights, group))
+        worker = Rank(group, None, options, part_of(whole.config, whole.weights, group))
         return worker.num_blocks, worker.max_model_len
 
     assert together(2, plan) == [(20, 320)] * 2

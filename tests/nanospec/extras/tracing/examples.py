@@ -8,8 +8,8 @@ from typing import Any
 from nanospec.extras.tracing.trace import Lane, StepRecord, Trace
 
 WORDS = ["to", " be", " or", " not", " to", " sleep", ",", "\n", " that", " is"]
-NASTY = ["</script><script>alert(1)</script>", "<!--", "&lt;b>", "\x00\x1b[31m", "\u2028", "\ufffd"]
-NASTY += ["天空", "🎉"]
+SPECIAL_TEXTS = ["</script><script>alert(1)</script>", "<!--", "&lt;b>", "\x00\x1b[31m", "\u2028", "\ufffd"]
+SPECIAL_TEXTS += ["天空", "🎉"]
 MS = {"prefill": 0.0, "propose": 0.5, "forward": 10.0, "verify": 0.5, "wait": 0.0, "host": 0.2}
 
 

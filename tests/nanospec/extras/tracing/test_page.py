@@ -10,7 +10,7 @@ import pytest
 
 from nanospec.extras.tracing.trace import Trace
 from tests.browser import browser, texts_of
-from tests.nanospec.extras.tracing.examples import NASTY, example
+from tests.nanospec.extras.tracing.examples import SPECIAL_TEXTS, example
 
 __all__ = ["browser"]
 Open = Callable[..., Any]
@@ -75,7 +75,7 @@ def test_keyboard_navigation_and_replay(show: Open) -> None:
 @pytest.mark.slow
 def test_one_lane_per_request(show: Open) -> None:
     """Text is escaped, and a narrow page does not scroll sideways."""
-    trace = example(lanes=3, texts=NASTY)
+    trace = example(lanes=3, texts=SPECIAL_TEXTS)
     trace.lanes[1].name = "a quotation"
     page = show(trace, width=420)
     assert page.inner_text("h1") == "3 requests: 36 tokens in 18 steps"

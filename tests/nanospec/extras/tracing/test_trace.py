@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nanospec import SamplingParams
 from nanospec.extras.tracing.trace import Trace, check_target, embedded
 from tests.drive import Job, cycle, cycle_model, make_engine, run
-from tests.nanospec.extras.tracing.examples import NASTY, example
+from tests.nanospec.extras.tracing.examples import SPECIAL_TEXTS, example
 from tests.tiny import tiny_tokenizer
 
 
@@ -46,7 +46,7 @@ def test_embedded_data_is_escaped(data: Any) -> None:
 
 
 def test_page_is_self_contained() -> None:
-    trace = example(texts=NASTY)
+    trace = example(texts=SPECIAL_TEXTS)
     trace.lanes[0].seconds = 1.23456789
     html = trace.html()
     [data] = re.findall(r'<script type="application/json" id="trace">(.*?)</script>', html, re.DOTALL)
