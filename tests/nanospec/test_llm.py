@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -92,7 +93,7 @@ ENDS: list[tuple[str, dict[str, Any], str, str | int | None]] = [
     ("abcd", {}, ALPHABET[4:], None),  # EOS is not part of the text
     ("abcd", {"ignore_eos": True, "max_tokens": 28}, ALPHABET[4:] + "!", None),
     ("yz ", {"max_tokens": 2}, ".!\ufffd", None),  # inside a character
-    ("abcd", {"stop": ["lmn", "hijk", "ijk"]}, "efg", "hijk"),  # the first one completed
+    ("abcd", {"stop": ["lmn", "ijk", "hijk"]}, "efg", "hijk"),  # the first in the text
     ("abcd", {"stop": ".!"}, "efghijklmnopqrstuvwxyz ", ".!"),  # its token starts another character
     ("abcd", {"stop": "é"}, "efghijklmnopqrstuvwxyz .!", "é"),
     ("abcd", {"stop": "abcdef"}, ALPHABET[4:], None),  # starts in the prompt, which is not searched
@@ -244,11 +245,20 @@ def test_llm_is_usable_after_ctrl_c_and_failed_step(
     assert llm.generate(after("abcd"), greedy())[0].text == ALPHABET[4:]
 
 
-def test_threads_are_set(folder: Path) -> None:
+def test_threads_and_context_length_are_set(folder: Path) -> None:
     before = torch.get_num_threads()
-    make(folder, threads=before + 1)
+    llm = make(folder, threads=before + 1, max_model_len=64)
     assert torch.get_num_threads() == before + 1
+    assert llm.engine.worker.model.config.max_position_embeddings == 64
     torch.set_num_threads(before)
+
+
+def test_chats_get_no_special_tokens_besides_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Mock(wraps=llm.tokenizer.encode)
+    monkeypatch.setattr(llm.tokenizer, "encode", encode)
+    llm.chat([{"role": "user", "content": "a"}], greedy(max_tokens=1))
+    llm.generate("a", greedy(max_tokens=1))
+    assert [call.args[1] for call in encode.call_args_list] == [False, True]
 
 
 class Alphabet(SimpleDrafter):

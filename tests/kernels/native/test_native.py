@@ -115,6 +115,16 @@ def test_cache_folder(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.cache_folder() == Path(native._own_folder().name)
 
 
+def test_fingerprint_covers_headers_and_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (header := tmp_path / "a.h").touch()
+    monkeypatch.setattr(native, "HEADERS", [header])
+    names, read = {native.fingerprint()}, Path.read_text
+    header.write_text("1")
+    names.add(native.fingerprint())
+    monkeypatch.setattr(Path, "read_text", lambda it: "flags: a" if it.name == "cpuinfo" else read(it))
+    assert len({*names, native.fingerprint()}) == 3
+
+
 def test_compiled_library_is_cached_and_repaired(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = Mock(wraps=native._compile)
     monkeypatch.setattr(native, "_compile", compile_)

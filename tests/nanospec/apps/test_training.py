@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,7 +106,9 @@ def test_train_learns_and_saves_heads(model: Model, data: tuple[Data, Data], tmp
         train(model, Settings(), (data[0]._replace(tokens=data[0].tokens[:34]), data[1]), file)
 
 
-def test_train_command_writes_working_heads(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_train_command_writes_working_heads(
+    folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, out = tmp_path / "text.jsonl", tmp_path / "heads.safetensors"
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     lines = [{"text": f"abc\u2028 {'def' * i}"} for i in range(17)]  # U+2028 does not end a line
@@ -113,7 +116,9 @@ def test_train_command_writes_working_heads(folder: Path, tmp_path: Path, capsys
         "".join(json.dumps(line) + "\n" for line in (*lines, {"text": "a"}, {"messages": messages}))
     )
     tokenizer = Tokenizer(folder)
+    monkeypatch.setattr(tokenizer, "encode", Mock(wraps=tokenizer.encode))
     texts = training.read_texts(text, tokenizer, 99)
+    assert tokenizer.encode.call_args.kwargs == {"add_special_tokens": False}  # type: ignore[attr-defined]
     assert [tokenizer.decode(ids) for ids in texts] == [*(f"abc {'def' * i}" for i in range(17)), "abcd"]
     assert training.read_texts(text, tokenizer, 30) == [ids[:30] for ids in texts]
     options = ["--num-heads", "2", "--vocab", "20", "--epochs", "2", "--batch", "64"]

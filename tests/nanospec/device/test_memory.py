@@ -103,8 +103,11 @@ def test_plan_cache_leaves_memory_for_steps(monkeypatch: pytest.MonkeyPatch) -> 
     per_block = 16 * model.config.kv_bytes_per_token(model.dtype)
     spare = 40 * per_block
     monkeypatch.setattr(resources, "step_bytes", lambda *_: needed)
-    monkeypatch.setattr(resources, "spare_memory", lambda device, sharing: spare)
+    monkeypatch.setattr(resources, "spare_memory", lambda device, sharing: spare // sharing)
     assert plan_cache(config, model) == (40, 512)
+    model.num_devices = 2
+    assert plan_cache(config, model) == (20, 320), "ranks share the memory"
+    model.num_devices = 1
     assert plan_cache(replace(config, max_num_seqs=1), model) == (32, 512), "more blocks than can be used"
     spare = 16 * per_block
     assert plan_cache(config, model) == (16, 256), "the context must fit the cache"

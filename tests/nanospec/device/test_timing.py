@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ from nanospec.kernels.batch import Batch
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from tests.drive import make_engine
+from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
 
 def test_measure_leaves_state_unchanged() -> None:
-    worker = make_engine(tiny_model(), "auto", max_num_seqs=3, enforce_eager=True).worker
+    model = tiny_model()
+    spec: dict[str, Any] = {"spec": {"method": "medusa"}, "heads": random_heads(model, 3)}
+    worker = make_engine(model, "auto", max_num_seqs=3, enforce_eager=True, **spec).worker
     worker.kv_cache.fill_(7)
     before = [column.clone() for column in worker.table if isinstance(column, Tensor)]
     costs = worker.measure()
@@ -29,6 +33,8 @@ def test_measure_leaves_state_unchanged() -> None:
     assert costs.packed
     assert max(costs.packed) >= 3 * (worker.max_k + 1)
     assert min(costs.attention) >= 0
+    assert costs.propose is worker._step.draft_times
+    assert not worker.drafters[0].ready.any()  # type: ignore[attr-defined]
 
 
 def test_slow_forward_passes_are_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,3 +223,17 @@ def test_cached_blocks_match_fresh_prefill(model: Model) -> None:
     fresh.step()
     cached = engine.worker.kv_cache[:, :, :, blocks]
     torch.testing.assert_close(cached, fresh.worker.kv_cache[:, :, :, again.blocks[:4]])
+
+
+def test_policy_gets_the_total_context_and_whether_requests_wait(model: Model) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    class Spy(Policy):
+        def choose(self, limits: Any, drafter_limits: Any, context: int, waiting: bool) -> tuple[int, int]:
+            seen.append((context, waiting))
+            return super().choose(limits, drafter_limits, context, waiting)
+
+    engine = make_engine(model, 0, max_num_seqs=2)
+    engine.policy = Spy()
+    run(engine, [Job([1] * n, SamplingParams(max_tokens=1)) for n in (3, 4, 5)])
+    assert seen == [(7, True), (5, False)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from nanospec.apps.batch.lines import LineError
 from nanospec.apps.batch.run import num_tokens, result_line
-from nanospec.apps.openai_format import BYTES
+from nanospec.apps.openai_format import BYTES, usage
 from nanospec.config import SamplingParams
 from nanospec.outputs import Completion, Logprob, RequestOutput, SpecStats
 from tests.nanospec.apps.batch.test_run import tasks_of_lines
@@ -71,6 +72,12 @@ def test_request_fields_are_parsed(tmp_path: Path) -> None:
 def test_unsupported_fields_are_rejected(tmp_path: Path, line: dict[str, Any], sentence: str) -> None:
     with pytest.raises(LineError, match=f"line 2: .*{re.escape(sentence)}"):
         tasks_of_lines(tmp_path, chat(), line)
+
+
+def test_usage_counts_prefix_hits_once_per_prompt() -> None:
+    [done] = output().outputs
+    outputs = [replace(done, index=i, num_cached_tokens=16 * (i + 1)) for i in range(4)]
+    assert usage(99, outputs, 2)["prompt_tokens_details"] == {"cached_tokens": 16 + 48}
 
 
 def test_byte_characters_match_gpt2() -> None:

@@ -55,7 +55,7 @@ def test_results_match_single_engine(folder: Path, monkeypatch: pytest.MonkeyPat
     llm = make(folder)
     options = {"spec": SpecConfig(num_speculative_tokens=5), "max_num_seqs": 4, "dtype": "float32"}
     loader = partial(load, folder, "", Bundle(1, 0, 1, 1), {**options, "max_model_len": 128})
-    lines = [line(i, after("abc"[: i % 4]), temperature=i % 2, n=1 + i % 3 // 2) for i in range(9)]
+    lines = [line(i, after("abc"[: i % 4]), temperature=30 * (i % 2), n=1 + i % 3 // 2 * 3) for i in range(9)]
     *result, refused = answers(LineEngine(loader, "alphabet", "in.jsonl"), *lines, line(9, "a" * 200))
     for (task, ids, params), (written, tokens) in zip(lines, result, strict=True):
         [output] = llm.generate([ids], params)

@@ -18,7 +18,7 @@ from tests.nanospec.test_llm import ALPHABET, EOS, TOKENS, after, greedy
 
 PROMPT = after("abcd")
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
-JSON = {"content-type": "application/json"}
+JSON = {"content-type": "Application/JSON; charset=utf-8"}
 
 
 def choices_of(server: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

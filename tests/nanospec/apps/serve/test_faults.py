@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -76,7 +78,10 @@ def raw(body: dict[str, Any], length: int = 0) -> bytes:
 
 @pytest.mark.parametrize("shared", MODES, indirect=True)
 @pytest.mark.parametrize("stream", [False, True])
-def test_disconnect_frees_blocks_before_next_step(server: Served, stream: bool) -> None:
+def test_disconnect_frees_blocks_before_next_step(
+    server: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate.log, "log", logged := Mock())
     metrics = server.llm.engine.metrics
     steps, aborted = metrics.num_forward_steps, metrics.num_aborted
     server.gate.clear()
@@ -88,6 +93,7 @@ def test_disconnect_frees_blocks_before_next_step(server: Served, stream: bool) 
     connection.close()
     server.wait_until(lambda: not server.app.engine.num_outputs)
     server.settle()
+    server.wait_until(lambda: "'client disconnected'" in str(logged.call_args))
     assert metrics.num_forward_steps - steps <= 1  # the step in progress
     assert metrics.num_aborted == aborted + 2
 
@@ -115,6 +121,11 @@ def test_incomplete_or_invalid_requests_are_ended(server: Served, limits: Any) -
         for connection, start in zip(connections, starts):
             with suppress(ConnectionError):
                 connection.sendall(start)
+        later, answered = server.connect(), b""
+        later.sendall(raw(SHORT))
+        while not answered.endswith(b"}"):
+            answered += later.recv(10_000)
+        later.sendall(b"POST")  # a second request, whose headers stay incomplete
         slow_sender = server.connect()  # an occasional byte does not extend the timeout
         with pytest.raises(OSError):
             any(slow_sender.sendall(b"G") or time.sleep(0.05) for _ in range(160))  # type: ignore[func-returns-value]
@@ -122,6 +133,10 @@ def test_incomplete_or_invalid_requests_are_ended(server: Served, limits: Any) -
         assert answers[3].startswith(b"HTTP/1.1 408 ")
         assert all(data == b"" or b" 40" in data for data in answers)
         assert idle in server.server.server_state.connections
+        assert answer(later) == b""
+        for call, is_limited in ((idle.pause_writing, True), (idle.resume_writing, False)):
+            call()
+            assert (idle.writing < math.inf) == is_limited  # type: ignore[union-attr]
 
 
 def test_slow_reader_is_disconnected_without_delaying_others(server: Served, limits: Any) -> None:

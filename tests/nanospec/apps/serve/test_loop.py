@@ -152,6 +152,24 @@ def test_jobs_submitted_around_the_last_step_fail(
     assert (loop.fatal_error is None) == (message == ENDED)
 
 
+def test_time_before_admission_counts(blocked: Blocked) -> None:
+    loop, ids, go = blocked
+
+    async def run() -> float:
+        loop.start()
+        loop.submit([ids], SamplingParams(max_tokens=2))
+        while not loop._live:
+            await asyncio.sleep(0.005)
+        second = loop.submit([ids], SamplingParams(max_tokens=2))
+        await asyncio.sleep(0.2)
+        go()
+        [done] = [delta.done async for delta in second if delta is not None and delta.done is not None]
+        await loop.stop()
+        return done.seconds
+
+    assert asyncio.run(asyncio.wait_for(run(), 20)) > 0.2
+
+
 def test_number_of_outputs_is_limited(blocked: Blocked) -> None:
     loop, ids, _ = blocked
     with pytest.raises(ValueError, match=r"The request has 12 outputs .*, but the limit is 10\."):
