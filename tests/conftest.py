@@ -10,7 +10,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.interpreted import order_programs_by
+from tests.interpreted import order_programs_by  # before triton is imported
+
+# isort: split
+from tests.alphabet import folder  # noqa: F401
+from tests.processors import built_for, compiled_for, other_library  # noqa: F401
 from tests.progress import pytest_configure, pytest_sessionfinish  # noqa: F401
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
@@ -34,7 +38,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct; tests that need it are skipped without it."""
-    folder = WEIGHTS / "smollm2-135m-instruct"
-    if not (folder / "model.safetensors").is_file():
-        pytest.skip(f"needs {folder.name}: nanospec fetch {folder.name}")
-    return folder
+    path = WEIGHTS / "smollm2-135m-instruct"
+    if not (path / "model.safetensors").is_file():
+        pytest.skip(f"needs {path.name}: nanospec fetch {path.name}")
+    return path

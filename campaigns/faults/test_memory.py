@@ -16,8 +16,8 @@ from nanospec import SamplingParams
 from nanospec.device.graphs import EagerCapture
 from nanospec.device.resources import OutOfMemory, is_oom
 from nanospec.device.step import StepResult
+from tests.alphabet import folder, make
 from tests.drive import Job, finish
-from tests.nanospec.test_llm import folder, make
 
 __all__ = ["folder"]
 SHORTAGES = [

@@ -15,8 +15,8 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM
 import pytest
 
 from campaigns.faults.signals import NOISE, STARTUP_ERROR, End, Sandbox
+from tests.alphabet import folder
 from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone, random_model
-from tests.nanospec.test_llm import folder
 
 __all__ = ["folder"]
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(7200)]

@@ -1,8 +1,7 @@
 """The `LLM` class: stop strings, streams, chat, errors and interruptions.
 
-Most tests run a tiny checkpoint that spells the alphabet: "c" follows "ab", and EOS follows the last
-letter. Prompts contain the alphabet, so that long drafts are accepted. One token is "!" with the first
-half of "é", the next one the other half. The last tests run SmolLM2.
+Most tests run the checkpoint of `tests/alphabet.py`. Prompts contain the alphabet, so that long drafts are
+accepted. The last tests run SmolLM2.
 """
 
 from __future__ import annotations
@@ -17,49 +16,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import tokenizers
 import torch
-from safetensors.torch import save_file
-from tokenizers import decoders, models, pre_tokenizers
 
 from nanospec import LLM, RequestOutput, SamplingParams, SimpleDrafter, SpecConfig
 from nanospec.models.weights import fast_in_bfloat16
 from nanospec.outputs import SpecStats
-from tests.drive import MODES, assert_idle, cycle_weights
-
-EOS = "<e>"
-TOKENS = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", ".", "!Ã", "©", EOS, "!", "Ã"]  # é is the bytes Ã ©
-ALPHABET = "abcdefghijklmnopqrstuvwxyz .!é"  # the text of all tokens before EOS
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a checkpoint of `cycle_model` with a byte-level tokenizer that has one merge."""
-    folder = tmp_path_factory.mktemp("alphabet")
-    config, weights = cycle_weights(len(TOKENS))
-    described = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "eos_token_id": TOKENS.index(EOS),
-    }
-    (folder / "config.json").write_text(json.dumps(described))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    save_file(weights, folder / "model.safetensors")
-    backend = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(TOKENS)}, [("!", "Ã")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([EOS])
-    backend.save(str(folder / "tokenizer.json"))
-    return folder
+from tests.alphabet import ALPHABET, EOS, TOKENS, after, greedy, make
+from tests.drive import MODES, assert_idle
 
 
 @pytest.fixture(scope="module")
@@ -69,24 +32,9 @@ def llm(folder: Path) -> Iterator[LLM]:
     check_idle(llm)
 
 
-def make(folder: Path, k: Any = 5, **options: Any) -> LLM:
-    spec = SpecConfig(num_speculative_tokens=k)
-    options = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 128, **options}
-    return LLM(folder, spec=spec, **options)
-
-
 def check_idle(llm: LLM) -> None:
     with llm.shared.turn() as engine:
         assert_idle(engine)
-
-
-def after(text: str) -> str:
-    """Return a prompt that contains the alphabet and ends with `text`."""
-    return ALPHABET + EOS + text
-
-
-def greedy(**options: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0, "max_tokens": 60, **options})
 
 
 ENDS: list[tuple[str, dict[str, Any], str, str | int | None]] = [

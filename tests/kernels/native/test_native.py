@@ -18,10 +18,9 @@ import torch
 from nanospec.kernels import launch, native
 from nanospec.kernels.launch import forced
 from nanospec.models.cpu import CompiledModel
-from tests.processors import PROCESSORS, built_for
+from tests.processors import PROCESSORS
 from tests.tiny import ModelRunner, tiny_model
 
-__all__ = ["built_for"]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler: install g++")
 
 ROOT = Path(__file__).resolve().parents[3]

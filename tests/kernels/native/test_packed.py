@@ -14,9 +14,7 @@ from torch import Tensor
 from nanospec.kernels import native
 from nanospec.kernels.native import packed
 from nanospec.kernels.native.packed import LINE, Arena
-from tests.processors import built_for, compiled_for, other_library
 
-__all__ = ["built_for", "compiled_for", "other_library"]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler: install g++")
 
 BF16 = torch.bfloat16

@@ -20,11 +20,9 @@ from nanospec.apps.training import Data, HeadsInTraining, Settings, compute_data
 from nanospec.drafters.medusa import Heads
 from nanospec.models.decoder import Model
 from nanospec.text.tokenizer import Tokenizer
-from tests.nanospec.test_llm import folder
 from tests.tiny import ModelRunner, tiny_model
 from tests.util import assert_close
 
-__all__ = ["folder"]
 Capture = pytest.CaptureFixture[str]
 
 

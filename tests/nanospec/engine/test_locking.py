@@ -15,10 +15,9 @@ import pytest
 
 from nanospec import LLM, RequestOutput, SamplingParams
 from nanospec.engine.locking import SharedEngine
+from tests.alphabet import ALPHABET, after, greedy, make
 from tests.drive import MODES, assert_idle
-from tests.nanospec.test_llm import ALPHABET, after, folder, greedy, make
 
-__all__ = ["folder"]
 THREADS = 4
 
 

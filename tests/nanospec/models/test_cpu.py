@@ -23,11 +23,9 @@ from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.models.config import ModelConfig, Rope
 from nanospec.models.cpu import CompiledModel, computed_by, model_class
 from nanospec.models.decoder import GetWeight, Model
-from tests.processors import built_for, compiled_for, other_library
 from tests.random_weights import random_weights
 from tests.tiny import GEMMA, ModelRunner, tiny_config, tiny_model
 
-__all__ = ["built_for", "compiled_for", "other_library"]
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler: install g++")
 
 BF16 = torch.bfloat16

@@ -17,9 +17,7 @@ import torch
 from nanospec import LLM, EngineConfig, SamplingParams, SpecConfig
 from nanospec.apps.serve.settings import ServeConfig
 from nanospec.text import reason, shown
-from tests.nanospec.test_llm import folder, make
-
-__all__ = ["folder"]
+from tests.alphabet import make
 
 
 class Silent:

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanospec.apps.cli.main import main
-from tests.nanospec.test_llm import folder
 
-__all__ = ["folder"]
 Run = Callable[..., tuple[int, str, str]]
 
 

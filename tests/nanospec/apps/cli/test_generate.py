@@ -20,8 +20,8 @@ from nanospec.drafters.estimates import StepCosts
 from nanospec.models.config import DTYPES
 from nanospec.models.families import read_config
 from nanospec.outputs import Completion, RequestOutput, SpecStats
+from tests.alphabet import ALPHABET, EOS
 from tests.nanospec.apps.cli.conftest import Run
-from tests.nanospec.test_llm import ALPHABET, EOS
 from tests.tiny import num_parameters
 
 PROMPT = ALPHABET + EOS + "abcd"  # continued by the rest of the alphabet

@@ -29,9 +29,8 @@ from nanospec.apps.cluster.batch import LineEngine
 from nanospec.apps.cluster.start import Bundle, load
 from nanospec.apps.tasks import Task
 from nanospec.engine.request import derive_seed
-from tests.nanospec.test_llm import TOKENS, after, folder, make
+from tests.alphabet import TOKENS, after, make
 
-__all__ = ["folder"]
 ROOT = Path(__file__).resolve().parents[4]
 SAME = ("--max-model-len", "512", "--dtype", "float32")  # results depend on these
 

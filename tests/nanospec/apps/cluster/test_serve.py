@@ -20,11 +20,10 @@ from nanospec import SamplingParams
 from nanospec.apps.cluster.front import DRAINING
 from nanospec.apps.serve.server import listen
 from nanospec.apps.serve.settings import ServeConfig
+from tests.alphabet import after, make
 from tests.nanospec.apps.cluster.test_batch import ROOT, children, on_ray
 from tests.nanospec.apps.serve.conftest import events_of
-from tests.nanospec.test_llm import after, folder, make
 
-__all__ = ["folder"]
 KEY = "key-of-a-client"
 LONG = {"prompt": after("a"), "temperature": 100, "seed": 3, "max_tokens": 450, "ignore_eos": True}
 

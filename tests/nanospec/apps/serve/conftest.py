@@ -20,10 +20,9 @@ from nanospec.apps.serve.app import App
 from nanospec.apps.serve.server import Server, listen
 from nanospec.apps.serve.settings import ServeConfig
 from nanospec.kernels.native import library
+from tests.alphabet import make
 from tests.drive import assert_idle
-from tests.nanospec.test_llm import folder, make
 
-__all__ = ["folder"]
 MODEL = "alphabet"
 
 

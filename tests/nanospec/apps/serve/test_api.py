@@ -13,8 +13,8 @@ import pytest
 from nanospec import LLM, SamplingParams
 from nanospec.apps.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.requests import MAX_MESSAGES
+from tests.alphabet import ALPHABET, EOS, TOKENS, after, greedy
 from tests.nanospec.apps.serve.conftest import MODEL, Served
-from tests.nanospec.test_llm import ALPHABET, EOS, TOKENS, after, greedy
 
 PROMPT = after("abcd")
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]

@@ -31,11 +31,10 @@ from nanospec.apps.serve.logs import log, log_to_stderr
 from nanospec.apps.serve.loop import MAX_FAILURES
 from nanospec.apps.serve.server import listen, run
 from nanospec.apps.serve.settings import ServeConfig
+from tests.alphabet import ALPHABET, after, make
 from tests.drive import MODES, assert_idle
 from tests.nanospec.apps.serve.conftest import Served, serving
-from tests.nanospec.test_llm import ALPHABET, after, folder, make
 
-__all__ = ["folder"]
 LONG = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 60, "ignore_eos": True, "n": 2}
 SHORT = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 5}
 JSON = {"content-type": "application/json"}

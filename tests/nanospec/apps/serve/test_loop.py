@@ -17,11 +17,10 @@ from nanospec import SamplingParams
 from nanospec.apps.openai_format import COMPLETIONS
 from nanospec.apps.serve.jobs import ENDED, FAILED, Job, JobFailed
 from nanospec.apps.serve.loop import MAX_FAILURES, EngineLoop
+from tests.alphabet import after, make
 from tests.drive import MODES
 from tests.nanospec.apps.serve.conftest import MODEL, Served, serving
-from tests.nanospec.test_llm import after, folder, make
 
-__all__ = ["folder"]
 BODY = {"prompt": after("abc"), "temperature": 0, "max_tokens": 60}
 Blocked = tuple[EngineLoop, list[int], Callable[[], None]]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.alphabet import ALPHABET, after, make
 from tests.browser import browser, texts_of
 from tests.nanospec.apps.serve.conftest import Served, serving
-from tests.nanospec.test_llm import ALPHABET, after, folder, make
 
-__all__ = ["browser", "folder"]
+__all__ = ["browser"]
 Open = Callable[..., Any]
 PROMPT = "say to be or not"  # each character is one token, so source 4 is the "t" of "to"
 

@@ -16,10 +16,9 @@ from nanospec.apps.serve import gate
 from nanospec.apps.serve.gate import MONITORING, PUBLIC
 from nanospec.apps.serve.logs import Lines
 from nanospec.apps.serve.settings import ServeConfig
+from tests.alphabet import after, make
 from tests.nanospec.apps.serve.conftest import Served, serving
-from tests.nanospec.test_llm import after, folder, make
 
-__all__ = ["folder"]
 ALICE, BOB = "alice-key-1", "bob-key-22"
 ROUTES = {CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/v1/models"}
 BODY = {"prompt": after("abcd"), "max_tokens": 2, "temperature": 0}
