@@ -44,7 +44,7 @@ class Admission(NamedTuple):
     stop_ids: tuple[int, ...]
     params: SamplingParams
     max_k: int  # maximum number of drafts per step
-    constrained: bool = False
+    constrained: bool
 
 
 class RowBlocks(NamedTuple):

@@ -59,6 +59,7 @@ INVALID: list[tuple[type, dict[str, Any], str]] = [
     (SamplingParams, {"acceptance": "any"}, "acceptance='any' is not supported; use one of exact,"),
     (SpecConfig, {"method": "draft+ngram"}, "'draft+ngram' is unknown; did you mean 'ngram+draft'? Avail"),
     (SpecConfig, {"acceptance": "any"}, "acceptance='any' is not supported; use one of exact,"),
+    (SpecConfig, {"method": "draft", "draft_model": ""}, "draft_model='' must be the name of a folder"),
     (SpecConfig, {"prompt_lookup_min": 9}, "prompt_lookup_min=9 must not exceed prompt_lookup_max=8."),
     (SpecConfig, {"draft_model": "x"}, "draft_model='x' is not used by method='ngram'"),
     (SpecConfig, {"method": "draft", "tree_width": 2}, "tree_width=2 is not supported by draft; use tree_w"),

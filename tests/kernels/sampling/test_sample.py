@@ -79,6 +79,8 @@ def check(
     table = random_table(rng, V)
     table.stop_ids[:, -2:] = ints(1 << 28, V // 3)  # also an EOS token outside the vocabulary
     logits = random_logits(rng, batch.num_tokens, V, dtype)
+    if form == "tree" and seed % 2:  # the drafts of the path are the most likely tokens
+        table.penalized[:], table.presence[:], table.output_counts[:] = True, -50.0, 0
     padding = torch.ones(batch.num_tokens, dtype=torch.bool)
     padding[real(batch)] = False
     logits[padding], batch.input_ids[padding] = math.nan, 10**9

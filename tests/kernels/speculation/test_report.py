@@ -38,6 +38,8 @@ def test_matches_float64(V: int, dtype: torch.dtype, num_top: int) -> None:
 def test_ties_are_ordered_by_token_id() -> None:
     logits = torch.zeros(3, 5000)
     logits[0, [11, 4500]] = 1.0
+    near = torch.tensor([[2.0, 2.0 + 2**-22, -2.0 - 2**-22, -2.0]])  # neighboring float32 numbers
+    assert logprobs(near, ints(0), ints(0), 4).top_ids.tolist() == [[1, 0, 3, 2]]
     logits[1] = -3.0
     logits[1, [4999, 3, 70]] = torch.tensor([-0.0, 0.0, -0.5])
     logits[2] = -math.inf

@@ -28,6 +28,7 @@ from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
 VOCAB = 64
+FEW = {1: 200.0, 2: 200.0, 3: 200.0}
 SETUPS: dict[str, dict[str, Any]] = {
     "ngram-tree": {"method": "ngram", "tree_width": 3},
     "draft": {"method": "draft"},
@@ -111,6 +112,16 @@ def test_draft_model_equal_to_target_is_always_accepted(cap: float | None, mode:
     assert engine.metrics.num_preemptions > 0
     assert engine.metrics.num_cached_tokens > 0
     assert engine.metrics.spec.tokens_per_step > 4
+
+
+def test_acceptance_rule_applies_to_drafts(model: Model) -> None:
+    """Lookup in text of few tokens drafts often; tokens of a flat distribution are typical."""
+    accepted = []
+    for rule in ("exact", "typical"):
+        job = Job([1, 2, 3, 1, 2] * 4, SamplingParams(temperature=9, seed=1, max_tokens=60, logit_bias=FEW))
+        [request] = run(make_engine(model, 4, spec={"acceptance": rule}), [job])
+        accepted.append(request.stats.num_accepted)
+    assert 2 * accepted[0] < accepted[1]
 
 
 def test_draft_model_catches_up_with_other_steps(model: Model) -> None:

@@ -89,9 +89,9 @@ def test_byte_characters_match_gpt2() -> None:
 
 def output(error: str | None = None, n: int = 1) -> RequestOutput:
     places = [{7: Logprob(-1.0, 2, "<7>"), 5: Logprob(-0.5, 1, "<5>")}]
-    reason = "abort" if error else "length"
-    done = Completion("g", [7], reason, None, error, places, [], SpecStats(), 1.0, 1.0, 0, 0, 1)
-    return RequestOutput("request-3", None, [1, 2], [done] * n)
+    done = Completion("g", [7], "length", None, None, places, [], SpecStats(), 1.0, 1.0, 0, 0, 1)
+    last = replace(done, finish_reason="abort" if error else "length", error=error)
+    return RequestOutput("request-3", None, [1, 2], [*[done] * (n - 1), last])
 
 
 def test_results_use_format_of_the_request(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_results_use_format_of_the_request(tmp_path: Path) -> None:
     [choice] = second["response"]["body"]["choices"]
     assert choice["text"] == "g"
     assert choice["logprobs"]["top_logprobs"] == [{"<5>": -0.5}]
-    failed = line(a, error="NaN")
+    failed = line(a, error="NaN", n=2)
     assert (failed["response"], failed["error"]) == (None, {"code": "engine_error", "message": "NaN"})
     plain = line(plain_task)
     assert (plain["index"], plain["key"], plain["id"], plain["text"]) == (2, plain_task.key, half, "g")

@@ -88,6 +88,7 @@ def test_metrics_add_up(folder: Path) -> None:
     assert actual["num_requests_running",] == actual["num_requests_waiting",] == 0
     buckets = [n for key, n in actual.items() if key[0] == "steps_by_bucket_total"]
     assert sum(buckets) == actual["steps_total",]
+    assert sum(seconds for key, seconds in actual.items() if key[0] == "stage_seconds_total") > 0
     dashboard = (Path(__file__).parents[4] / "docs" / "grafana.json").read_text(encoding="utf-8")
     used = set(re.findall(r"nanospec:(\w+)", dashboard))
     assert len(used) > 20
@@ -156,6 +157,7 @@ def test_time_before_admission_counts(blocked: Blocked) -> None:
 
     async def run() -> float:
         loop.start()
+        loop.start()  # has no effect
         loop.submit([ids], SamplingParams(max_tokens=2))
         while not loop._live:
             await asyncio.sleep(0.005)
