@@ -100,10 +100,10 @@ $(PEERS)/%/.done: bench/peers/environments/%.txt | $(BIN)/python
 	@touch $@
 
 wheels:  ## test the wheel with each of PYTHONS; ALSO="torch==2.8.0 triton==3.4.0"
-	@$(PYTHON) tests/install.py $(PYTHONS) $(if $(ALSO),--also $(ALSO))
+	@$(PYTHON) bench/wheel.py $(PYTHONS) $(if $(ALSO),--also $(ALSO))
 
 wheel: $(DONE)supply  ## build the wheel in dist, twice, and check that it is reproducible
-	@$(BIN)/python tests/install.py --twice dist
+	@$(BIN)/python bench/wheel.py --twice dist
 
 sbom: $(DONE)supply  ## write dist/sbom.json (CycloneDX) of nanospec without extras
 	@mkdir -p dist && $(BIN)/python -m venv --clear --without-pip $(VENV)/core

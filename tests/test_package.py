@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nanospec
-from tests.install import built
+from bench.wheel import build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 FOR_WORK_ON_IT = {"test", "lint", "plot"}  # extras the installed program does not import
@@ -20,7 +20,7 @@ FOR_WORK_ON_IT = {"test", "lint", "plot"}  # extras the installed program does n
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Return the files in a wheel built without a network; those that describe it are in "about/"."""
-    path = built(tmp_path_factory.mktemp("wheel"), "--no-build-isolation", "--no-index")
+    path = build_wheel(tmp_path_factory.mktemp("wheel"), "--no-build-isolation", "--no-index")
     with zipfile.ZipFile(path) as archive:
         return {
             re.sub(r"^[^/]*dist-info/", "about/", name): archive.read(name) for name in archive.namelist()

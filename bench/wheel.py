@@ -1,4 +1,4 @@
-"""Test the wheel as a user would install it, in new virtual environments:
+"""Build the wheel, and test it as a user would install it, in new virtual environments:
 
     make wheels PYTHONS="python3.10 python3.13" ALSO="torch==2.8.0 triton==3.4.0"
 
@@ -39,7 +39,7 @@ COMMANDS = {
 EPOCH = "1577836800"  # 2020-01-01: time stamp of files in the wheel unless SOURCE_DATE_EPOCH is set
 
 
-def built(into: Path, *options: str) -> Path:
+def build_wheel(into: Path, *options: str) -> Path:
     """Build a wheel in `into` from a copy of the sources, free of artifacts of earlier builds. It is
     reproducible bitwise with one version of setuptools."""
     ignored = shutil.ignore_patterns("__pycache__", ".*")
@@ -62,7 +62,7 @@ def build_twice(into: Path, *options: str) -> int:
     for left in into.glob("nanospec-*.whl"):
         left.unlink()
     with tempfile.TemporaryDirectory() as other:
-        wheels = built(into, *options), built(Path(other), *options)
+        wheels = build_wheel(into, *options), build_wheel(Path(other), *options)
         first, second = (hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in wheels)
     print(f"{first}  {wheels[0].name}")
     if first != second:
@@ -95,7 +95,7 @@ def try_wheel(python: str, cache: Path) -> bool:
     """Run the commands, print the seconds of each, and return whether all succeeded."""
     for library in cache.glob("nanospec/native-*"):
         library.unlink()  # each environment compiles its own
-    fine = True
+    succeeded = True
     with tempfile.TemporaryDirectory() as empty:
         for name, command in COMMANDS.items():
             start = time.perf_counter()
@@ -104,11 +104,11 @@ def try_wheel(python: str, cache: Path) -> bool:
             equal = " NO\n" not in done.stdout  # in the table of the demo
             if done.returncode or "Warning" in done.stderr or not equal:
                 print(f"FAILED: {done.stdout[-1000:]}{done.stderr[-3000:]}")
-                fine = False
+                succeeded = False
     if not any(cache.glob("nanospec/native-*.so")):
         print("FAILED to compile C++ into the cache")
-        fine = False
-    return fine
+        succeeded = False
+    return succeeded
 
 
 def main() -> int:
@@ -122,9 +122,11 @@ def main() -> int:
         return build_twice(args.twice, "--no-build-isolation", "--no-index")
     into = Path(".wheels").absolute()
     into.mkdir(parents=True, exist_ok=True)
-    wheel = built(into)
-    fine = [try_wheel(install(python, wheel, into, args.also), into / "cache") for python in args.pythons]
-    return int(not all(fine))
+    wheel = build_wheel(into)
+    succeeded = [
+        try_wheel(install(python, wheel, into, args.also), into / "cache") for python in args.pythons
+    ]
+    return int(not all(succeeded))
 
 
 if __name__ == "__main__":
