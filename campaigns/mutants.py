@@ -98,9 +98,9 @@ MORE = {
     "nanospec/apps/serve/settings.py": "nanospec/apps/cli/serve security",
     "nanospec/device/": "waiting memory",
     "nanospec/device/graphs.py": "memory waiting",
-    "nanospec/device/messages.py": "nanospec/engine/request nanospec/logprobs nanospec/engine/engine_edges",
+    "nanospec/device/messages.py": "nanospec/engine/request nanospec/logprobs nanospec/apps/serve/loop",
     "nanospec/device/resources.py": "memory",
-    "nanospec/device/step.py": "compiled_step nanospec/drafters/auto nanospec/extras/grammar/guided",
+    "nanospec/device/step.py": "compiled_step nanospec/drafters/drafters nanospec/extras/grammar/guided",
     "nanospec/device/timing.py": "graphs",
     "nanospec/device/worker.py": "resources waiting memory ../campaigns/faults/memory "
     "nanospec/engine/engine_edges nanospec/extras/grammar/guided",
@@ -113,7 +113,8 @@ MORE = {
     "nanospec/engine/engine.py": "engine_edges ../campaigns/faults/memory nanospec/extras/grammar/guided "
     "nanospec/drafters/auto nanospec/drafters/drafters "
     "./simulate::test_seeds_pass_and_cover_their_features",
-    "nanospec/engine/request.py": "engine_edges ./simulate::test_seeds_pass_and_cover_their_features",
+    "nanospec/engine/request.py": "engine_edges nanospec/llm "
+    "./simulate::test_seeds_pass_and_cover_their_features",
     "nanospec/engine/scheduler.py": "./simulate::test_seeds_pass_and_cover_their_features engine_edges",
     "nanospec/extras/": "nanospec/extras/grammar/guided nanospec/llm",
     "nanospec/extras/grammar/extension.py": "guided_rows guided",

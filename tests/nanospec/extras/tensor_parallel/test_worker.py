@@ -130,6 +130,7 @@ def test_aborts_and_nan_logits_do_not_affect_other_requests() -> None:
             engine.step()
         engine.abort_all()  # steps in flight are never fetched
         assert "NaN" in str(bad.error)
+        assert engine.worker.table.finished[:2].all()  # both rows are released
         again = run(engine, jobs)
     for request, expected in zip(again, run_alone(whole.model, jobs), strict=True):
         assert_same(outcome(request), expected)
