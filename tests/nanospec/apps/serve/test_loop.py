@@ -173,6 +173,8 @@ def test_time_before_admission_counts(blocked: Blocked) -> None:
 
 def test_number_of_outputs_is_limited(blocked: Blocked) -> None:
     loop, ids, _ = blocked
+    loop._guard(fail)
+    assert loop.failures == 1
     with pytest.raises(ValueError, match=r"The request has 12 outputs .*, but the limit is 10\."):
         loop.submit([ids, ids], SamplingParams(n=6))
     loop.submit([ids], SamplingParams(n=10)).abort()

@@ -71,8 +71,8 @@ def test_unsuitable_sizes_are_rejected() -> None:
         match = f"=7 cannot split {heads} .* and {kv_heads} .*; use one of {sizes}."
         with pytest.raises(ValueError, match=match):
             check_split(config, 7)
-    with pytest.raises(ValueError, match="tensor_parallel_size=3 is too large for vocab_size=4; lower it"):
-        check_split(tiny_config(vocab_size=4, num_heads=3, num_kv_heads=3), 3)
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 is too large for vocab_size=9; lower it"):
+        check_split(tiny_config(vocab_size=9, num_heads=4, num_kv_heads=4), 4)
 
 
 @pytest.mark.parametrize(

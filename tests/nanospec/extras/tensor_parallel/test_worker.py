@@ -21,7 +21,7 @@ from nanospec.engine.engine import Engine
 from nanospec.extras import create_extensions
 from nanospec.extras.tensor_parallel import job as ranks
 from nanospec.extras.tensor_parallel.group import Group
-from nanospec.extras.tensor_parallel.worker import Rank
+from nanospec.extras.tensor_parallel.worker import Rank, for_followers
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from tests.drive import MODES, Job, assert_same, drafters_of, make_spec, outcome, random_jobs, run, run_alone
@@ -114,6 +114,15 @@ def test_ranks_agree_on_random_drafts_and_timed_k(k: Any) -> None:
     metrics = run_split(options, full(), random_jobs(random.Random(35), VOCAB, 4, max_tokens=25), make)
     assert metrics.spec.num_accepted > 0 or k == "auto"
     assert metrics.num_preemptions > 0
+
+
+def test_followers_get_substitutes_of_host_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = ModelDrafter(make_spec(2), tiny_model(), VOCAB)
+    monkeypatch.setattr(ModelDrafter, "reads_on_host", True)
+    substitute, method = for_followers([drafter, "ngram"])
+    assert method == "ngram"
+    for name in ("name", "max_drafts", "runs_model", "makes_trees", "memory", "reads_on_host"):
+        assert getattr(substitute, name) == getattr(drafter, name)
 
 
 def test_aborts_and_nan_logits_do_not_affect_other_requests() -> None:
