@@ -33,12 +33,14 @@ AS     := engine
 
 help:
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' Makefile | expand -t 14
+	@echo 'Tests, campaigns and benchmarks accept further options, such as ARGS="-k NAME" for pytest.'
 
 run: $(DONE)run  ## install into .venv, download the default model, run a demo
 	@$(BIN)/nanospec fetch $(MODEL)
 	@$(BIN)/nanospec --demo
 
-PYTEST := TRITON_INTERPRET=1 $(BIN)/python -m pytest --ignore tests/gpu
+# One thread for each process of pytest, since two processes share the cores.
+PYTEST := OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --ignore tests/gpu
 test: $(DONE)test  ## run the tests; no GPU needed, as kernels run in Triton's interpreter
 	@$(BIN)/nanospec fetch $(MODEL)
 	@echo "Running the tests takes about 6 minutes on 2 cores."
@@ -64,10 +66,10 @@ simulate: $(DONE)test  ## simulate random schedules and faults: SEEDS=1000 or A:
 mutants: $(DONE)test  ## mutation testing of FILES: SAMPLE=40 mutants of each, SEED=0; JSON=FILE
 	@nice $(BIN)/python -m campaigns.mutants $(FILES) --sample $(SAMPLE) --seed $(SEED) $(if $(JSON),--out $(JSON)) $(ARGS)
 
-faults: $(DONE)test  ## inject faults at every line, call and byte (one hour): LINES_TRIED=500 to sample lines, RUNS=20
+faults: $(DONE)test  ## inject faults at every line, call and byte (one hour): LINES_TRIED=500 samples lines, RUNS=20 signals per command
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "faults or not faults" campaigns/faults $(ARGS)
 statistics: $(DONE)test  ## test the output distributions of all drafters and lossless acceptance rules
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py $(ARGS)
 fuzz: $(DONE)fuzz  ## fuzz the parsers of files and requests: SECONDS_EACH (60); TARGET=NAME for one
 	@TRITON_INTERPRET=1 $(BIN)/python -m campaigns.fuzz $(TARGET) --seconds $(SECONDS_EACH)
 

@@ -341,6 +341,9 @@ def main() -> None:
     parser.add_argument("--all-tests", action="store_true", help="run all tests, not only those of the file")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
+    for file in args.files:
+        if not file.endswith((".py", ".h", ".cpp")) or not (ROOT / file).is_file():
+            parser.error(f"{file} is not a Python or C++ file of this repository.")
     os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     os.environ.pop("PYTHONPATH", None)
     prepare()

@@ -101,7 +101,7 @@ def test_longest_prompt_is_encoded(tmp_path: Path) -> None:
 def test_ids_and_chat_match_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     if not (folder := WEIGHTS / name).is_dir():
-        pytest.skip(f"needs {name}")
+        pytest.skip(f"needs {name}: nanospec fetch {name}")
     tokenizer, reference = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in ("It's 2024, ISN'T it?", "  x\r\n\n\ty = 3.1", "naïve cafe\u0301 你好 🤗", "<|im_end|>x", ""):
         assert tokenizer.encode(text) == reference(text)["input_ids"]
