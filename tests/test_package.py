@@ -52,6 +52,7 @@ def test_unknown_names_are_rejected() -> None:
         _ = nanospec.LMM
 
 
+@pytest.mark.slow
 def test_imports_match_declared_dependencies(wheel: dict[str, bytes]) -> None:
     """Transitive dependencies may disappear. The sources are valid for the oldest Python."""
     imported = {}

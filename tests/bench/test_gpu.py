@@ -41,6 +41,7 @@ def code(name: str, text: str) -> Group:
     return Group(name, ("-c", WRITER + text), 2.0 if text == HANG else 30.0, alone=True)
 
 
+@pytest.mark.slow
 def test_groups_do_not_affect_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "GRACE", 0.5)
     outcomes: list[Outcome] = []
@@ -115,6 +116,7 @@ def test_kernels_are_checked_and_timed_once(out: Path, monkeypatch: pytest.Monke
     assert any(row.get("wrong") for row in rows.read(out / "kernels.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["off", "unwritten"])
 def test_check_detects_defects(wrong: str) -> None:
     builds: list[str] = []

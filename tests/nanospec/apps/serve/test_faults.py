@@ -138,6 +138,7 @@ def test_incomplete_or_invalid_requests_are_ended(server: Served, limits: Any) -
             assert (idle.writing < math.inf) == is_limited  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_slow_reader_is_disconnected_without_delaying_others(server: Served, limits: Any) -> None:
     limits(write_timeout=0.5)
     connection = socket.socket()

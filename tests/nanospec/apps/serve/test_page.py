@@ -14,6 +14,7 @@ from tests.browser import browser, texts_of
 from tests.nanospec.apps.serve.conftest import Served, serving
 
 __all__ = ["browser"]
+pytestmark = pytest.mark.slow  # they start a browser
 Open = Callable[..., Any]
 PROMPT = "say to be or not"  # each character is one token, so source 4 is the "t" of "to"
 
@@ -192,7 +193,6 @@ def test_settings_and_rerun_without_speculation(show: Open, server: Served) -> N
     assert [message["content"] for message in requests[2]["messages"]] == contents
 
 
-@pytest.mark.slow
 def test_text_is_escaped_and_errors_are_shown_in_place(show: Open, server: Served) -> None:
     special = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>"]
     special += ["\u0000\u001b[31m", "天\u202e空", "&lt;b>"]

@@ -120,6 +120,7 @@ def test_start_failures_are_reported(folder: Path, monkeypatch: pytest.MonkeyPat
     assert [follower.result(20) for follower in followers] == [1, 1]
 
 
+@pytest.mark.slow
 def test_started_ranks_end_if_others_cannot_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     given: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from tests.browser import browser, texts_of
 from tests.nanospec.extras.tracing.examples import SPECIAL_TEXTS, example
 
 __all__ = ["browser"]
+pytestmark = pytest.mark.slow  # they start a browser
 Open = Callable[..., Any]
 
 
@@ -72,7 +73,6 @@ def test_keyboard_navigation_and_replay(show: Open) -> None:
     assert texts_of(page, ".track .count")[1] == "350 ms, all 12 tokens"
 
 
-@pytest.mark.slow
 def test_one_lane_per_request(show: Open) -> None:
     """Text is escaped, and a narrow page does not scroll sideways."""
     trace = example(lanes=3, texts=SPECIAL_TEXTS)
