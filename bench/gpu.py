@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,7 +89,10 @@ def groups(part: str, cpu: bool) -> list[Group]:
     if part == "tests":  # none in a dry run: they require a GPU
         tests = [] if cpu else sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
         plugin = ("-q", "--tb=short", "-p", "bench.gpu_tests", "-p", "no:cacheprovider", "-o", "timeout=0")
-        found = [Group(path.stem, ("-m", "pytest", str(path), *plugin), 480, alone=False) for path in tests]
+        names = [
+            (path, name) for path in tests for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+        ]
+        found = [Group(n, ("-m", "pytest", f"{path}::{n}", *plugin), 480, alone=False) for path, n in names]
     elif cpu:
         few = ("--shape", "tiny", "--batches", "1", "2", "--repeats", "1")
         return {
