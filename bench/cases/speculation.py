@@ -13,8 +13,8 @@ from torch import Tensor
 from bench.cases import Built, Case
 from nanospec.kernels import REJECTION, RULES, TYPICAL
 from nanospec.kernels.batch import Batch
-from nanospec.kernels.sampling.accept import accept
-from nanospec.kernels.sampling.sample import sample
+from nanospec.kernels.launch import use_triton
+from nanospec.kernels.sampling import accept, sample
 from nanospec.kernels.speculation import ngram
 from nanospec.kernels.speculation.proposal import Proposal, lay_out, lay_out_text
 from nanospec.kernels.speculation.verify import commit
@@ -101,6 +101,11 @@ def ngram_tree_cases() -> Iterator[Case]:
         yield Case("ngram_tree", f"B{B}-L{length}-w{width}-K{k}", build, bytes=B * length * 4)
 
 
+def every_target(operation: Any, logits: Tensor) -> Any:
+    """Return the implementation of `sample` or `accept` that does not skip targets that are not read."""
+    return operation.launch if use_triton(logits) else operation.naive
+
+
 def sample_cases() -> Iterator[Case]:
     for (model, V), (B, K), name in itertools.product(VOCABS.items(), BATCHES, REQUESTS):
 
@@ -108,7 +113,7 @@ def sample_cases() -> Iterator[Case]:
             logits, values = peaked_logits(B * Q, V, device), REQUESTS[name]
             table, batch = make_table(B, V, device, **values), make_batch(B, Q, device)
             peers = {"torch": lambda: _sample_with_torch(logits, **values)}
-            return Built(lambda: sample(logits, table, batch), peers)
+            return Built(lambda: every_target(sample, logits)(logits, table, batch), peers)
 
         penalties = 9 * V * B if name == "penalties" else 0  # bias, counts, in_prompt
         size = B * (K + 1) * V * 2 + penalties
@@ -122,7 +127,7 @@ def sample_tree_cases() -> Iterator[Case]:
         B, Q, V = 8, 8, VOCABS["smollm2"]
         table, batch = make_table(B, V, device, **REQUESTS["penalties"]), make_batch(B, Q, device, tree=True)
         logits = peaked_logits(B * Q, V, device)
-        return Built(lambda: sample(logits, table, batch))
+        return Built(lambda: every_target(sample, logits)(logits, table, batch))
 
     yield Case("sample", "smollm2-B8-K7-tree", build, bytes=64 * 49152 * 2 + 9 * 49152 * 8)
 
@@ -159,7 +164,7 @@ def accept_cases() -> Iterator[Case]:
                 drafter = logits.view(B, K + 1, V)[:, :K] + torch.randn(B, K, V, device=device)
                 sampled = torch.ones(B, dtype=torch.bool, device=device)
                 proposal = proposal._replace(logits=drafter.bfloat16(), sampled=sampled)
-            return Built(lambda: accept(targets, logits, table, batch, proposal))
+            return Built(lambda: every_target(accept, logits)(targets, logits, table, batch, proposal))
 
         size = B * V * 2 * (2 * K if rule == REJECTION else K)
         yield Case("accept", f"{model}-B{B}-K{K}-{RULES[rule]}-{name}", build, bytes=size)
@@ -179,7 +184,7 @@ def accept_tree_cases() -> Iterator[Case]:
         table = make_table(B, V, device, rule=TYPICAL, **REQUESTS["penalties"])
         batch, proposal = make_batch(B, Q, device, tree=True), proposed(B, Q - 1, device)
         logits, targets = peaked_logits(B * Q, V, device), torch.zeros_like(batch.input_ids)
-        return Built(lambda: accept(targets, logits, table, batch, proposal))
+        return Built(lambda: every_target(accept, logits)(targets, logits, table, batch, proposal))
 
     yield Case("accept", "smollm2-B8-K7-typical-tree", build, bytes=64 * 49152 * 2 + 9 * 49152 * 8)
 

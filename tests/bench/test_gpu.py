@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import check, e2e, gpu, kernels, rows, stand_in, steps
-from bench.cases import Built
+from bench.cases import Built, all_cases
 from bench.gpu import Group, Outcome
 
 WRITER = """
@@ -130,3 +130,14 @@ def test_check_detects_defects(wrong: str) -> None:
     result = check.compare(build, "cpu", how="naive")
     assert check.is_wrong(result, "any")
     assert math.isnan(result["error"]) == (wrong == "unwritten")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["residual_add-llama-3.2-1b-R2-T1", "accept-smollm2-B1-K4-typical-temperature"]
+)
+def test_kernels_may_return_more_than_naive_and_all_targets(name: str) -> None:
+    [case] = [case for case in all_cases() if f"{case.kernel}-{case.label}" == name]
+    result = check.compare(case.build, "cpu", case.kernel)
+    assert result["error"] < check.LIMIT
+    assert result["differing"] == 0
