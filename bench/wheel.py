@@ -40,8 +40,7 @@ EPOCH = "1577836800"  # 2020-01-01: time stamp of files in the wheel unless SOUR
 
 
 def build_wheel(into: Path, *options: str) -> Path:
-    """Build a wheel in `into` from a copy of the sources, free of artifacts of earlier builds. It is
-    reproducible bitwise with one version of setuptools."""
+    """Build a wheel in `into` from a copy of the sources, reproducibly with one version of setuptools."""
     ignored = shutil.ignore_patterns("__pycache__", ".*")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *options]
     with tempfile.TemporaryDirectory() as copy:

@@ -81,7 +81,7 @@ def arrange(grid: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def shuffle_programs() -> None:
     """Run programs in any order. In ascending order, races between programs stay undetected, for example in a
-    kernel whose last program reads what earlier programs wrote."""
+    kernel whose last program reads the results of the others."""
     size: Callable[..., None] = interpreter.InterpreterBuilder.set_grid_dim
     place: Callable[..., None] = interpreter.InterpreterBuilder.set_grid_idx
     rest: Iterator[tuple[int, ...]] = iter(())

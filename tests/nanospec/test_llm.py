@@ -258,7 +258,7 @@ CASES = [  # a method, with "-tree" for trees
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "setup"), CASES)
 def test_smollm2_output_is_unchanged(smollm2: Path, dtype: str, setup: str) -> None:
-    """Compare a batch, whose prompts are split into chunks, with each prompt alone, without speculation.
+    """Compare a batch with chunked prompts to each prompt alone, without speculation.
 
     On a CPU, a row's result is independent of other rows and of its chunks in bfloat16, too."""
     if dtype == "bfloat16" and not fast_in_bfloat16():

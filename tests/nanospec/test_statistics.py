@@ -151,7 +151,7 @@ def params_for(name: str, temperature: float, rule: str) -> SamplingParams:
 
 
 def engine_for(models: Models, name: str, **options: Any) -> Engine:
-    """Return an engine whose requests choose between "exact" and "rejection"."""
+    """Return an engine for requests with the rule "exact" or "rejection"."""
     method, k, tree_width, custom = SETUPS[name]
     spec: dict[str, Any] = {"acceptance": "rejection", "tree_width": tree_width}
     given: dict[str, Any] = {"draft_model": models.draft, "heads": models.heads}

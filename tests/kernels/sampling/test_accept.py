@@ -98,7 +98,7 @@ def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32
 
 
 def check_unchanged_rows(case: Case, targets: Tensor) -> None:
-    """Check targets of rows without a rule, and of rows of REJECTION whose drafts were not sampled."""
+    """Check rows without a rule, and REJECTION rows with drafts that were not sampled."""
     rule, sampled = case.table.rule.masked_fill(case.table.temperature == 0, EXACT), case.proposal.sampled
     for b, s in enumerate(case.batch.rows.tolist()):
         no_q = case.proposal.logits is None

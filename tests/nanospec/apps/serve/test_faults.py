@@ -124,7 +124,7 @@ def test_incomplete_or_invalid_requests_are_ended(server: Served, limits: Any) -
         later.sendall(raw(SHORT))
         while not answered.endswith(b"}"):
             answered += later.recv(10_000)
-        later.sendall(b"POST")  # a second request, whose headers stay incomplete
+        later.sendall(b"POST")  # the start of a second request
         slow_sender = server.connect()  # an occasional byte does not extend the timeout
         with pytest.raises(OSError):
             any(slow_sender.sendall(b"G") or time.sleep(0.05) for _ in range(160))  # type: ignore[func-returns-value]

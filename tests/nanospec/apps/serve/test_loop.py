@@ -111,7 +111,7 @@ async def end_of(job: Job) -> str:
 
 @pytest.fixture
 def blocked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Blocked:
-    """Return an engine loop whose steps wait, a prompt, and a function that lets the steps run."""
+    """Return an engine loop with blocked steps, a prompt, and a function that unblocks the steps."""
     llm, go = make(folder), threading.Event()
     step = llm.shared.step
     monkeypatch.setattr(llm.shared, "step", lambda: (go.wait(20), step())[1])
