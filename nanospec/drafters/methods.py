@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,9 @@ from ..models.weights import Split, load_model
 from ..text import check_number, shown
 from ..text.tokenizer import Tokenizer
 from . import Drafter, Memory, Target, no_drafts
+from .draft_model import ModelDrafter
 from .estimates import DraftTimes
+from .medusa import MedusaDrafter
 
 
 class NgramDrafter(Drafter):
@@ -51,11 +52,7 @@ class NgramDrafter(Drafter):
         return ngram.propose(table, rows, k, self.max_n, self.width)
 
 
-METHODS = {  # "FILE.CLASS" of each method, imported on use
-    "draft": "draft_model.ModelDrafter",
-    "medusa": "medusa.MedusaDrafter",
-    "ngram": "methods.NgramDrafter",
-}
+METHODS: dict[str, type[Drafter]] = {"draft": ModelDrafter, "medusa": MedusaDrafter, "ngram": NgramDrafter}
 NAMES = (*METHODS, *(f"ngram+{name}" for name in METHODS if name != "ngram"), "none")
 USED_BY = {"draft_model": "draft", "heads": "medusa"}  # fields of `SpecConfig`
 PER_ROW = ("num_drafts", "match_len", "drafter", "sampled")  # fields of a `Proposal` of shape [B]
@@ -71,7 +68,7 @@ def resolve_drafters(spec: SpecConfig, given: Drafters | None) -> tuple[Drafter 
     resolved: tuple[Drafter | type[Drafter], ...]
     if given is None:
         _check_method(spec)
-        resolved = tuple(map(_class_of, spec.methods))
+        resolved = tuple(METHODS[name] for name in spec.methods)
     else:
         resolved = tuple(map(_check_drafter, given if isinstance(given, list | tuple) else [given]))
         if not resolved or spec.method != SpecConfig.method:
@@ -87,12 +84,6 @@ def resolve_drafters(spec: SpecConfig, given: Drafters | None) -> tuple[Drafter 
     return resolved
 
 
-def _class_of(method: str) -> type[Drafter]:
-    module, name = METHODS[method].split(".")
-    drafter_class: type[Drafter] = getattr(import_module(f".{module}", __package__), name)
-    return drafter_class
-
-
 def _check_drafter(drafter: Any) -> Drafter | type[Drafter]:
     """Check an entry of `Drafters`: a drafter, or a method without weights, whose class is returned."""
     if isinstance(drafter, Drafter):
@@ -104,9 +95,9 @@ def _check_drafter(drafter: Any) -> Drafter | type[Drafter]:
         raise ValueError(f"drafter={drafter.__name__} is a class; pass an instance: {drafter.__name__}().")
     if not isinstance(drafter, str) or drafter not in METHODS:
         raise ValueError(f"drafter={shown(drafter)} must be a Drafter or one of {', '.join(METHODS)}.")
-    if (drafter_class := _class_of(drafter)).runs_model:
+    if METHODS[drafter].runs_model:
         raise ValueError(f"drafter={drafter!r} needs weights; use method=... to load it, or pass a Drafter.")
-    return drafter_class
+    return METHODS[drafter]
 
 
 def _check_method(spec: SpecConfig) -> None:
