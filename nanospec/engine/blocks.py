@@ -14,6 +14,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -34,13 +35,7 @@ class BlockPool:
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of `hashes`, without adding references."""
-        blocks = []
-        for digest in hashes:
-            block = self._block_of.get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        return [self._block_of[digest] for digest in takewhile(self._block_of.__contains__, hashes)]
 
     def num_available(self, reused: Iterable[int]) -> int:
         """Return the number of blocks that could be allocated after `share(reused)`."""

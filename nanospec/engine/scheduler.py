@@ -122,16 +122,11 @@ class Scheduler:
         for request in self.waiting:
             reusable = request.hashes(self.block_size)[: (request.num_tokens - 1) // self.block_size]
             cached = self.pool.match(reusable)
-            if not any(self._will_share(request, len(cached), other) for other in in_prefill):
+            i = slice(len(cached), len(cached) + 1)  # the next full block, if any
+            if not reusable[i] or all(other.hashes(self.block_size)[i] != reusable[i] for other in in_prefill):
                 missing = self._blocks_ahead(request) - len(cached)
                 return (request, cached) if missing <= self.pool.num_available(cached) else None
         return None
-
-    def _will_share(self, request: Request, i: int, other: Request) -> bool:
-        """Return whether `other` has the same full block `i`, not counting the request's last token."""
-        hashes, others = request.hashes(self.block_size), other.hashes(self.block_size)
-        in_both = i < min(len(others), (request.num_tokens - 1) // self.block_size)
-        return in_both and hashes[i] == others[i]
 
     def _admit(self, request: Request, cached: list[int]) -> None:
         """Give a waiting request a row and its blocks, starting with the `cached` ones."""

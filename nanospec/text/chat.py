@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -144,7 +144,7 @@ def _compiled(source: str) -> tuple[jinja2.Template, set[str]]:
         raise jinja2.TemplateError(f"the template has more than {MAX_TEMPLATE} characters")
     extensions = [GenerationTag, loopcontrols]
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    jinja.filters["tojson"] = _tojson
+    jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     jinja.globals["raise_exception"] = _raise_exception
     jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return jinja.from_string(source), jinja2.meta.find_undeclared_variables(jinja.parse(source))
@@ -168,11 +168,6 @@ class GenerationTag(Extension):
         next(parser.stream)
         body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
-    """Return JSON without HTML escapes, unlike Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **style)
 
 
 def _raise_exception(message: object) -> NoReturn:
