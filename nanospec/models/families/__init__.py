@@ -14,7 +14,9 @@ does not support (a variant of RoPE, an activation, quantization) raise ValueErr
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -60,12 +62,11 @@ class Family:
     def places(self, config: ModelConfig) -> dict[str, tuple[str, slice]]:
         """Return the location of each tensor in a checkpoint: the stored name, and the rows in it."""
         places: dict[str, tuple[str, slice]] = {}
-        filled: dict[str, int] = {}
+        filled: Counter[str] = Counter()  # rows by stored name
         for name, (rows, *_) in config.parameter_shapes().items():
             whole = self.stored_name(name)
-            first = filled.get(whole, 0)
-            filled[whole] = first + rows
-            places[name] = whole, slice(first, first + rows)
+            places[name] = whole, slice(filled[whole], filled[whole] + rows)
+            filled[whole] += rows
         return places
 
     def stored_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -216,15 +217,10 @@ def parse_rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
                 raise ValueError(f"{key}=1 must be at least 2 for longrope.")
             factor = get_value(given, "factor", float, longest / length)
             amplitude = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(length))
-            return Rope(
-                "longrope",
-                theta,
-                original_max_len=length,
-                part=part,
-                short_factors=_factors(given, "short_factor"),
-                long_factors=_factors(given, "long_factor"),
-                amplitude=get_number(given, "attention_factor") or amplitude,
-            )
+            amplitude = get_number(given, "attention_factor") or amplitude
+            short, long = _factors(given, "short_factor"), _factors(given, "long_factor")
+            rope = Rope("longrope", theta, original_max_len=length, part=part, amplitude=amplitude)
+            return replace(rope, short_factors=short, long_factors=long)
     raise ValueError(f"RoPE type {shown(kind)} is not supported; use default, linear, llama3 or longrope.")
 
 
