@@ -8,8 +8,6 @@ token has slot -1 and does not affect the results of other tokens.
 Positions count from 0. Before the step, the cache holds `base_len[b]` entries of row b; query i of the row
 is at cache index `base_len[b] + i`. It attends to cache index j if j < base_len[b], or if bit
 j - base_len[b] of its ancestor mask is set. Without a mask, queries form a chain: j <= base_len[b] + i.
-
-Batches are created here and in `speculation/proposal.py`, and are immutable.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Settings of the engine, of speculative decoding and of a request. Invalid values raise ValueError.
 
-The limits of a field are declared with it or in `kernels/__init__.py`. A checkpoint's own configuration is
-read by `models/config.py`. This module imports neither torch nor triton. `drafters/methods.py` checks that a
-drafter exists and supports the given options.
+The limits of a field are declared with it or in `kernels/__init__.py`. This module imports neither torch nor
+triton. `drafters/methods.py` checks that a drafter exists and supports the given options.
 """
 
 from __future__ import annotations

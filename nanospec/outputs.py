@@ -30,10 +30,9 @@ class Piece(NamedTuple):
 class SpecStats:
     """Statistics of speculative decoding, for one request or for the whole engine.
 
-    Steps are counted per request: a forward pass over B requests counts as B steps. `tokens_per_step` is the
-    average over all steps, including those without drafts. Drafts after a stop or the length limit count as
-    drafted but not as accepted. In a tree, drafts are numbered in creation order, and n accepted ones
-    count as positions 0 to n - 1. `by_drafter`: [steps, drafted, accepted]; `acceptance`: the rule.
+    Steps are counted per request: a forward pass over B requests counts as B steps. Drafts after a stop or
+    the length limit count as drafted but not as accepted. In a tree, drafts are numbered in creation order,
+    and n accepted ones count as positions 0 to n - 1. `by_drafter`: [steps, drafted, accepted].
     """
 
     acceptance: str = "exact"

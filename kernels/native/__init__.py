@@ -1,8 +1,5 @@
 """C++ implementations of the operations of a CPU step, compiled on first use and cached per user.
 
-    library()            the loaded library, or None with a warning if it cannot be compiled
-    call(name, *values)  call one of its functions
-
 A function takes one structure of 8-byte words, each the address of a tensor or a number (`structs.h`,
 `step.h`). All tensors must be contiguous, except those that are passed together with a row stride.
 
@@ -12,9 +9,8 @@ do not depend on torch. The library is cached under a hash of sources, options a
 the compiler, which may be removed afterwards.
 
 Reading order: this file; `step.h`, the types at the beginning of `arithmetic.h`, and `structs.h` (the
-arguments); `models/cpu.py` (the caller); `decoder.cpp` (the forward pass), and below it `attention.h`,
-`cache.h`, `product.h`, `arithmetic.h` (or `amx.h`) and `threads.h`; then `sampling.cpp`, `step.cpp` and
-`ngram.cpp`. `packed.py` defines the layouts of weights and KV cache, and allocates them on huge pages.
+arguments); `packed.py` (layouts and memory of weights and KV cache); `models/cpu.py` (the caller);
+`decoder.cpp` (the forward pass) and its headers; then `sampling.cpp`, `step.cpp` and `ngram.cpp`.
 """
 
 from __future__ import annotations

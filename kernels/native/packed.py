@@ -1,8 +1,5 @@
 """Layouts of weights and KV caches for the C++ kernels, their memory, and the matrix product.
 
-    packed = pack(weight)          [N, K] bfloat16, K even
-    linear(x, packed, bias)        [T, K] -> [T, N]
-
 A packed weight is a sequence of strips of 32 rows, each [K / 2, 32, 2]. The operand of one instruction, two
 columns of 16 rows, is contiguous, and a strip is read sequentially.
 
@@ -45,7 +42,7 @@ class Packed(NamedTuple):
 
 
 def pack(weight: Tensor) -> Packed:
-    """Return `weight` [N, K] in strips."""
+    """Return `weight` [N, K] bfloat16, K even, in strips."""
     N, K = weight.shape
     data = _arena.zeros((-(-N // WIDTH), K // 2, WIDTH, 2), weight.dtype)
     whole, rows = N // WIDTH, data.transpose(1, 2)  # [strips, 32, K / 2, 2]

@@ -15,8 +15,7 @@ their sources, FROM_TARGET for tokens that were not drafts.
     top     [N, n] float32, top_ids [N, n] int32    the n most likely tokens, ties by the lowest ID
 
 The result of a row is bitwise independent of the other rows: only the sums of exponentials are rounded, and
-their order in PyTorch depends on the number of rows, which is therefore padded. Intended for the few rows
-that request log-probabilities.
+their order in PyTorch depends on the number of rows, which is therefore padded.
 """
 
 from collections.abc import Sequence

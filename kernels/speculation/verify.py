@@ -15,8 +15,6 @@ The emitted tokens are truncated after the first stop token, or where the reques
 whichever comes first. At NAN_TOKEN the request ends; this and later tokens are dropped. `tokens`,
 `num_tokens`, `output_counts` and `finished` of the table are updated in place. Finished rows are not
 changed, so the device may run ahead of the host. A request must not occur in two batch rows.
-
-Kernel: one program of one warp per row of at most 64 tokens.
 """
 
 from typing import NamedTuple

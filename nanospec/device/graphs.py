@@ -4,8 +4,7 @@ The inputs and outputs of a bucket are tensors at fixed addresses. The only inpu
 padded with -1 to the bucket's batch size. All buckets share one tensor for it, which is sent to the device
 when it changes. The step reads everything else from the request rows (`kernels/table.py`), so no value
 computed on the host is baked into a capture. Padding rows have no effect. Captures never run concurrently, so
-they share memory: one pool per engine, as large as the largest capture needs, and one buffer for the logits
-(`Step.share_logits`). Reads of a result must be queued before the next replay.
+they share memory: one pool per engine, as large as the largest capture needs, and one buffer for the logits.
 
 On a CPU, a replay runs the step again and copies the results to the same addresses, so that buckets, padding
 and the reuse of outputs can be tested without a GPU.

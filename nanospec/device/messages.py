@@ -1,7 +1,5 @@
 """The data exchanged by the engine and the worker (`worker.py`): admissions, step inputs, results and times.
 Also writes requests to their rows on the device (`kernels/table.py`).
-
-Admissions and step inputs are plain data, so that they can be sent to several processes.
 """
 
 from __future__ import annotations

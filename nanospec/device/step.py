@@ -5,8 +5,7 @@
 It reads and writes the request rows (`kernels/table.py`), the KV cache and the state of the drafters. The
 tokens of a row are its last committed token and its drafts. One forward pass scores them all. At each of
 these positions the target samples the next token, and a draft is accepted as long as it equals the token
-sampled at the position before it. The output is therefore the same as without speculation. (For another
-acceptance rule, `accept` replaces sampled tokens so that this comparison implements the rule.)
+sampled at the position before it. The output is therefore the same as without speculation.
 
 A step has one of two layouts. *Padded*: every row has K + 1 tokens and all shapes are known in advance, so
 the step never waits for the device and can be captured (`graphs.py`). *Packed* (the default on a CPU): the

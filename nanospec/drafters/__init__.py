@@ -117,7 +117,6 @@ class SimpleDrafter(Drafter):
     a GPU a `Drafter` that proposes on the device is faster.
 
     Attributes:
-        max_drafts: maximum number of drafts per row and step; a subclass may lower it.
         notes: a dict for state of the request that `draft` is called for. It is empty when the request starts
             and when it restarts after a preemption.
     """

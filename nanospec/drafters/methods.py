@@ -1,8 +1,8 @@
 """Select, load and run the drafters of an engine: those of a method such as "ngram+draft", or a user's own.
 
 Several drafters run in order, each for the rows that the previous ones have no drafts for: n-gram lookup is
-cheap and accurate where it matches, a model always has drafts. Only the last one may take significant time
-(`Drafter.runs_model`). In packed steps its time is measured, and the policy limits its number of drafts.
+cheap and accurate where it matches, a model always has drafts. Only the last one may run a model. In packed
+steps its time is measured, and the policy limits its number of drafts.
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ class SharedEngine:
             return stats | (engine.policy.costs.report() if engine.policy.costs else {})
 
     def step(self) -> list[Request]:
-        """Run one engine step; return the requests that got tokens or finished. To be called in a turn. All
-        requests are aborted if the step fails."""
+        """Run one engine step; return the requests that got tokens or finished. To be called in a turn."""
         return self._guarded(self.engine.step)
 
     def _guarded(self, action: Callable[[], Result]) -> Result:

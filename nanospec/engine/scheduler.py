@@ -118,12 +118,12 @@ class Scheduler:
         """
         if not self.waiting or not self._free_rows or plan.preempted:
             return None
-        in_prefill = [request for request in self.running if not request.is_prefilled]
+        size, in_prefill = self.block_size, [request for request in self.running if not request.is_prefilled]
         for request in self.waiting:
-            reusable = request.hashes(self.block_size)[: (request.num_tokens - 1) // self.block_size]
+            reusable = request.hashes(size)[: (request.num_tokens - 1) // size]
             cached = self.pool.match(reusable)
             i = slice(len(cached), len(cached) + 1)  # the next full block, if any
-            if not reusable[i] or all(other.hashes(self.block_size)[i] != reusable[i] for other in in_prefill):
+            if not reusable[i] or all(other.hashes(size)[i] != reusable[i] for other in in_prefill):
                 missing = self._blocks_ahead(request) - len(cached)
                 return (request, cached) if missing <= self.pool.num_available(cached) else None
         return None
@@ -142,8 +142,7 @@ class Scheduler:
         self.running.append(request)
 
     def _chunk(self, request: Request, budget: int, others_follow: bool, plan: Plan) -> int:
-        """Schedule the next chunk of a prompt and return its length. If other prompts follow, a prompt that
-        exceeds the budget takes only half of it."""
+        """Schedule the next chunk of a prompt and return its length."""
         start = request.num_computed
         count = request.num_tokens - 1 - start
         if count > budget:

@@ -1,7 +1,5 @@
 """Load a `Model` from a folder of safetensors files.
 
-    model = load_model(path, "auto", device)
-
 Files are memory-mapped and copied tensor by tensor, so loading takes little more memory than the weights.
 Names, shapes and dtypes of all tensors are checked before the first copy; one error lists all mismatches.
 """

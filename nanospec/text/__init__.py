@@ -1,7 +1,5 @@
 """User input. This module validates settings and reads files; errors are exceptions with a message of one
 sentence. `chat.py` handles prompts and conversations, `tokenizer.py` tokenizes and detokenizes text.
-
-The limits of a setting are declared with its field in `config.py`, by `bounded_field`.
 """
 
 from __future__ import annotations

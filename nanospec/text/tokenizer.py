@@ -1,5 +1,4 @@
-"""Tokenization and detokenization with the `tokenizers` library and the files of a Hugging Face model folder.
-`Detokenizer` decodes outputs incrementally; `OutputText` cuts them at stop strings and streams them."""
+"""Tokenization and detokenization with the `tokenizers` library and the files of a model folder."""
 
 from __future__ import annotations
 

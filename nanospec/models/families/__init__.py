@@ -1,14 +1,9 @@
 """Model families: how to read a `config.json`, and how checkpoints name and store weights.
 
-    class Mine(Family):
-        def config(self, raw):
-            return build_config(raw, qkv_bias=True)
-
-    FAMILIES["MineForCausalLM"] = Mine
-
-is a complete family if `ModelConfig` can express it and its tensors have the names of
-`ModelConfig.parameter_shapes`. Optional values have the defaults of their family. Features that the decoder
-does not support (a variant of RoPE, an activation, quantization) raise ValueError; none is approximated.
+A `Family` that only defines `config` is complete if the names of its tensors are those of
+`ModelConfig.parameter_shapes`; `docs/extend-model.md` shows how to write one. Optional values have the
+defaults of their family. Features that the decoder does not support (a variant of RoPE, an activation,
+quantization) raise ValueError; none is approximated.
 """
 
 from __future__ import annotations
