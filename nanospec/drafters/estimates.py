@@ -89,8 +89,7 @@ class DraftTimes:
     """Measured ms per call of a drafter, by number of rows (in powers of two) and of drafts per row."""
 
     def __init__(self) -> None:
-        self._calls: defaultdict[tuple[int, int], deque[tuple[float, float]]]
-        self._calls = defaultdict(lambda: deque(maxlen=LATEST))
+        self._calls = defaultdict[tuple[int, int], deque[tuple[float, float]]](lambda: deque(maxlen=LATEST))
         self._ms: dict[tuple[int, int], float] = {}
 
     def add(self, rows: int, k: int, ms: float, fraction: float) -> None:

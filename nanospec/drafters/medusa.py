@@ -14,8 +14,6 @@ blocks per head. Names may have the prefix `medusa_head.`:
     {head}.{L}.weight                [V, H]     optional: without it, the head uses the target's lm_head
     token_map                        [Vd] ints  optional: the only tokens that are proposed, so projections
                                                 have Vd rows (as in FR-Spec, Zhao et al., 2025, and vLLM)
-
-`nanospec train` writes such files.
 """
 
 from __future__ import annotations
@@ -72,32 +70,32 @@ class Heads:
         file, hidden, rows = Path(path), model.config.hidden_size, model.config.vocab_size
         if not file.is_file():
             raise FileNotFoundError(f"Medusa heads {file} not found; heads must be a .safetensors file.")
-        with open_safetensors(file) as handle:
-            stored = {name.removeprefix("medusa_head."): name for name in handle.keys()}  # noqa: SIM118
-            num_heads, num_layers = _layout(file, stored)
-            token_map = None
-            if TOKEN_MAP in stored:
-                ids = handle.get_tensor(stored.pop(TOKEN_MAP))
-                token_map = checked_token_map(ids, file, rows).to(model.device)
-                rows = len(token_map)
-            last = [f"{head}.{num_layers}.weight" for head in range(num_heads)]
-            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(last, (rows, hidden))
-            for name in (f"{head}.{n}.linear" for n in range(num_layers) for head in range(num_heads)):
-                shapes |= {f"{name}.weight": (hidden, hidden), f"{name}.bias": (hidden,)}
-            prefix = f"The {num_heads} heads of {num_layers} block(s) in {file} do not fit the model "
-            prefix += f"(hidden size {hidden}, {rows} tokens)"
-            slices = {name: handle.get_slice(stored_name) for name, stored_name in stored.items()}
-            check_fit(slices, shapes, prefix, last)
+        handle = open_safetensors(file)
+        stored = {name.removeprefix("medusa_head."): name for name in handle.keys()}  # noqa: SIM118
+        num_heads, num_layers = _layout(file, stored)
+        token_map = None
+        if TOKEN_MAP in stored:
+            ids = handle.get_tensor(stored.pop(TOKEN_MAP))
+            token_map = checked_token_map(ids, file, rows).to(model.device)
+            rows = len(token_map)
+        last = [f"{head}.{num_layers}.weight" for head in range(num_heads)]
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(last, (rows, hidden))
+        for name in (f"{head}.{n}.linear" for n in range(num_layers) for head in range(num_heads)):
+            shapes |= {f"{name}.weight": (hidden, hidden), f"{name}.bias": (hidden,)}
+        prefix = f"The {num_heads} heads of {num_layers} block(s) in {file} do not fit the model "
+        prefix += f"(hidden size {hidden}, {rows} tokens)"
+        slices = {name: handle.get_slice(stored_name) for name, stored_name in stored.items()}
+        check_fit(slices, shapes, prefix, last)
 
-            def get(name: str) -> Tensor:
-                tensor: Tensor = handle.get_tensor(stored[name])
-                return tensor.to(model.device, model.dtype, copy=True)
+        def get(name: str) -> Tensor:
+            tensor: Tensor = handle.get_tensor(stored[name])
+            return tensor.to(model.device, model.dtype, copy=True)
 
-            def stack(n: int, part: str) -> Tensor:
-                return torch.stack([get(f"{head}.{n}.linear.{part}") for head in range(num_heads)])
+        def stack(n: int, part: str) -> Tensor:
+            return torch.stack([get(f"{head}.{n}.linear.{part}") for head in range(num_heads)])
 
-            blocks = tuple((stack(n, "weight"), stack(n, "bias")[:, None]) for n in range(num_layers))
-            stored_heads = {name: make_linear(get(name)) for name in last if name in stored}
+        blocks = tuple((stack(n, "weight"), stack(n, "bias")[:, None]) for n in range(num_layers))
+        stored_heads = {name: make_linear(get(name)) for name in last if name in stored}
         names = last if stored_heads else last[:1]  # a single one shared by all heads
         projections = (stored_heads[n] if n in stored_heads else lm_head_for(model, token_map) for n in names)
         return cls(blocks, tuple(projections), token_map)
@@ -129,8 +127,7 @@ class Heads:
 
 
 def _layout(file: Path, names: Collection[str]) -> tuple[int, int]:
-    """Return the number of heads and of blocks per head, from the names of the tensors. Raises ValueError if
-    there are none."""
+    """Return the number of heads and of blocks per head, from tensor names. Raises ValueError for none."""
     matches = [re.fullmatch(r"([0-9]{1,2})\.([0-9]{1,2})\.linear\.(?:weight|bias)", name) for name in names]
     heads, layers = ([int(match[part]) for match in matches if match] for part in (1, 2))
     if not heads:

@@ -7,7 +7,7 @@ Names, shapes and dtypes of all tensors are checked before the first copy; one e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,8 +40,7 @@ class Split(Protocol):
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
-    """Return the dtype to compute in. "auto" selects the checkpoint's dtype on a GPU; on a CPU it selects
-    bfloat16 if `fast_in_bfloat16()`, else float32. Raises ValueError for float16 on a CPU and other names."""
+    """Return a dtype by name, see `EngineConfig`. Raises ValueError for float16 on a CPU and other names."""
     on_cpu = torch.device(device).type == "cpu"
     if name == "auto":
         name = config.dtype if not on_cpu else "bfloat16" if fast_in_bfloat16() else "float32"
@@ -73,41 +72,36 @@ def load_model(
     split: Callable[[ModelConfig], Split] | None = None,
 ) -> Model:
     """Load the checkpoint in the folder `path`; with `split`, only the shard that it returns. `max_len`
-    limits the context length; `dtype` may be a name, see `resolve_dtype`.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a file is corrupt, the config is not supported, or tensors do not fit the config.
-    """
+    limits the context length; `dtype` may be a name, see `resolve_dtype`. Raises FileNotFoundError if a file
+    is missing, ValueError if one is corrupt, the config is not supported, or tensors do not fit it."""
     folder = Path(path)
     family, config = read_config(folder)
     dtype = dtype if isinstance(dtype, torch.dtype) else resolve_dtype(dtype, config, device)
     if max_len is not None and max_len < config.max_position_embeddings:
         config = replace(config, max_position_embeddings=max_len)
-    with ExitStack() as stack:
-        places = family.places(config)
-        source = {n: file for n, file in _opened(folder, stack).items() if not family.is_ignored(n, config)}
-        used = {name: file.get_slice(name) for name, file in source.items()}
-        check_fit(used, family.stored_shapes(config), f"The weights in {folder} do not fit its config.json")
-        part = None if split is None else split(config)
+    places = family.places(config)
+    source = {n: file for n, file in _opened(folder).items() if not family.is_ignored(n, config)}
+    used = {name: file.get_slice(name) for name, file in source.items()}
+    check_fit(used, family.stored_shapes(config), f"The weights in {folder} do not fit its config.json")
+    part = None if split is None else split(config)
 
-        def get(name: str) -> Tensor:
-            whole, rows = places[name]
-            stored = source[whole].get_tensor(whole)[rows]
-            stored = stored if part is None else part.take(name, stored)
-            # Always copy: a view of the memory-mapped file would change if the file does.
-            return family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)
+    def get(name: str) -> Tensor:
+        whole, rows = places[name]
+        stored = source[whole].get_tensor(whole)[rows]
+        stored = stored if part is None else part.take(name, stored)
+        # Always copy: a view of the memory-mapped file would change if the file does.
+        return family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)
 
-        if part is None:
-            return model_class(config, dtype, device)(config, dtype, device, get)
-        return part.joined(Model(part.config, dtype, device, get))
+    if part is None:
+        return model_class(config, dtype, device)(config, dtype, device, get)
+    return part.joined(Model(part.config, dtype, device, get))
 
 
-def _opened(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return the open file of each tensor by name. The files stay open until the stack is closed."""
+def _opened(folder: Path) -> dict[str, Any]:
+    """Return the open file of each tensor by name."""
     handles: dict[str, Any] = {}
     for file in weight_files(folder):
-        handle = stack.enter_context(open_safetensors(file))
+        handle = open_safetensors(file)
         if duplicates := handles.keys() & handle.keys():
             raise ValueError(f"{file} has tensors that another shard has too: {listed(duplicates)}.")
         handles.update(dict.fromkeys(handle.keys(), handle))
