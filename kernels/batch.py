@@ -96,10 +96,8 @@ class Batch:
         cls, table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
     ) -> Batch:
         """Return a batch of `count` [B] tokens of each request row in `rows` [B] int32, starting at index
-        `first` [B], padded to `width`. Rows of -1 or with count 0 are inactive. Does not synchronize.
-
-        `bound`: an upper bound of first + count, if known.
-        """
+        `first` [B], padded to `width`. Rows of -1 or with count 0 are inactive. `bound` is an upper bound of
+        first + count, if known. Does not synchronize."""
         offset = torch.arange(width, dtype=torch.int32, device=rows.device)
         count = torch.where(rows >= 0, count, 0).int()
         inside = offset < count[:, None]
@@ -193,8 +191,7 @@ class Batch:
 
 
 def slots_of(block_table: Tensor, b: Tensor, index: Tensor, block_size: int) -> Tensor:
-    """Return the cache slots [...] int32 of cache indices `index` [...] in batch rows `b` [...], given
-    `block_table` [B, max_blocks]."""
+    """Return the slots [...] int32 of cache indices [...] in rows b [...] of a table [B, max_blocks]."""
     return (block_table[b, index // block_size] * block_size + index % block_size).int()
 
 

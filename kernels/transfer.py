@@ -47,8 +47,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def write(tensor: Tensor, row: int, values: Sequence[Any], end: int | None = None) -> None:
-    """Write `values` to tensor[row, :n] and, if `end` is given, values[-1] to tensor[row, n:end]; `tensor` is
-    [S, width]. Does not synchronize."""
+    """Write `values` to tensor[row, :n] and, if `end` is given, values[-1] to tensor[row, n:end]."""
     upload(values, tensor.dtype, tensor.device, out=tensor[row, : len(values)])
     if end is not None and end > len(values):
         tensor[row, len(values) : end].fill_(values[-1])

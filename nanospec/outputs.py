@@ -132,10 +132,8 @@ class Completion:
         num_text_tokens: number of leading token_ids that produced the text. They are followed by a stop token
             or by those removed with a stop string (of a run of byte tokens, as in Llama 2, all or none).
         pieces: text and source of each output token.
-        stats: statistics of speculative decoding.
         seconds, first_token_seconds: time from the request's arrival to its end and to its first token.
         num_cached_tokens, num_preemptions: prompt tokens found in the prefix cache; number of preemptions.
-        extension_data: data attached by an extension.
     """
 
     text: str

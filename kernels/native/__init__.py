@@ -94,8 +94,7 @@ def compiled_library(folder: Path) -> Path:
 
 
 def _compile(command: list[str], folder: str) -> None:
-    """Run the compiler with its temporary files in `folder`. If interrupted, kill it and its child
-    processes."""
+    """Run the compiler with its temporary files in `folder`; if interrupted, kill it and its children."""
     pipe, env = subprocess.PIPE, {**os.environ, "TMPDIR": folder}
     with subprocess.Popen(
         command, stderr=pipe, text=True, errors="replace", env=env, start_new_session=True

@@ -8,8 +8,7 @@ their children, so the first n drafts of a tree form a tree too. Siblings are di
 those beyond the request's `max_len` are dropped, as are all from the first one that is outside the vocabulary
 or has no earlier parent. Inactive (-1) and finished rows get q_len 0 and request row -1, so that
 later operations skip them. The position of a tree node follows from its depth, and its mask from its
-ancestors. `lay_out_text` is `Batch.from_grid` in one launch: a batch of tokens of the rows' own texts, for
-drafters that run a model. Kernel: one program per row and 1024 cache blocks.
+ancestors. Kernel: one program per row and 1024 cache blocks.
 """
 
 from dataclasses import replace
@@ -106,7 +105,7 @@ def lay_out(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False
 def lay_out_text(
     table: Table, rows: Tensor, first: Tensor, count: Tensor, width: int, bound: int | None = None
 ) -> Batch:
-    """Return `Batch.from_grid` of the same arguments."""
+    """Return `Batch.from_grid` of these arguments, on a GPU in one launch, for drafters that run a model."""
     if not use_triton(rows):
         return Batch.from_grid(table, rows, first, count, width, bound)
     return _fill(_empty(table, rows, width, bound=bound), table, rows, (first, count))

@@ -92,8 +92,7 @@ def kept_logprobs(
     report: Tensor, path: Tensor, q_start: Tensor, logits: Tensor, num_top: Sequence[int]
 ) -> Logprobs:
     """Return log-probabilities of the kept tokens of each row b with num_top[b] >= 0, and of the max(num_top)
-    most likely tokens. The tensors are those of `device/step.py:StepResult`. Waits for the step. Must be
-    called before the next step is queued, which overwrites the logits."""
+    most likely tokens. The tensors are those of `device/step.py:StepResult`. Waits for the step."""
     emitted = report[:, COUNTS.value : (report.shape[1] + COUNTS.value) // 2]
     i = torch.arange(emitted.shape[1], device=report.device)
     requested = torch.tensor(num_top, device=report.device) >= 0

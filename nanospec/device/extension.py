@@ -18,8 +18,7 @@ from ..kernels.table import Table
 
 
 class Constraint(Protocol):
-    """A constraint on the output of a request (`Request.constraint`). Drafters do not propose for such a
-    request, and it takes part in a step only after its previous step has been collected.
+    """A constraint on the output of a request, for which only extensions propose drafts.
 
     Attributes:
         ended: whether the output is complete.

@@ -5,9 +5,6 @@ padded with -1 to the bucket's batch size. All buckets share one tensor for it, 
 when it changes. The step reads everything else from the request rows (`kernels/table.py`), so no value
 computed on the host is baked into a capture. Padding rows have no effect. Captures never run concurrently, so
 they share memory: one pool per engine, as large as the largest capture needs, and one buffer for the logits.
-
-On a CPU, a replay runs the step again and copies the results to the same addresses, so that buckets, padding
-and the reuse of outputs can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ class Bucket(NamedTuple):
 
 
 class EagerCapture:
-    """Runs the step again for each replay."""
+    """Runs the step again for each replay, so that all but the graphs can be tested without a GPU."""
 
     def __init__(self, step: Callable[[], StepResult]) -> None:
         self._step, self.result = step, step()

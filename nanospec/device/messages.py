@@ -22,13 +22,11 @@ STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
 
 
 class Admission(NamedTuple):
-    """A request to be written to a row.
+    """A request to be written to a row; see `Request` for the other fields.
 
     Attributes:
         tokens: prompt and, after a preemption, output; the first `num_prompt` are the prompt.
-        max_len: length of prompt + output at which the request finishes.
         blocks: KV cache blocks; the first `num_cached` already hold the K/V of their tokens.
-        stop_ids: token ids that end the output.
         constrained: whether an extension constrains the output; only extensions propose drafts then.
     """
 
@@ -41,7 +39,7 @@ class Admission(NamedTuple):
     seed: int
     stop_ids: tuple[int, ...]
     params: SamplingParams
-    max_k: int  # maximum number of drafts per step
+    max_k: int
     constrained: bool
 
 

@@ -85,8 +85,7 @@ def compute_info(model: Model) -> dict[str, str | int]:
 
 
 def use_threads(threads: int | Literal["auto"]) -> None:
-    """Set the number of CPU threads. "auto" uses OMP_NUM_THREADS if it is set, otherwise PyTorch's default
-    within the CPU quota of the container."""
+    """Set the number of CPU threads, see `EngineConfig`."""
     if threads != "auto":
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -230,8 +229,7 @@ class OutOfMemory(MemoryError):
 
 
 def is_oom(error: BaseException) -> bool:
-    """Return whether an error is an out-of-memory error of Python, the system or PyTorch, or an error of a
-    CUDA graph whose capture failed due to an out-of-memory error."""
+    """Return whether memory ran out, in Python, the system, PyTorch or the capture of a CUDA graph."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

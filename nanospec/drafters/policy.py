@@ -41,9 +41,8 @@ class Policy:
     def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> tuple[int, int]:
         """Return K of the next step and the maximum number of drafts of the last drafter.
 
-        `limits` is the maximum number of drafts of each row; `drafter_limits` the same, but 0 for rows with
-        drafts from an extension. `context` is the total number of tokens of the rows, `waiting`
-        whether requests wait for a row.
+        `limits`: maximum number of drafts of each row; `drafter_limits`: the same, but 0 for rows with drafts
+        from an extension; `context`: total number of tokens; `waiting`: whether requests wait for a row.
         """
         return max(limits.values()), max(drafter_limits.values())
 

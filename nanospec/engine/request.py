@@ -37,8 +37,6 @@ class Request:
         max_k: maximum number of drafts per step.
         stop_ids: token ids that end the output.
         salt: root of the block hashes; only requests with the same salt share cached blocks.
-        output: text of the output.
-        constraint: constraint that an extension puts on the output.
         extension_data: data that an extension attaches to the output.
     """
 
@@ -202,8 +200,7 @@ def make_output(prompt: str | None, requests: Sequence[Request]) -> RequestOutpu
 
 
 def params_per_prompt(params: Any, count: int) -> Sequence[SamplingParams]:
-    """Return the parameters of each of `count` prompts. `params`: one for all prompts (None: the defaults) or
-    a sequence with one per prompt. Raises ValueError."""
+    """Return the parameters of `count` prompts, given one for all or one for each. Raises ValueError."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence):

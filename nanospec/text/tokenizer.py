@@ -20,7 +20,6 @@ class Tokenizer:
     """The tokenizer of a model folder.
 
     Attributes:
-        name: name of the folder.
         vocab_size: number of tokens, including added ones. The vocabulary of the model may be padded to more.
         eos_token_ids: all tokens that end an output: those of generation_config.json, then those of
             config.json, then that of tokenizer_config.json.
@@ -58,8 +57,7 @@ class Tokenizer:
             raise ValueError(f"{shown(text)} is not a string.") from None
 
     def encode_prompt(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt. Raises ValueError for a text that is certainly longer than
-        `max_model_len` tokens, without the cost of encoding it."""
+        """Return the token ids of a prompt. Raises ValueError early if it must exceed `max_model_len`."""
         if len(text) > max_model_len * self._longest_token:
             problem = f"The prompt has {len(text)} characters"
             raise ValueError(f"{problem}, too many for max_model_len={max_model_len}.")
