@@ -69,10 +69,8 @@ from bench.compile_table import Result, load, problems, save  # noqa: E402
 from nanospec.kernels import launch  # noqa: E402
 
 TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
+    name: GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
+    for name in launch.TARGETS
 }
 MMA = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma\.|mma\.sync|v_mfma)[\w.:]*")
 CONSTANT, VALUE = re.compile(r"^\s*(%\w+) = arith\.constant (.*)$", re.M), re.compile(r"%\w+")
@@ -113,7 +111,7 @@ def recording() -> Iterator[list[_Recorded]]:
 
 def launches(case: Case, target: str) -> list[_Recorded]:
     """Return the launches of `case` on `target`."""
-    with launch.forced("triton", target), recording() as recorded:
+    with launch.forced("triton", launch.TARGETS[target]), recording() as recorded:
         case.build("meta").run()
     if not recorded:
         raise RuntimeError(f"{case.kernel} {case.label} launches no kernel on {target}.")

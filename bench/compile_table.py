@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+from nanospec.kernels.launch import TARGETS
+
 # Known spills in bytes. Prefill attention with head dimension 96 spills two registers once; tiles of half the
 # width would avoid it, but read the cache twice as often.
 SPILLED = {
@@ -72,8 +73,7 @@ def problems(results: Iterable[Result]) -> list[str]:
         known = SPILLED.get((r.function, r.case, r.target, r.triton.rpartition(".")[0]), 0)
         if r.spills > known and r.target.startswith("sm"):
             found.append(f"{r} spills {r.spills} bytes per thread.")
-        if r.shared > SHARED_LIMIT[r.target]:
-            limit = SHARED_LIMIT[r.target]
+        if r.shared > (limit := TARGETS[r.target].shared):
             found.append(f"{r} needs {r.shared} bytes of shared memory; the limit is {limit}.")
         if r.needs_mma and not r.mma:
             found.append(f"{r} has no tensor-core instructions.")

@@ -3,8 +3,8 @@
 Tensors on a GPU use the Triton kernel. Tensors on a CPU use the compiled C++ of `native/` if the operation
 has it for their dtype, and `naive` otherwise. `NANOSPEC_KERNELS=triton|native|naive` or `forced(...)`
 overrides this, so that tests can run the whole engine on the kernels in Triton's interpreter
-(`TRITON_INTERPRET=1`). With `native`, a missing compiler is an error. The architecture is that of the device
-unless `forced` sets it, which `bench/compile.py` does to compile every kernel for GPUs that are not present.
+(`TRITON_INTERPRET=1`). With `native`, a missing compiler is an error. Launch configurations are chosen for the
+device (`Target`) unless `forced` sets another GPU, as `bench/compile.py` does for GPUs that are not present.
 
 Programmatic dependent launch (PDL, sm_90 and newer) lets a kernel begin while the previous one is running.
 A kernel launched with `options(...)` starts as soon as all programs of the previous kernel on the stream have
@@ -20,7 +20,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import triton
@@ -30,13 +30,41 @@ from torch import Tensor
 from .native import library
 
 Backend = Literal["auto", "naive", "native", "triton"]
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E); GPUs have an instruction for exp2
 # AMD: Triton picks the MFMA shape by tile size, but a fixed summation order needs a fixed shape.
 MFMA_OPTIONS = {"gfx942": {"matrix_instr_nonkdim": 16}}
 T = TypeVar("T", bound=tuple[Any, ...])
 
-_target: str | None = None
+
+class Target(NamedTuple):
+    """The properties of a GPU that launch configurations depend on."""
+
+    family: str  # GPUs with the same matrix instruction, named after the first: mma, wgmma, tcgen05 or mfma
+    multiprocessors: int
+    shared: int  # maximum bytes of shared memory per program
+    pdl: bool = False  # whether it has programmatic dependent launch
+
+    def stages(self, num_bytes: int, limit: int, programs: int = 1) -> int:
+        """Return the number of pipeline stages, at most `limit`, with `num_bytes` each, so that `programs` fit
+        on a multiprocessor; at least 1. The compiler keeps the last stage in registers for mma and mfma.
+        (NVIDIA GPUs reserve 1 KiB per program.)"""
+        buffers = ((self.shared + 1024) // programs - 1024) // num_bytes
+        return min(max(buffers + (self.family in ("sm_80", "gfx942")), 1), limit)
+
+
+TARGETS = {
+    "sm_80": Target("sm_80", 108, 163 << 10),  # A100
+    "sm_86": Target("sm_80", 82, 99 << 10),  # RTX 3090
+    "sm_89": Target("sm_80", 128, 99 << 10),  # RTX 4090
+    "sm_90": Target("sm_90", 132, 227 << 10, pdl=True),  # H100
+    "sm_100": Target("sm_100", 148, 227 << 10, pdl=True),  # B200
+    "sm_120": Target("sm_80", 170, 99 << 10, pdl=True),  # RTX 5090
+    "gfx942": Target("gfx942", 304, 64 << 10),  # MI300X
+}
+MIN_SHARED = 64 << 10  # bytes that attention with head dimension 256 needs
+FAMILIES = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_80"}  # by major compute capability
+
+_target: Target | None = None
 _backend: str = os.environ.get("NANOSPEC_KERNELS", "auto")
 if _backend not in get_args(Backend):
     raise ValueError(f"NANOSPEC_KERNELS={_backend!r} must be one of {', '.join(get_args(Backend))}.")
@@ -55,28 +83,39 @@ def use_native(tensor: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 @contextmanager
-def forced(backend: Backend | None = None, architecture: str | None = None) -> Iterator[None]:
-    """Run every operation in the `with` block on `backend`, configured for `architecture`."""
+def forced(backend: Backend | None = None, target: Target | None = None) -> Iterator[None]:
+    """Run every operation in the `with` block on `backend`, configured for `target`."""
     global _backend, _target
     previous = _backend, _target
-    _backend, _target = backend or _backend, architecture or _target
+    _backend, _target = backend or _backend, target or _target
     try:
         yield
     finally:
         _backend, _target = previous
 
 
-def arch(tensor: Tensor) -> str:
-    """Return the entry of ARCHITECTURES to tune for: the nearest older one, gfx942 on AMD, sm_90 on a CPU."""
-    return _target or (_device_arch(tensor.device.index or 0) if tensor.is_cuda else "sm_90")
+def target_of(tensor: Tensor) -> Target:
+    """Return the GPU of a tensor; an H100 for a tensor on a CPU."""
+    if _target is None and tensor.is_cuda:
+        return device_target(tensor.device.index or 0)
+    return _target or TARGETS["sm_90"]
 
 
 @cache
-def _device_arch(index: int) -> str:
+def device_target(index: int) -> Target:
+    """Return the target of a GPU. Raises ValueError if the GPU is not supported."""
     if torch.version.hip:
-        return "gfx942"
-    major, _ = torch.cuda.get_device_capability(index)
-    return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"
+        return TARGETS["gfx942"]
+    major, minor = torch.cuda.get_device_capability(index)
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    shared: int = properties["max_shared_mem"]
+    if major < 8 or shared < MIN_SHARED:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(index)} is not supported: it has compute capability {major}.{minor} "
+            f"and {shared >> 10} KiB of shared memory; nanospec requires 8.0 and {MIN_SHARED >> 10} KiB."
+        )
+    family = FAMILIES.get(major, "sm_80")  # newer GPUs still execute mma
+    return Target(family, properties["multiprocessor_count"], shared, pdl=major >= 9)
 
 
 def next_power_of_2(n: int) -> int:
@@ -106,8 +145,8 @@ def counters(device: torch.device, user: str) -> Tensor:
 
 def options(tensor: Tensor) -> dict[str, Any]:
     """Return the PDL arguments of a launch on the GPU of `tensor`: the constant `PDL` and `launch_pdl`."""
-    newer = arch(tensor) in ("sm_90", "sm_100") and os.environ.get("TRITON_INTERPRET", "0") != "1"
-    if newer and os.environ.get("NANOSPEC_PDL", "1") != "0":
+    supported = target_of(tensor).pdl and os.environ.get("TRITON_INTERPRET", "0") != "1"
+    if supported and os.environ.get("NANOSPEC_PDL", "1") != "0":
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

@@ -29,11 +29,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import MFMA_OPTIONS, arch, counters, options, prefetch, release_next, wait_for_previous, wrapped
+from ..launch import (
+    MFMA_OPTIONS,
+    Target,
+    counters,
+    options,
+    prefetch,
+    release_next,
+    target_of,
+    wait_for_previous,
+    wrapped,
+)
 from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
 
-MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
-SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes each
 VALUES = 4096  # elements of a tile per slice of the epilogue
 MAX_UNSPLIT_K = 1024  # up to this K, one program is as fast as several parts
 MIN_PART_K = 256  # minimum columns of a part
@@ -53,34 +61,34 @@ class Tiling(NamedTuple):
     split_k: bool  # whether each part is a program; otherwise one program processes all parts
 
 
-def split_k_parts(N: int, K: int, target: str) -> tuple[int, int]:
+def split_k_parts(N: int, K: int, target: Target) -> tuple[int, int]:
     """Return the number of parts of K and the columns of each except the last. Enough parts to fill the GPU
     with programs of 64 rows in a small step: 8 for [1024, 3072] (Qwen3-0.6B, down_proj) on an H100."""
     step = 128 if K % 128 == 0 else 64  # a multiple of BLOCK_K
     most = K // MIN_PART_K if K > MAX_UNSPLIT_K else 1
-    count = max(min(MULTIPROCESSORS[target] // triton.cdiv(N, 64), most), 1)
+    count = max(min(target.multiprocessors // triton.cdiv(N, 64), most), 1)
     part = step * triton.cdiv(K, step * count)
     return triton.cdiv(K, part), part
 
 
 @cache
-def choose_tiling(T: int, N: int, K: int, target: str, itemsize: int) -> Tiling:
+def choose_tiling(T: int, N: int, K: int, target: Target, itemsize: int) -> Tiling:
     """Return the tiling for x [T, K] and weight [N, K]: the largest tile that occupies most of the GPU."""
     parts, part = split_k_parts(N, K, target)
     split_k = parts > 1 and T <= MAX_SPLIT_TOKENS
     tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
     if T > 64:  # (256, 128) needs the registers of sm_90 and a single accumulator
-        tiles = [*([(256, 128)] if target == "sm_90" and parts == 1 else []), (128, 128), *tiles]
+        tiles = [*([(256, 128)] if target.family == "sm_90" and parts == 1 else []), (128, 128), *tiles]
     for rows, width in tiles:
         programs = triton.cdiv(N, rows) * triton.cdiv(T, width) * (parts if split_k else 1)
-        if programs >= 0.75 * MULTIPROCESSORS[target]:
+        if programs >= 0.75 * target.multiprocessors:
             break
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
-    share = triton.cdiv(programs, MULTIPROCESSORS[target])
+    share = triton.cdiv(programs, target.multiprocessors)
     together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
-    stages = SHARED[target] // together // ((rows + width) * block_k * itemsize)
+    stages = target.stages((rows + width) * block_k * itemsize, 6, together)
     warps = 8 if rows * width >= 128 * 64 else 4
-    return Tiling(rows, width, block_k, warps, max(min(stages, 6), 1), parts, part, split_k)
+    return Tiling(rows, width, block_k, warps, stages, parts, part, split_k)
 
 
 # x [T, K], weight [N, K], bias [N]; `squares` of `Residual` for the norm of x; with split K, `partial`
@@ -255,7 +263,7 @@ def product(
     else:
         x, squares, eps = source.scaled, source.squares, source.norm.eps
         assert x is not None  # set if `embed` used its kernel
-    (T, K), N, target = x.shape, len(weight), arch(x)
+    (T, K), N, target = x.shape, len(weight), target_of(x)
     if new is None:
         new = Outputs(x.new_empty(T, N // 2 if gate else N))
     if T == 0:
@@ -273,6 +281,6 @@ def product(
     _gemm[tiles, blocks, programs](
         Operands(x, weight, bias, squares, partial, counters(x.device, "product")), new, T,
         part // block_k, Sizes(N // 2 if gate else N, K, x.stride(0), eps), wrapped(constants),
-        num_warps=warps, num_stages=stages, **launch_options, **MFMA_OPTIONS.get(target, {}),
+        num_warps=warps, num_stages=stages, **launch_options, **MFMA_OPTIONS.get(target.family, {}),
     )  # fmt: skip
     return new.x

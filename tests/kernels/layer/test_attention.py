@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels.launch import counters, forced
+from nanospec.kernels.launch import TARGETS, counters, forced
 from nanospec.kernels.layer import attention, split_kv
 from nanospec.kernels.layer.attention import AttentionMetadata
 from tests.kernels.texts import Part, Texts, divide, random_trees
@@ -92,7 +92,7 @@ def compare_with_naive(case: Case, tolerance: float, device: str | torch.device 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_match_naive(name: str) -> None:
-    with forced(architecture=CASES[name].target):
+    with forced(target=TARGETS[CASES[name].target]):
         compare_with_naive(CASES[name], {FP16: 1e-3, FP32: 1e-6}[CASES[name].dtype])
 
 
@@ -168,16 +168,23 @@ def test_tree_nodes_match_chains_bitwise() -> None:
 
 
 def test_split_kv_covers_the_cache_and_is_bounded() -> None:
-    heads = (16, 8, 128)
+    heads, target = (16, 8, 128), TARGETS["sm_90"]
     for rows, q_len, length in product((1, 64, 600), (1, 9, 64), (1, 65, 5000, 32768)):
-        split = split_kv.split_kv(rows, q_len, length, heads, "sm_90")
+        split = split_kv.split_kv(rows, q_len, length, heads, target)
         spans, pairs = -(-length // 512), rows * split.query_tiles
         assert 1 <= split.programs <= max(spans, split.max_tiles, 1)
         assert split.programs * pairs <= max(32768 // split.columns, 256, pairs)
+        assert split.programs == 1 or pairs <= len(counters(torch.device("cpu"), "attention"))
         assert split.units == (max(spans, split.max_tiles) if split.programs > 1 else 0)
-    assert split_kv.split_kv(1, 1, 1024, heads, "sm_90")[:5] == (16, 8, 16, 16, 16)  # a program for each tile
-    assert split_kv.split_kv(64, 1, 32768, heads, "sm_90").programs == 4
-    assert split_kv.split_kv(1, 64, 64, heads, "sm_90", tree=True).columns == 32
+    assert split_kv.split_kv(1, 1, 1024, heads, target)[:5] == (
+        16,
+        8,
+        16,
+        16,
+        16,
+    )  # a program for each tile
+    assert split_kv.split_kv(64, 1, 32768, heads, target).programs == 4
+    assert split_kv.split_kv(1, 64, 64, heads, target, tree=True).columns == 32
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

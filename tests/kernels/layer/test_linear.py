@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels.launch import ARCHITECTURES, forced
+from nanospec.kernels.launch import TARGETS, counters, forced
 from nanospec.kernels.layer import product
 from nanospec.kernels.layer.linear import Linear, NativeLinear, OneDnnLinear, TritonLinear, make_linear
 from nanospec.kernels.native import library
@@ -21,9 +21,9 @@ FP16, FP32 = torch.float16, torch.float32
 TOLERANCE = {FP16: 1e-3, FP32: 1e-6}
 # (T, N, K): one or several tiles in each dimension, whole or not; 1,100 and 1,536 columns have several parts.
 SHAPES = [(1, 64, 64), (5, 100, 576), (17, 66, 1100), (33, 66, 100), (130, 64, 128), (3, 64, 1536)]
-# Test each kind with three of the shapes, alternating dtypes and architectures.
+# Test each kind with three of the shapes, alternating dtypes and GPUs.
 CASES = [
-    (kind, shape, (FP16, FP32)[(k + n) // 2 % 2], ARCHITECTURES[(k // 2 + n) % 4])
+    (kind, shape, (FP16, FP32)[(k + n) // 2 % 2], [*TARGETS][(k // 2 + n) % len(TARGETS)])
     for k, kind in enumerate(KINDS)
     for n, shape in enumerate(SHAPES)
     if k % 2 == n % 2
@@ -36,7 +36,7 @@ def test_linear_matches_float64(
     kind: str, shape: tuple[int, int, int], dtype: torch.dtype, target: str
 ) -> None:
     products = Products(*shape, dtype)
-    with forced(architecture=target):
+    with forced(target=TARGETS[target]):
         out = products.run(kind)
         assert out.dtype == dtype
         assert torch.equal(out, products.run(kind))  # counters were reset to zero
@@ -75,18 +75,22 @@ def test_slice_of_a_wider_input(backend: Any) -> None:
         assert_close(make_linear(weight)(wide[:, 20:84]), wide[:, 20:84] @ weight.T, 1e-6)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_parts_of_k_depend_only_on_weight_shape(arch: str) -> None:
+@pytest.mark.parametrize("name", TARGETS)
+def test_parts_of_k_depend_only_on_weight_shape(name: str) -> None:
+    target = TARGETS[name]
     for N, K in ((4096, 1024), (576, 576), (151936, 1024), (24576, 4096), (576, 1536), (8, 16)):
-        parts, part = product.split_k_parts(N, K, arch)
+        parts, part = product.split_k_parts(N, K, target)
         assert part % (128 if K % 128 == 0 else 64) == 0
         assert (parts - 1) * part < K <= parts * part
         for T in (1, 33, 65, 4096):
-            chosen = product.choose_tiling(T, N, K, arch, 2)
+            chosen = product.choose_tiling(T, N, K, target, 2)
             assert (chosen.parts, chosen.part, chosen.split_k) == (parts, part, parts > 1 and T <= 256)
             assert part % chosen.block_k == 0
             size = (chosen.rows + chosen.width) * chosen.block_k * 2
-            assert chosen.stages == 1 or chosen.stages * size <= product.SHARED[arch]
+            buffers = chosen.stages - (target.family in ("sm_80", "gfx942"))
+            assert max(buffers, 1) * size <= target.shared
+            tiles = -(-T // chosen.width) * -(-N // chosen.rows)
+            assert not chosen.split_k or tiles <= len(counters(torch.device("cpu"), "product"))
 
 
 def test_implementation_depends_on_backend_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
