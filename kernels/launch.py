@@ -3,8 +3,8 @@
 Tensors on a GPU use the Triton kernel. Tensors on a CPU use the compiled C++ of `native/` if the operation
 has it for their dtype, and `naive` otherwise. `NANOSPEC_KERNELS=triton|native|naive` or `forced(...)`
 overrides this, so that tests can run the whole engine on the kernels in Triton's interpreter
-(`TRITON_INTERPRET=1`). With `native`, a missing compiler is an error. Launch configurations are chosen for the
-device (`Target`) unless `forced` sets another GPU, as `bench/compile.py` does for GPUs that are not present.
+(`TRITON_INTERPRET=1`). With `native`, a missing compiler is an error. Launch configurations are chosen for
+the device (`Target`) unless `forced` sets another GPU: `bench/compile.py` compiles for GPUs not present.
 
 Programmatic dependent launch (PDL, sm_90 and newer) lets a kernel begin while the previous one is running.
 A kernel launched with `options(...)` starts as soon as all programs of the previous kernel on the stream have
@@ -45,9 +45,9 @@ class Target(NamedTuple):
     pdl: bool = False  # whether it has programmatic dependent launch
 
     def stages(self, num_bytes: int, limit: int, programs: int = 1) -> int:
-        """Return the number of pipeline stages, at most `limit`, with `num_bytes` each, so that `programs` fit
-        on a multiprocessor; at least 1. The compiler keeps the last stage in registers for mma and mfma.
-        (NVIDIA GPUs reserve 1 KiB per program.)"""
+        """Return the number of pipeline stages of `num_bytes`, from 1 to `limit`, so that `programs` fit on a
+        multiprocessor (NVIDIA GPUs reserve 1 KiB for each). With mma and mfma, the compiler keeps one stage
+        in registers."""
         buffers = ((self.shared + 1024) // programs - 1024) // num_bytes
         return min(max(buffers + (self.family in ("sm_80", "gfx942")), 1), limit)
 
@@ -64,6 +64,7 @@ TARGETS = {
 MIN_SHARED = 64 << 10  # bytes that attention with head dimension 256 needs
 FAMILIES = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_80"}  # by major compute capability
 
+num_compiled = 0  # kernels that Triton compiled, or loaded from its cache on disk, in this process
 _target: Target | None = None
 _backend: str = os.environ.get("NANOSPEC_KERNELS", "auto")
 if _backend not in get_args(Backend):
@@ -80,6 +81,14 @@ def use_native(tensor: Tensor, *dtypes: torch.dtype) -> bool:
     enabled = _backend in ("auto", "native") and tensor.device.type == "cpu"
     supported = enabled and tensor.dtype in (dtypes or (torch.bfloat16,))
     return supported and (library(required=True) if _backend == "native" else library()) is not None
+
+
+def _count_compiled(**_: Any) -> None:
+    global num_compiled
+    num_compiled += 1
+
+
+triton.knobs.runtime.jit_post_compile_hook = _count_compiled
 
 
 @contextmanager
@@ -106,16 +115,15 @@ def device_target(index: int) -> Target:
     """Return the target of a GPU. Raises ValueError if the GPU is not supported."""
     if torch.version.hip:
         return TARGETS["gfx942"]
-    major, minor = torch.cuda.get_device_capability(index)
-    properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    shared: int = properties["max_shared_mem"]
-    if major < 8 or shared < MIN_SHARED:
+    gpu: Any = torch.cuda.get_device_properties(index)
+    shared: int = gpu.shared_memory_per_block_optin
+    if gpu.major < 8 or shared < MIN_SHARED:
         raise ValueError(
-            f"{torch.cuda.get_device_name(index)} is not supported: it has compute capability {major}.{minor} "
-            f"and {shared >> 10} KiB of shared memory; nanospec requires 8.0 and {MIN_SHARED >> 10} KiB."
+            f"{gpu.name} is not supported: it has compute capability {gpu.major}.{gpu.minor} and "
+            f"{shared >> 10} KiB of shared memory; nanospec requires 8.0 and {MIN_SHARED >> 10} KiB."
         )
-    family = FAMILIES.get(major, "sm_80")  # newer GPUs still execute mma
-    return Target(family, properties["multiprocessor_count"], shared, pdl=major >= 9)
+    family = FAMILIES.get(gpu.major, "sm_80")  # newer GPUs still execute mma
+    return Target(family, gpu.multi_processor_count, shared, pdl=gpu.major >= 9)
 
 
 def next_power_of_2(n: int) -> int:

@@ -22,6 +22,7 @@ import torch
 from ..config import EngineConfig
 from ..drafters import Drafter
 from ..kernels.batch import Batch
+from ..kernels.launch import device_target
 from ..kernels.sampling.sample import sample
 from ..kernels.table import Table
 from ..models.cpu import computed_by
@@ -39,10 +40,13 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the `torch.device` for a name; "auto" is a GPU if available. "cuda" becomes the current GPU with
-    its index, since the current GPU may change later. Raises ValueError if the device does not exist."""
+    """Return the `torch.device` for a name; "auto" is a GPU if a supported one is available. "cuda" becomes
+    the current GPU with its index, since the current GPU may change later. Raises ValueError if the device
+    does not exist or is not supported."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        with suppress(ValueError):
+            return resolve_device("cuda")
+        return torch.device("cpu")
     if not re.fullmatch(r"(cpu|cuda)(:\d{1,2})?", str(name)):
         raise ValueError(f"device={shown(name)} is not supported; use 'auto', 'cpu' or 'cuda'.")
     device = torch.device(name)
@@ -57,6 +61,7 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError(
             f"device='cuda:{index}' is invalid: this machine has {gpus}; the last is 'cuda:{count - 1}'."
         )
+    device_target(index)  # raises ValueError
     return torch.device("cuda", index)
 
 

@@ -27,6 +27,7 @@ from ..kernels.speculation.report import kept_logprobs
 from ..kernels.table import Table
 from ..kernels.transfer import to_host, write
 from ..models.decoder import Model
+from ..models.warm_up import warm_up
 from .extension import Extension
 from .graphs import KS, StepGraphs
 from .messages import Admission, PendingStep, RowResult, StepInput, write_row
@@ -93,6 +94,7 @@ class Worker:
             self.graphs = StepGraphs(self._step, model.device, config.max_num_seqs, ks, config.lazy_capture)
             self._step.share_logits(self.graphs.max_tokens)
             if not config.lazy_capture:
+                warm_up(model, self.kv_cache, self.table, config.max_num_batched_tokens)
                 self.graphs.capture_all()
 
     def _plan_cache(self) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from ..kernels.table import Table
 from ..kernels.transfer import to_host
 from ..models import resolve_model
 from ..models.decoder import Model
+from ..models.warm_up import warm_up
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
 from . import Drafter, Memory, Target, draft_limits, make_proposal, no_drafts
@@ -94,6 +95,8 @@ class ModelDrafter(Drafter):
         self._states: dict[int, _RowState] = {}
         self._drafted: set[int] = set()
         self._copy = self._start_copy()
+        if not may_wait:
+            warm_up(self.model, self.kv, table, max_tokens)
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         new = blocks[num_kept:]

@@ -20,6 +20,7 @@ from ..device.messages import PendingStep, RowBlocks, RowResult, StepInput, chec
 from ..device.resources import is_oom, oom_remedy
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
+from ..kernels import launch
 from ..kernels.batch import Chunk
 from ..outputs import Metrics, SpecStats
 from ..text.tokenizer import OutputText, Tokenizer
@@ -61,6 +62,12 @@ class Engine:
             stage.seconds = 0.0  # exclude start-up
         self._queue: deque[QueuedStep] = deque()
         self._ids = itertools.count()
+        self._compiled_at_start = launch.num_compiled
+
+    @property
+    def num_compiled(self) -> int:
+        """The number of Triton kernels that requests had to wait for: those compiled after the start."""
+        return launch.num_compiled - self._compiled_at_start
 
     @property
     def has_work(self) -> bool:

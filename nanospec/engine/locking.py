@@ -74,6 +74,7 @@ class SharedEngine:
         with self.turn() as engine:
             worker, stats = engine.worker, engine.metrics.to_dict()
             stats["stage_seconds"] = {name: round(stage.seconds, 6) for name, stage in worker.stages.items()}
+            stats |= {"num_compiled": engine.num_compiled}
             stats |= {"compute": compute_info(worker.model), "memory": worker.memory}
             if worker.graphs is not None:
                 stats["captured_steps"] = {"count": len(worker.graphs.captures)}

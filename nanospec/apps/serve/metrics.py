@@ -95,6 +95,7 @@ class ServerMetrics:
             ("num_preemptions", "Number of preemptions", metrics.num_preemptions),
             ("num_aborted", "Number of outputs aborted by clients or errors", metrics.num_aborted),
             ("steps", "Number of engine steps", metrics.num_forward_steps),
+            ("kernels_compiled", "Number of GPU kernels compiled after the start", engine.num_compiled),
             ("spec_decode_num_drafts", "Steps of outputs with draft tokens", spec.num_steps_with_drafts),
             ("spec_decode_num_draft_tokens", "Number of draft tokens", spec.num_drafted),
             ("spec_decode_num_accepted_tokens", "Number of accepted draft tokens", spec.num_accepted),

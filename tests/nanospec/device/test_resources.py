@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from nanospec.device.resources import (
     resolve_device,
     use_threads,
 )
+from nanospec.kernels import launch
 from tests.drive import Job, K, make_engine, run
 from tests.tiny import tiny_model
 
@@ -56,11 +58,26 @@ def test_worker_runs_on_its_device(eager: bool, monkeypatch: pytest.MonkeyPatch)
         run(engine, [Job([1, 2, 3, 1, 2], params), Job([4] * 20, params), Job([5], params)])
 
 
+def gpu_properties(major: int, minor: int, kib: int) -> SimpleNamespace:
+    """Return properties of a GPU with this compute capability and shared memory per block."""
+    fields = {"name": "A GPU", "major": major, "minor": minor, "multi_processor_count": 20}
+    return SimpleNamespace(**fields, shared_memory_per_block_optin=kib << 10)
+
+
+def test_target_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for major, family in ((8, "sm_80"), (9, "sm_90"), (10, "sm_100"), (12, "sm_80"), (13, "sm_80")):
+        gpu = gpu_properties(major, 1, 99)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, gpu=gpu: gpu)
+        assert launch.device_target.__wrapped__(0) == launch.Target(family, 20, 99 << 10, pdl=major > 8)
+
+
 def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test two GPUs, of which the second is current, one GPU, and none."""
+    """Test two GPUs, of which the second is current, one GPU, an old one, and none."""
     gpus = {"is_available": True, "device_count": 2, "current_device": 1}
     for name in gpus:
         monkeypatch.setattr(torch.cuda, name, lambda name=name: gpus[name])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu_properties(8, 9, 99))
+    monkeypatch.setattr(resources, "device_target", launch.device_target.__wrapped__)
     names = {"auto": "cuda:1", "cuda": "cuda:1", "cuda:0": "cuda:0", "cpu": "cpu"}
     assert {name: str(resolve_device(name)) for name in names} == names
     with pytest.raises(ValueError, match="device='cuda:7' is invalid: .* has 2 GPUs; the last is 'cuda:1'"):
@@ -70,6 +87,11 @@ def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus["device_count"] = 1
     with pytest.raises(ValueError, match="device='cuda:1' is invalid: this machine has 1 GPU; the last is"):
         resolve_device("cuda:1")
+    for properties in (gpu_properties(7, 5, 64), gpu_properties(8, 9, 48)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, gpu=properties: gpu)
+        assert resolve_device("auto") == torch.device("cpu")
+        with pytest.raises(ValueError, match=r"A GPU is not supported: .*; nanospec requires 8.0 and 64 KiB"):
+            resolve_device("cuda:0")
     gpus["is_available"] = False
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(ValueError, match="device='cuda' is not available: no GPU was found; use 'cpu'"):

@@ -1,0 +1,48 @@
+"""Compile the kernels of prompts before the first request.
+
+Capturing a step compiles its kernels, but a prompt chunk can have any number of tokens. The tiling of a
+product depends on it, and the kernel of attention on the queries per row and on whether the context is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..kernels.batch import Batch, Chunk
+from ..kernels.launch import target_of, use_triton
+from ..kernels.table import Table
+from .decoder import Model
+
+
+@torch.inference_mode()
+def warm_up(model: Model, kv_cache: Tensor, table: Table, max_tokens: int) -> None:
+    """Run a prompt chunk for each kernel that prompts of up to `max_tokens` tokens use, at the beginning and
+    at the end of the context. Call it before the first request, as it overwrites block 0 of the cache."""
+    if not use_triton(kv_cache):
+        return
+    window, sizes = table.max_context, chunk_sizes(model, min(max_tokens, table.num_rows * table.max_context))
+    runs = [[Chunk(0, window - size, size)] for size in sizes if size < window]
+    for size in sizes:
+        runs.append([Chunk(i, 0, min(size - i * window, window)) for i in range(-(-size // window))])
+    for chunks in tqdm(runs, desc="Compiling kernels", disable=None, leave=False):
+        model.write_kv(Batch.from_chunks(table, chunks), kv_cache)
+
+
+def chunk_sizes(model: Model, limit: int) -> list[int]:
+    """Return numbers of tokens, up to `limit`, that together use every kernel of prompt chunks."""
+    from ..kernels.layer.product import choose_tiling  # not needed on a CPU
+    from ..kernels.layer.split_kv import split_kv
+
+    c, target = model.config, target_of(model.norm.weight)
+    heads, layer = (c.num_heads, c.num_kv_heads, c.head_dim), model.layers[0]
+    weights = [linear.weight for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+
+    def kernels(T: int) -> Hashable:
+        tilings = (choose_tiling(T, *weight.shape, target, weight.itemsize) for weight in weights)
+        return split_kv(1, T, T, heads, target).columns, *tilings
+
+    return sorted({kernels(T): T for T in range(limit, 0, -1)}.values())

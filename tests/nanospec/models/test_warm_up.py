@@ -1,0 +1,81 @@
+"""No kernel is compiled after the start, whatever the number of tokens of a prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from nanospec.config import SamplingParams
+from nanospec.device import worker
+from nanospec.device.messages import Admission
+from nanospec.drafters import draft_model
+from nanospec.kernels.batch import Chunk
+from nanospec.kernels.launch import TARGETS, forced
+from tests.drive import make_engine
+from tests.tiny import tiny_model
+
+LENGTH = 1024
+OF_LAYERS = {"_gemm", "_attend", "_rope_cache", "_residual_add"}  # not run here
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Call Triton's hook for compiled kernels when its launcher would compile one, and skip the kernels of
+    layers. The GPU has few multiprocessors, so that a small model has all tilings."""
+    backend, run = make_backend(GPUTarget("cuda", 90, 32)), InterpretedFunction.run
+    binders: dict[str, Any] = {}
+    compiled: set[tuple[str, str]] = set()
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if (name := self.fn.__name__) not in binders:
+            unspecialized = self.kwargs.get("do_not_specialize")
+            function = JITFunction(self.fn, do_not_specialize=unspecialized)
+            binders[name] = create_function_from_signature(function.signature, function.params, backend)
+        key = name, str(binders[name](*args, **kwargs)[1:])
+        if key not in compiled:
+            compiled.add(key)
+            triton.knobs.runtime.jit_post_compile_hook(key=key)
+        if name not in OF_LAYERS:
+            run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", launch)
+    with forced("triton", TARGETS["sm_90"]._replace(multiprocessors=16)):
+        yield
+
+
+def compiled_by_prompts() -> int:
+    """Return the number of kernels compiled for prompts of all sizes, by the target and by a draft model."""
+    sizes: dict[str, Any] = {"head_dim": 64, "intermediate_size": 1280, "max_position_embeddings": LENGTH}
+    model, draft = (tiny_model(dtype=torch.bfloat16, hidden_size=n, **sizes) for n in (128, 64))
+    options: dict[str, Any] = {"max_model_len": LENGTH, "max_num_seqs": 3, "enforce_eager": False}
+    engine = make_engine(model, 1, draft_model=draft, spec={"method": "draft"}, **options)
+    run, chance = engine.worker, random.Random(0)
+    for size in range(1, LENGTH, 8):
+        for n in {size, size + chance.randrange(8)}:
+            run.prefill([Chunk(0, 0, n)])
+            run.prefill([Chunk(0, LENGTH - n, n), Chunk(1, chance.randrange(512), chance.randrange(1, 512))])
+        row = Admission(2, [0] * size, size, LENGTH, [*range(64)], 0, 0, (), SamplingParams(), 1, False)
+        run.admit(row)
+        for _ in range(2):  # without waiting for the device, the state of a row is read one call later
+            run.drafters[0].catch_up([2])
+        run.release(2)
+    return engine.num_compiled
+
+
+def test_prompts_compile_no_kernel(compiler: None) -> None:
+    assert compiled_by_prompts() == 0
+
+
+def test_without_warm_up_prompts_compile_kernels(compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "warm_up", lambda *args: None)
+    monkeypatch.setattr(draft_model, "warm_up", lambda *args: None)
+    assert compiled_by_prompts() > 10
