@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from ..config import EngineConfig
 from ..drafters import Drafter
@@ -192,10 +193,11 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
     k = min(config.spec.max_k, max_drafts(drafters), max_len - 1)
     drafting = max(min(MAX_STEP_TOKENS // (k + 1), max_rows), 1)  # rows of the largest capture with drafts
     shapes = (max_rows, 1), (drafting, k + 1)
-    step = max(peak(max(rows // part, 1), q) for rows, q in shapes for part in PARTS)
     tokens = min(config.max_num_batched_tokens, max_rows * max_len)
-    prompts = -(-tokens // max_len)
-    prefill = max(peak(prompts, -(-tokens // prompts // part), prefill=True) for part in PARTS)
+    prompts, step, prefill = -(-tokens // max_len), 0, 0
+    for part in tqdm(PARTS, desc="Measuring memory", disable=None, leave=False):
+        step = max(step, *(peak(max(rows // part, 1), q) for rows, q in shapes))
+        prefill = max(prefill, peak(prompts, -(-tokens // prompts // part), prefill=True))
     if any(drafter.runs_model for drafter in drafters):  # its logits, twice while they are concatenated
         step += 2 * max(max_rows, drafting * (k + 1)) * c.vocab_size * model.dtype.itemsize
     return row_bytes(table) + int(MARGIN * (step + max(step, prefill)))
