@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,7 @@ LEAST = 0.98  # a speed ratio below this is reported as slower
 TURNS = 4  # minimum number of turns per case and round
 CASES = [
     {"way": way, "mode": mode, "batch": batch}
-    for way in ("plain", "n-gram")
-    for mode in ("greedy", "seeded")
-    for batch in (1, 4, 16)
+    for way, mode, batch in product(("plain", "n-gram"), ("greedy", "seeded"), (1, 4, 16))
 ]
 CHAT = (  # the model's chat template, so that checkouts need no method for it
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -70,13 +69,9 @@ class Checkout:
 
     def __init__(self, folder: Path, work: Json) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder)},
-        )
+            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)},
+        )  # fmt: skip
         self.folder = folder
         self.start: dict[str, float] = self.ask({**work, "checkout": str(folder)})["start"]
 

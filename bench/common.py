@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,19 +40,13 @@ def environment() -> dict[str, Any]:
     """Return the machine, package versions, commit and date."""
     versions = {}
     for package in ("torch", "triton", "transformers", "tokenizers", "numpy"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     found: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": commit(),
+        "cpu": _cpu_name(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(), "versions": versions, "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
-    }
+    }  # fmt: skip
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
@@ -75,9 +70,8 @@ def _cpu_name() -> str:
 def commit(folder: Path = ROOT) -> str:
     """Return the commit of a checkout, or "unknown" without git."""
     try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=True
-        )
+        command = ["git", "describe", "--always", "--dirty"]
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return run.stdout.strip()
@@ -85,23 +79,15 @@ def commit(folder: Path = ROOT) -> str:
 
 def save(name: str, result: dict[str, Any], out: Path = RESULTS) -> None:
     """Write `out/name.json` and print the result as the last line."""
-    write(name, result, out)
-    print(json.dumps(result))
-
-
-def write(name: str, result: dict[str, Any], out: Path = RESULTS) -> None:
-    """Write `out/name.json`."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return the median, minimum and maximum."""
-    return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
-    }
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def is_looping(tokens: Sequence[int], period: int = 32, repeats: int = 4) -> bool:
@@ -116,20 +102,18 @@ def is_looping(tokens: Sequence[int], period: int = 32, repeats: int = 4) -> boo
     )
 
 
-def distinct_ratio(tokens: Sequence[int]) -> float:
-    """Return the fraction of distinct 4-grams: 1 for text without repetition."""
-    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
-    return len(set(grams)) / max(len(grams), 1)
-
-
 # ---- prompts, as user messages -----------------------------------------------------------------
 
 
-def _lines(name: str) -> list[dict[str, Any]]:
+def _read(name: str) -> str:
     path = DATA / name
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found; this benchmark reads its prompts from it.")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return path.read_text(encoding="utf-8")
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    return list(map(json.loads, _read(name).splitlines()))
 
 
 def chat_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -146,21 +130,13 @@ def code_edits(count: int) -> list[str]:
 def code_edit_pairs(count: int) -> list[tuple[str, str]]:
     """Return pairs of (prompt, reference answer) of `code_edits`."""
     rows = sorted(_lines("code_edits.jsonl"), key=lambda row: -len(row["input"]))[:count]
-    return [
-        (
-            f"{r['instruction']}\nReturn the whole code.\n\n```python\n{r['input']}\n```",
-            f"```python\n{r['output']}\n```",
-        )
-        for r in rows
-    ]
+    prompt = "{instruction}\nReturn the whole code.\n\n```python\n{input}\n```"
+    return [(prompt.format(**row), f"```python\n{row['output']}\n```") for row in rows]
 
 
 def shakespeare() -> str:
     """Return 1.1 MB of Shakespeare."""
-    path = DATA / "shakespeare.txt"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} not found; this benchmark reads its prompts from it.")
-    return path.read_text(encoding="utf-8")
+    return _read("shakespeare.txt")
 
 
 def quotations(count: int) -> list[str]:
@@ -179,10 +155,7 @@ def quotations(count: int) -> list[str]:
 def spec_bench(count: int, group: str) -> list[str]:
     """Return first turns of a Spec-Bench group: chat, translation, summarization, qa, math_reasoning, rag."""
     chat = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
-    rows = [
-        r
-        for r in _lines("spec_bench.jsonl")
-        if r["category"] == group or (group == "chat" and r["category"] in chat)
-    ]
+    categories = chat if group == "chat" else {group}
+    rows = [row for row in _lines("spec_bench.jsonl") if row["category"] in categories]
     random.Random(0).shuffle(rows)
     return [row["turns"][0] for row in rows[:count]]

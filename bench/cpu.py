@@ -92,9 +92,7 @@ def read_prompts(tokenizer: Tokenizer, part: str, count: int) -> list[list[int]]
     if part != "long":
         found = [prompt for prompt in found if SHORT[0] <= len(prompt) <= SHORT[1]]
     if len(found) < count:
-        raise SystemExit(
-            f"The evaluation data has {len(found)} prompts of {SHORT} tokens; {count} are needed."
-        )
+        raise SystemExit(f"The evaluation data has {len(found)} prompts of {SHORT} tokens, not {count}.")
     return found[:count]
 
 
@@ -105,16 +103,12 @@ def make_cases(part: str, tokenizer: Tokenizer, args: argparse.Namespace) -> lis
     prompts = read_prompts(tokenizer, part, max([*batches, args.prompts if part != "long" else 2]))
     tokens, length = args.max_tokens // (1 + (part == "long")), LONG if part == "long" else 200
     ending = ", sampled" * (part == "sampled")
+    count = min(args.prompts, len(prompts))
     return [
-        {
-            "name": f"B={batch}, {length}{ending}",
-            "prompts": prompts[: -(-min(args.prompts, len(prompts)) // batch) * batch],
-            "batch": batch,
-            "max_tokens": tokens,
-            **PARTS[part],
-        }
+        {"name": f"B={batch}, {length}{ending}", "prompts": prompts[: -(-count // batch) * batch],
+         "batch": batch, "max_tokens": tokens, **PARTS[part]}
         for batch in batches
-    ]
+    ]  # fmt: skip
 
 
 # ---- processes -----------------------------------------------------------------------------------------
@@ -189,16 +183,14 @@ class Race:
             for setting in settings:
                 for case in cases if len(settings) > 1 else ():
                     speed = max(rate(self.run((system, setting), case)) for _ in range(TRIES))
-                    self.tried.setdefault(f"{system} {case['name']}", {})[setting_name(setting)] = round(
-                        speed, 1
-                    )
+                    tried = self.tried.setdefault(f"{system} {case['name']}", {})
+                    tried[setting_name(setting)] = round(speed, 1)
                 if setting is not None and len(settings) > 1:
                     self.running.pop((system, setting)).close()  # each process uses gigabytes
             for case in cases:
                 speeds = self.tried.get(f"{system} {case['name']}", {})
-                self.best[system, case["name"]] = max(
-                    settings, key=lambda g: speeds.get(setting_name(g), 0.0)
-                )
+                best = max(settings, key=lambda each: speeds.get(setting_name(each), 0.0))
+                self.best[system, case["name"]] = best
 
     def round(self, number: int) -> dict[tuple[str, str, str], Json]:
         """Run every case on every system, with and without speculation. Keys are (system, way, case)."""
@@ -209,10 +201,8 @@ class Race:
             for way in ("plain", "n-gram"):
                 for system in taking[turn:] + taking[:turn]:
                     setting = self.best[system, case["name"]] if way == "n-gram" else None
-                    found[system, way, case["name"]] = {
-                        **self.run((system, setting), case),
-                        "setting": setting,
-                    }
+                    run = self.run((system, setting), case)
+                    found[system, way, case["name"]] = {**run, "setting": setting}
         return found
 
     def run(self, lane: Lane, case: Json) -> Json:
@@ -267,12 +257,9 @@ def table(rounds: Sequence[dict[tuple[str, str, str], Json]]) -> list[Json]:
 def show(rows: Sequence[Json]) -> None:
     for row in rows:
         ratio = row.get("nanospec_ratio")
-        note = (
-            f"  nanospec {ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})" if ratio else ""
-        )
-        note += (
-            "  equal {} of {}, {}".format(*row["equal_to_plain"], row["setting"]) if "setting" in row else ""
-        )
+        note = "  nanospec {median:.2f}x ({min:.2f} to {max:.2f})".format(**ratio) if ratio else ""
+        if "setting" in row:
+            note += "  equal {} of {}, {}".format(*row["equal_to_plain"], row["setting"])
         speed = row["tokens_per_second"]["median"]
         print(f"{row['case']:18} {row['system']:12} {row['way']:7} {speed:8.1f}{note}")
 
@@ -304,13 +291,9 @@ def main() -> None:
         rounds = [race.round(i) for i in range(args.rounds)]
         race.close()
         names = ("rounds", "prompts", "max_tokens", "batch")
-        result[part] = {
-            "machine": common.environment(),
-            "settings": {"model": folder.name, **{name: getattr(args, name) for name in names}},
-            "systems": race.about,
-            "tried": race.tried,
-            "table": table(rounds),
-        }
+        settings = {"model": folder.name, **{name: getattr(args, name) for name in names}}
+        about = {"machine": common.environment(), "settings": settings, "systems": race.about}
+        result[part] = {**about, "tried": race.tried, "table": table(rounds)}
         show(result[part]["table"])
         common.save(args.name, result, args.out)  # after each part, in case a later part fails
 

@@ -50,13 +50,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "draft K=2": {"method": "draft", "num_speculative_tokens": 2},
     "ngram+draft": {"method": "ngram+draft"},
 }
-RULES = (
-    ("medusa", "exact"),
-    ("medusa", "typical"),
-    ("draft", "exact"),
-    ("draft", "rejection"),
-    ("draft", "typical"),
-)
+RULES = {"medusa": ("exact", "typical"), "draft": ("exact", "rejection", "typical")}
 
 
 class Run(NamedTuple):
@@ -156,7 +150,7 @@ def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) ->
     """Return the figures of each acceptance rule at temperature 1, and the mean log-probability of outputs,
     which increases if a rule changes the distribution."""
     found: dict[str, Any] = {}
-    for method, rule in RULES:
+    for method, rule in ((method, rule) for method, own in RULES.items() for rule in own):
         if makers.can(method):
             engine = makers.engine(method=method, num_speculative_tokens=2, acceptance="typical")
             options: dict[str, Any] = {"max_tokens": args.max_tokens, "acceptance": rule, "logprobs": 0}
@@ -181,9 +175,8 @@ def main() -> None:
     llm = LLM(args.model, spec=none, dtype="bfloat16", max_model_len=2048, max_num_seqs=1)
     makers = Makers(llm, args.model, args.draft_model)
     selected = {name: spec for name, spec in SYSTEMS.items() if name in ("none", *args.systems)}
-    systems = {
-        name: makers.engine(**spec) for name, spec in selected.items() if makers.can(spec.get("method", ""))
-    }
+    possible = {name: spec for name, spec in selected.items() if makers.can(spec.get("method", ""))}
+    systems = {name: makers.engine(**spec) for name, spec in possible.items()}
     texts = {group: common.spec_bench(args.prompts, group) for group in GROUPS}
     texts["code edits"] = common.code_edits(args.prompts)
     prompts = {

@@ -24,16 +24,9 @@ from typing import NamedTuple
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 TENSOR = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "IGMMA", "QGMMA", "IMMA", "QMMA", "DMMA")
 FIRSTS = {  # opcode -> its name in `order`
-    "PREEXIT": "trigger",
-    "CCTL.E.PF2": "prefetch",
-    "ACQBULK": "wait",
-    "LDG": "read",
-    "LDGSTS": "read",
-    "STG": "write",
-    "ATOMG": "write",
-    "REDG": "write",
-    "EXIT": "exit",
-}
+    "PREEXIT": "trigger", "CCTL.E.PF2": "prefetch", "ACQBULK": "wait", "LDG": "read", "LDGSTS": "read",
+    "STG": "write", "ATOMG": "write", "REDG": "write", "EXIT": "exit",
+}  # fmt: skip
 
 
 class Instruction(NamedTuple):

@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[int], list[str]]] = {
     "code edits": common.code_edits,
     "chat": lambda count: common.spec_bench(count, "chat"),
 }
-KS = ("0", "1", "2", "3", "4", "6", "8", "12", "16", "auto")
+KS = ["0", "1", "2", "3", "4", "6", "8", "12", "16", "auto"]
 CACHE = 512 << 20  # bytes of KV cache per engine: 16 requests of a thousand tokens
 STAGES = ("propose", "forward", "verify", "wait", "host")  # all stages except prefill
 
@@ -129,7 +129,7 @@ def summary(rounds: Sequence[dict[str, Json]]) -> list[Json]:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a checkpoint or a model's name")
-    parser.add_argument("--ks", nargs="+", default=[*KS], help="values of K; must include 0, the baseline")
+    parser.add_argument("--ks", nargs="+", default=KS, help="values of K; must include 0, the baseline")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], help="batch sizes")
     parser.add_argument("--prompts", type=int, default=8, help="minimum number of prompts per kind of text")
     parser.add_argument("--rounds", type=int, default=3)
@@ -148,9 +148,8 @@ def main() -> None:
                 rounds.append({name: together([found[name] for found in ran]) for name in engines})
             for row in summary(rounds):
                 rows.append({"kind": kind, "batch": B, **row})
-                details = (
-                    f"{row['tokens_per_step']:6.2f} tokens per step, {row['ms_per_step']['median']:6.2f} ms"
-                )
+                ms = row["ms_per_step"]["median"]
+                details = f"{row['tokens_per_step']:6.2f} tokens per step, {ms:6.2f} ms"
                 ratios = f"{row['speedup']['median']:5.2f}x, sooner {row['sooner']['median']:.2f}x"
                 print(f"{kind:10} B={B:<3} K={row['k']:4} {details}, {ratios}", flush=True)
     settings = {name: getattr(args, name) for name in ("batches", "prompts", "rounds", "max_tokens")}

@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,13 @@ BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#8b8c92"  # Okabe 
 WIDTH = 8.0  # inches
 
 
-def source(files: Iterable[str], environment: Json) -> str:
-    """Return the source note: machine, date, commit and results files."""
+def source(environment: Json) -> str:
+    """Return the source note: machine, date, commit and results file."""
     processor = re.sub(r"\((R|TM)\)| Processor| CPU", "", environment["cpu"].partition(" (a")[0])
     unit = next((f" with {flag}" for flag in ("amx_bf16", "avx512_bf16") if flag in environment["cpu"]), "")
-    names = ", ".join(f"{name}.json" for name in files)
     return (
         f"{environment['cores']} cores of {processor}{unit}, {environment['date']}, commit "
-        f"{environment['commit']}. Numbers: bench/results/{names}."
+        f"{environment['commit']}. Numbers: bench/results/over_k.json."
     )
 
 
@@ -88,7 +87,7 @@ def over_k(folder: Path) -> Any:
     note = (
         "Solid: tokens per step. Dashed: time per step. Both are relative to a step without speculation; the "
         "gap between them is the speedup, and a circle marks the best K. Below each name: the speedup of "
-        f"automatic K. {source(['over_k'], results['environment'])} {results['model']} in bf16, n-gram "
+        f"automatic K. {source(results['environment'])} {results['model']} in bf16, n-gram "
         f"lookup, greedy; at least {settings['prompts']} prompts of each kind, {settings['max_tokens']} "
         f"tokens each, prefill excluded. Medians of {settings['rounds']} rounds; all K took turns."
     )
@@ -117,9 +116,7 @@ def over_k(folder: Path) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
     args = parser.parse_args(argv)

@@ -85,16 +85,9 @@ def _shape(family: str, sizes: tuple[int, ...], tied: bool, window: int) -> Mode
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "vocab_size",
     )  # fmt: skip
-    return config_of(
-        {
-            "architectures": [f"{family}ForCausalLM"],
-            **dict(zip(names, sizes)),
-            "tie_word_embeddings": tied,
-            "max_position_embeddings": window,
-            "rms_norm_eps": 1e-6,
-            "dtype": "bfloat16",
-        }
-    )
+    config = {"architectures": [f"{family}ForCausalLM"], "rms_norm_eps": 1e-6, "dtype": "bfloat16"}
+    more = {"tie_word_embeddings": tied, "max_position_embeddings": window}
+    return config_of({**config, **more, **dict(zip(names, sizes))})
 
 
 MODELS = {

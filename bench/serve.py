@@ -90,9 +90,8 @@ def ask(port: int, model: str, text: str, max_tokens: int, due: float) -> Answer
         "temperature": 0.0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(
-        f"http://{HOST}:{port}/v1/chat/completions", json.dumps(body).encode(), headers
-    )
+    url = f"http://{HOST}:{port}/v1/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
             return read_answer([(time.perf_counter() - due, line) for line in response])
@@ -193,9 +192,8 @@ def figures(found: Sequence[Answer], at: Sequence[float]) -> Json:
         row["tokens_per_second"] = round(sum(a.tokens for a in good) / seconds, 2)
         columns = zip(*((a.first, a.per_token, a.last) for a in good))
         for name, values in zip(("first_token", "token", "end_to_end"), map(sorted, columns)):
-            row[f"{name}_seconds"] = {
-                "p50": statistics.median(values), "p99": values[int(0.99 * (len(values) - 1))]
-            }  # fmt: skip
+            high = values[int(0.99 * (len(values) - 1))]
+            row[f"{name}_seconds"] = {"p50": statistics.median(values), "p99": high}
     return row
 
 

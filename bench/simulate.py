@@ -1,6 +1,6 @@
 """Evaluate automatic K by simulation: policies run on recorded traces and step costs, without a model.
 
-    python bench/simulate.py [--costs steps.json] [--out bench/results]
+    python bench/simulate.py [--answers smollm2-135m-instruct] [--out bench/results]
 
 B requests run at once; a finished request is replaced by the next text. In each step, the policy chooses the
 number of drafts to verify, the trace (`traces.py`) gives the number accepted, and the cost table gives the
@@ -18,10 +18,9 @@ times of SmolLM2-135M on two cores in bf16."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,7 @@ from nanospec.text.tokenizer import Tokenizer
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 BATCHES = (1, 4, 16, 64, 128, 256)
 STEADY = (10000, 400)  # tokens of a run: minimum, and per row
-CPU_MS = {1: 9.6, 2: 9.7, 4: 9.9, 8: 10.7, 16: 12.5, 32: 17.0, 64: 27.0}  # ms by tokens in the step
-
-
-def waves(source: Sequence[Trace], B: int, costs: StepCosts) -> float:
-    """Return the speedup of automatic K over K = 0 for B requests that start together, until the last has
-    finished."""
-    return last_done(source, B, Fixed(0, costs)) / last_done(source, B, automatic(costs))
+CPU_MS = {1: 9.6, 2: 9.7, 4: 9.9, 8: 10.7, 16: 12.5, 32: 17.0, 64: 27.0}  # measured ms by tokens in the step
 
 
 def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> dict[str, Any]:
@@ -60,15 +53,16 @@ def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> d
     fixed = {name: s for name, s in speed.items() if name != "auto"}
     best = max(fixed, key=fixed.__getitem__)
     auto = outcomes["auto"]
-    last = {"last_done": round(waves(source, B, costs), 3)} if 1 in costs.packed else {}
+    last = {}
+    if 1 in costs.packed:
+        times = [last_done(source, B, each) for each in (Fixed(0, costs), automatic(costs))]
+        last = {"last_done": round(times[0] / times[1], 3)}
     return {
-        "speedup": {name: round(s, 3) for name, s in speed.items()},
-        **last,
-        "best_fixed": best,
+        "speedup": {name: round(s, 3) for name, s in speed.items()}, **last, "best_fixed": best,
         "auto_to_best_fixed": round(speed["auto"] / speed[best], 3),
         "tokens_per_step": round(auto.tokens / auto.steps / B, 3),
         "acceptance": round(auto.accepted / max(auto.drafted, 1), 3),
-    }
+    }  # fmt: skip
 
 
 # ---- costs -------------------------------------------------------------------------------------
@@ -79,11 +73,6 @@ def packed_costs(model: str, B: int, machine: roofline.Machine) -> StepCosts:
     config = roofline.MODELS[model]
     sizes = sorted({B + round(B * MAX_DRAFTS * i / 32) for i in range(33)})
     return StepCosts(packed={n: _ms(config, B, n / B - 1, machine) for n in sizes})
-
-
-def cpu_costs() -> StepCosts:
-    """Return the measured step costs of SmolLM2-135M on two cores."""
-    return StepCosts(packed=CPU_MS)
 
 
 def recorded_costs(model: str, batches: Sequence[int], machine: roofline.Machine) -> StepCosts:
@@ -98,51 +87,32 @@ def _ms(config: Any, B: int, K: float, machine: roofline.Machine) -> float:
     return below + part * (roofline.account(config, B, low + 1).estimate(machine) - below) if part else below
 
 
-def load_costs(path: Path) -> StepCosts:
-    """Load measured step costs in the format {"cost": {"B": {"K": ms}}}."""
-    table = json.loads(path.read_text())["cost"]
-    return StepCosts({int(B): {int(k): float(ms) for k, ms in row.items()} for B, row in table.items()})
-
-
 # ---- results -----------------------------------------------------------------------------------
 
 
-def mixed(groups: Mapping[str, list[Trace]]) -> list[Trace]:
-    """Alternate code edits and Shakespeare: some rows of a batch benefit from drafts, others never do."""
-    return [trace for pair in zip(groups["code edits"], groups["Shakespeare"]) for trace in pair]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="a checkpoint or a model's name")
     parser.add_argument("--min", type=int, default=SpecConfig.prompt_lookup_min, help="prompt_lookup_min")
     parser.add_argument("--max", type=int, default=SpecConfig.prompt_lookup_max, help="prompt_lookup_max")
     parser.add_argument("--texts", type=int, default=40, help="number of texts per workload")
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--answers", help="a model whose greedy outputs are added as workloads")
-    parser.add_argument("--costs", type=Path, help='measured costs: {"cost": {"B": {"K": ms}}}')
-    parser.add_argument("--out", type=Path, default=common.RESULTS)
     args = parser.parse_args(argv)
 
     texts = traces.workloads(Tokenizer(resolve_model(args.tokenizer)), args.texts)
     texts |= traces.answers(args.answers, args.texts) if args.answers else {}
     machine = roofline.Machine()
     groups = {name: [traces.replay(t, args.min, args.max) for t in group] for name, group in texts.items()}
-    groups["mixed"] = mixed(groups)
+    # Some rows of a batch benefit from drafts, others never do.
+    groups["mixed"] = list(chain(*zip(groups["code edits"], groups["Shakespeare"])))
     groups["never right"] = [Trace([3] * 400, [0] * 400)] * 16
-    systems: dict[str, dict[int, StepCosts]] = {
-        "packed, CPU, smollm2-135m": {B: cpu_costs() for B in args.batch if B <= 16},
-    }
+    cpu = StepCosts(packed=CPU_MS)
+    systems = {"packed, CPU, smollm2-135m": {B: cpu for B in args.batch if B <= 16}}
     for model in ("qwen3-0.6b", "qwen3-8b"):
         recorded = recorded_costs(model, args.batch, machine)
         systems[f"recorded, H200, {model}"] = dict.fromkeys(args.batch, recorded)
         systems[f"packed, H200, {model}"] = {B: packed_costs(model, B, machine) for B in args.batch}
-    if args.costs:
-        measured = load_costs(args.costs)
-        sizes = [B for B in args.batch if B <= max(measured.captured)]  # noqa: SIM300
-        systems = {f"recorded, {args.costs.stem}": dict.fromkeys(sizes, measured)}
     result = {
         system: {
             name: {B: compare(group, B, cost, max(STEADY[0], STEADY[1] * B)) for B, cost in costs.items()}

@@ -44,10 +44,6 @@ class Trace:
     def __len__(self) -> int:
         return len(self.match)
 
-    def __add__(self, other: Trace) -> Trace:
-        """Concatenate two traces: a request whose kind of text changes."""
-        return Trace(self.match + other.match, self.run + other.run)
-
     def drafts(self, position: int, k: int) -> int:
         """Return the number of drafts at a position: 0 without a match and at the last token."""
         return min(k, len(self.match) - position - 1) if self.match[position] else 0

@@ -122,10 +122,8 @@ def main() -> int:
     into = Path(".wheels").absolute()
     into.mkdir(parents=True, exist_ok=True)
     wheel = build_wheel(into)
-    succeeded = [
-        try_wheel(install(python, wheel, into, args.also), into / "cache") for python in args.pythons
-    ]
-    return int(not all(succeeded))
+    passed = [try_wheel(install(python, wheel, into, args.also), into / "cache") for python in args.pythons]
+    return int(not all(passed))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,7 @@ from nanospec.models.decoder import GetWeight, Model
 
 
 def random_model(
-    config: ModelConfig,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
+    config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
 ) -> Model:
     """Return a model with `random_weights`."""
     get = random_weights(config, dtype, device, seed)

@@ -30,16 +30,9 @@ from tests.random_weights import random_model
 def tiny_config(**overrides: Any) -> ModelConfig:
     """Return the config of a two-layer decoder with a vocabulary of 64; `overrides` replace its fields."""
     fields: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        **overrides,
-    }
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4,
+        "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 512, **overrides,
+    }  # fmt: skip
     fields.setdefault("windows", (None,) * fields["num_layers"])
     return ModelConfig(**fields)
 
@@ -50,10 +43,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def tiny_model(
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    **overrides: Any,
+    seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", **overrides: Any
 ) -> Model:
     """Return a model of `tiny_config` with random weights."""
     return random_model(tiny_config(**overrides), dtype, device, seed)

@@ -56,13 +56,8 @@ GEMMA3 = Shape("gemma-3-4b", 2560, 10240, 8, 4, 256, 262208, qk_norm=True, windo
 
 
 def cases() -> Iterator[Case]:
-    yield from norm_cases()
-    yield from attention_cases()
-    yield from linear_cases()
-    yield from rope_cases()
-    yield from gemma_cases()
-    yield from move_cases()
-    yield from sum_cases()
+    for part in norm_cases, attention_cases, linear_cases, rope_cases, gemma_cases, move_cases, sum_cases:
+        yield from part()
 
 
 def norm_cases() -> Iterator[Case]:
@@ -99,20 +94,12 @@ def make_batch(device: str, B: int, Q: int, length: int, tree: bool = False) -> 
     ancestors = None
     if tree:  # a chain in the format of a tree
         ancestors = ((torch.ones_like(place, dtype=torch.int64) << (place + 1)) - 1).repeat(B)
+    rows, q_len = torch.arange(B, device=device, dtype=torch.int32), torch.full_like(start, Q)
     return Batch(
-        rows=torch.arange(B, device=device, dtype=torch.int32),
-        input_ids=torch.zeros_like(positions),
-        positions=positions,
-        slots=slots.flatten(),
-        block_table=table,
-        q_start=start,
-        q_len=torch.full_like(start, Q),
-        base_len=torch.full_like(start, length - Q),
-        max_q_len=Q,
-        max_kv_len=length,
-        ancestors=ancestors,
-        prefill=Q > MAX_QUERIES,
-    )
+        rows=rows, input_ids=torch.zeros_like(positions), positions=positions, slots=slots.flatten(),
+        block_table=table, q_start=start, q_len=q_len, base_len=torch.full_like(start, length - Q),
+        max_q_len=Q, max_kv_len=length, ancestors=ancestors, prefill=Q > MAX_QUERIES,
+    )  # fmt: skip
 
 
 def make_cache(device: str, shape: Shape, batch: Batch, *layers: int) -> Tensor:
@@ -154,14 +141,9 @@ def attention_case(shape: Shape, B: int, Q: int, length: int, tree: bool = False
     kv = B * seen * shape.kv_heads * shape.head_dim * 2 * 2
     qo = 2 * B * Q * shape.heads * shape.head_dim * 2
     pairs = B * Q * (seen - Q // 2)  # (query, key) pairs of a head
-    return Case(
-        "attention",
-        f"{shape.name}-B{B}-q{Q}-L{length}" + ("-tree" if tree else ""),
-        build,
-        bytes=kv + qo,
-        flops=4 * pairs * shape.heads * shape.head_dim,
-        dots=True,
-    )
+    label = f"{shape.name}-B{B}-q{Q}-L{length}{'-tree' * tree}"
+    flops = 4 * pairs * shape.heads * shape.head_dim
+    return Case("attention", label, build, bytes=kv + qo, flops=flops, dots=True)
 
 
 def sdpa(q: Tensor, cache: Tensor, batch: Batch, scale: float) -> dict[str, Call]:
@@ -178,9 +160,7 @@ def sdpa(q: Tensor, cache: Tensor, batch: Batch, scale: float) -> dict[str, Call
     mask = torch.arange(length, device=q.device) <= i
 
     def call(attn_mask: Tensor | None) -> Tensor:
-        return F.scaled_dot_product_attention(
-            queries, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=True
-        )
+        return F.scaled_dot_product_attention(queries, k, v, attn_mask, scale=scale, enable_gqa=True)
 
     if Q == 1:
         return {"sdpa": lambda: call(None)}

@@ -32,34 +32,24 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def cases() -> Iterator[Case]:
-    yield from ngram_cases()
-    yield from ngram_tree_cases()
-    yield from sample_cases()
-    yield from sample_tree_cases()
-    yield from accept_cases()
-    yield from accept_tree_cases()
-    yield from verify_cases()
-    yield from layout_cases()
+    for part in (
+        ngram_cases, ngram_tree_cases, sample_cases, sample_tree_cases, accept_cases, accept_tree_cases,
+        verify_cases, layout_cases,
+    ):  # fmt: skip
+        yield from part()
 
 
 def make_batch(B: int, Q: int, device: str, tree: bool = False) -> Batch:
     """Return a batch of B rows with Q tokens each, at position 1000."""
-    i32 = torch.int32
-    place = torch.arange(B * Q, dtype=i32, device=device) % Q
+    rows = torch.arange(B, dtype=torch.int32, device=device)
+    place = torch.arange(B * Q, dtype=torch.int32, device=device) % Q
     return Batch(
-        rows=torch.arange(B, dtype=i32, device=device),
-        input_ids=torch.zeros_like(place),
-        positions=place + 1000,
-        slots=torch.zeros_like(place),
-        block_table=torch.zeros(B, 1, dtype=i32, device=device),
-        q_start=torch.arange(B, dtype=i32, device=device) * Q,
-        q_len=torch.full((B,), Q, dtype=i32, device=device),
-        base_len=torch.full((B,), 1000, dtype=i32, device=device),
-        max_q_len=Q,
-        max_kv_len=1000 + Q,
+        rows=rows, input_ids=torch.zeros_like(place), positions=place + 1000, slots=torch.zeros_like(place),
+        block_table=torch.zeros_like(rows)[:, None], q_start=rows * Q, q_len=torch.full_like(rows, Q),
+        base_len=torch.full_like(rows, 1000), max_q_len=Q, max_kv_len=1000 + Q,
         ancestors=torch.full((B * Q,), -1, dtype=torch.int64, device=device) if tree else None,
         parents=((place - 1) // 2).clamp(min=0) if tree else None,
-    )
+    )  # fmt: skip
 
 
 def make_table(B: int, V: int, device: str, context: int = 4096, **columns: float) -> Table:
@@ -149,13 +139,11 @@ def _sample_with_torch(logits: Tensor, **values: float) -> Tensor:
 
 def accept_cases() -> Iterator[Case]:
     """Yield the acceptance rules other than exact, for all rows. About half of the drafts are accepted."""
-    names, rules = ("temperature", "top_k-top_p"), (REJECTION, TYPICAL)
-    for (model, V), (B, K), name, rule in itertools.product(VOCABS.items(), BATCHES[1:], names, rules):
+    settings, rules = ("temperature", "top_k-top_p"), (REJECTION, TYPICAL)
+    for (model, V), (B, K), how, rule in itertools.product(VOCABS.items(), BATCHES[1:], settings, rules):
 
-        def build(
-            device: str, V: int = V, B: int = B, K: int = K, name: str = name, rule: int = rule
-        ) -> Built:
-            table = make_table(B, V, device, rule=rule, **REQUESTS[name])
+        def build(device: str, V: int = V, B: int = B, K: int = K, how: str = how, rule: int = rule) -> Built:
+            table = make_table(B, V, device, rule=rule, **REQUESTS[how])
             logits = peaked_logits(B * (K + 1), V, device)
             targets = torch.zeros(B * (K + 1), dtype=torch.int32, device=device)
             ids = torch.roll(logits.argmax(-1), 1).int()
@@ -167,7 +155,7 @@ def accept_cases() -> Iterator[Case]:
             return Built(lambda: every_target(accept, logits)(targets, logits, table, batch, proposal))
 
         size = B * V * 2 * (2 * K if rule == REJECTION else K)
-        yield Case("accept", f"{model}-B{B}-K{K}-{RULES[rule]}-{name}", build, bytes=size)
+        yield Case("accept", f"{model}-B{B}-K{K}-{RULES[rule]}-{how}", build, bytes=size)
 
 
 def proposed(B: int, K: int, device: str) -> Proposal:

@@ -85,15 +85,11 @@ def start_nanospec(work: Json) -> Generate:
     from nanospec import LLM, SamplingParams, SpecConfig
 
     setting = work["setting"]
+    spec = SpecConfig(method="none") if setting is None else SpecConfig(num_speculative_tokens=setting)
     llm = LLM(
-        work["model"],
-        spec=SpecConfig(method="none") if setting is None else SpecConfig(num_speculative_tokens=setting),
-        dtype="bfloat16",
-        device="cpu",
-        max_model_len=work["max_model_len"],
-        max_num_seqs=work["max_num_seqs"],
-        enable_prefix_caching=False,
-    )
+        work["model"], spec=spec, dtype="bfloat16", device="cpu", max_model_len=work["max_model_len"],
+        max_num_seqs=work["max_num_seqs"], enable_prefix_caching=False,
+    )  # fmt: skip
     return lambda prompts, case: [
         output.token_ids for output in llm.generate(prompts, sampling(SamplingParams, prompts, case))
     ]
@@ -106,14 +102,10 @@ def start_vllm(work: Json) -> Generate:
     from vllm.inputs import TokensPrompt
 
     llm = LLM(
-        work["model"],
-        dtype="bfloat16",
-        max_model_len=work["max_model_len"],
-        max_num_seqs=work["max_num_seqs"],
-        enable_prefix_caching=False,
-        speculative_config=vllm_speculation(work["setting"]),
-        disable_log_stats=True,
-    )
+        work["model"], dtype="bfloat16", max_model_len=work["max_model_len"],
+        max_num_seqs=work["max_num_seqs"], enable_prefix_caching=False,
+        speculative_config=vllm_speculation(work["setting"]), disable_log_stats=True,
+    )  # fmt: skip
 
     def generate(prompts: list[list[int]], case: Json) -> list[list[int]]:
         token_prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]

@@ -13,7 +13,7 @@ from bench.traces import MAX_DRAFTS, replay, synthetic
 from nanospec.drafters.estimates import StepCosts
 
 COSTS: dict[str, Callable[[int], StepCosts]] = {  # of packed or captured steps of B rows
-    "cpu": lambda B: simulate.cpu_costs(),
+    "cpu": lambda B: StepCosts(packed=simulate.CPU_MS),
     "linear": lambda B: StepCosts(packed={1 << i: 10.0 * (1 << i) for i in range(11)}),
     "flat": lambda B: StepCosts(captured={B: {K: 10 + 0.001 * B * (K + 1) for K in simulate.KS}}),
     "packed": lambda B: simulate.packed_costs("qwen3-8b", B, Machine()),
@@ -43,16 +43,9 @@ def test_tokens_per_step_of_fixed_k() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("costs", "acceptance", "B"),
-    [
-        ("cpu", 0.0, 16),
-        ("cpu", 1.0, 1),
-        ("linear", 0.6, 16),
-        ("flat", 0.9, 1),
-        ("packed", 0.9, 16),
-        ("recorded", 0.0, 1),
-        ("recorded", 0.3, 16),
-    ],
-)
+    [("cpu", 0.0, 16), ("cpu", 1.0, 1), ("linear", 0.6, 16), ("flat", 0.9, 1), ("packed", 0.9, 16),
+     ("recorded", 0.0, 1), ("recorded", 0.3, 16)],
+)  # fmt: skip
 def test_no_regret(costs: str, acceptance: float, B: int) -> None:
     """Automatic K reaches 95% of the speed of the best fixed K in hindsight, and 98% of no speculation."""
     source = [synthetic(acceptance, 0.6, 300, seed) for seed in range(16)]

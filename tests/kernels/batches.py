@@ -74,19 +74,12 @@ def make_batch(
             ancestors[start + i] = int(ancestors[parent]) | own if i else own
     trees = tree or parents is not None
     batch = Batch(
-        rows=torch.arange(B, dtype=torch.int32),
-        input_ids=torch.zeros(total, dtype=torch.int32),
-        positions=positions,
-        slots=positions,
-        block_table=torch.zeros(B, 1, dtype=torch.int32),
-        q_start=starts,
-        q_len=lengths,
-        base_len=torch.tensor(base, dtype=torch.int32),
-        max_q_len=widest,
-        max_kv_len=1000,
-        ancestors=ancestors if trees else None,
+        rows=torch.arange(B, dtype=torch.int32), input_ids=torch.zeros(total, dtype=torch.int32),
+        positions=positions, slots=positions, block_table=torch.zeros(B, 1, dtype=torch.int32),
+        q_start=starts, q_len=lengths, base_len=torch.tensor(base, dtype=torch.int32),
+        max_q_len=widest, max_kv_len=1000, ancestors=ancestors if trees else None,
         parents=torch.tensor(above, dtype=torch.int32) if trees else None,
-    )
+    )  # fmt: skip
     return replace(batch, **tensors)  # type: ignore[arg-type]
 
 

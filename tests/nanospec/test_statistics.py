@@ -127,16 +127,10 @@ SAMPLING: dict[str, dict[str, Any]] = {  # parameters other than temperature
     "filters": {"top_k": 4, "top_p": 0.9, "min_p": 0.03},
     "penalties": {"presence_penalty": 0.6, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
     "all": {
-        "top_k": 4,
-        "top_p": 0.93,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.4,
-        "repetition_penalty": 0.8,
-        "logit_bias": {0: 1.0, 4: -1.0},
-        "stop_token_ids": [3],
-        "min_tokens": 2,
+        "top_k": 4, "top_p": 0.93, "presence_penalty": 0.5, "frequency_penalty": -0.4,
+        "repetition_penalty": 0.8, "logit_bias": {0: 1.0, 4: -1.0}, "stop_token_ids": [3], "min_tokens": 2,
     },
-}
+}  # fmt: skip
 SOME_SETUPS = "none", "draft", "ngram tree+draft", "custom sampling", "ngram tree"
 SOME_SAMPLING = ("nothing", 1.0), ("filters", 1.7), ("penalties", 0.6), ("all", 1.0)
 

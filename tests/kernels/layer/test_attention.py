@@ -176,13 +176,7 @@ def test_split_kv_covers_the_cache_and_is_bounded() -> None:
         assert split.programs * pairs <= max(32768 // split.columns, 256, pairs)
         assert split.programs == 1 or pairs <= len(counters(torch.device("cpu"), "attention"))
         assert split.units == (max(spans, split.max_tiles) if split.programs > 1 else 0)
-    assert split_kv.split_kv(1, 1, 1024, heads, target)[:5] == (
-        16,
-        8,
-        16,
-        16,
-        16,
-    )  # a program for each tile
+    assert split_kv.split_kv(1, 1, 1024, heads, target)[:5] == (16, 8, 16, 16, 16)  # a program for each tile
     assert split_kv.split_kv(64, 1, 32768, heads, target).programs == 4
     assert split_kv.split_kv(1, 64, 64, heads, target, tree=True).columns == 32
 

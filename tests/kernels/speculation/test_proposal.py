@@ -52,8 +52,7 @@ def assert_same(actual: Batch, expected: Batch, block_size: int = 16) -> None:
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS][1:])
 @pytest.mark.parametrize(
-    ("B", "k", "block_size", "tree"),
-    [(1, 1, 16, False), (6, 7, 32, True), (2, 63, 16, True)],
+    ("B", "k", "block_size", "tree"), [(1, 1, 16, False), (6, 7, 32, True), (2, 63, 16, True)]
 )
 def test_lay_out_matches_naive(B: int, k: int, block_size: int, tree: bool, implementation: str) -> None:
     torch.manual_seed(B + k)

@@ -79,10 +79,7 @@ def test_chat_applies_template(server: Served) -> None:
         "model": None, "user": "u", "metadata": {}, "tools": [], "logit_bias": {}, "n": None, "stop": None,
         "stream_options": None, "prediction": {"type": "content", "content": "x"}, "guided_decoding": None,
     }  # fmt: skip
-    for messages, more, length in (
-        (MESSAGES, {}, None),
-        (history, {"max_tokens": 5, **ignored}, 5),
-    ):
+    for messages, more, length in ((MESSAGES, {}, None), (history, {"max_tokens": 5, **ignored}, 5)):
         [choice] = server.post(CHAT, {"messages": messages, "temperature": 0, **more}).json()["choices"]
         assert choice["message"] == {"role": "assistant", "content": ALPHABET[4:][:length]}
         assert choice["finish_reason"] == ("length" if length else "stop")

@@ -299,8 +299,7 @@ def run_server(app: App, visit: Callable[[str], Any]) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "signals"),
-    [(20, [signal.SIGHUP]), (0.1, [signal.SIGTERM]), (20, [signal.SIGTERM] * 2)],
+    ("seconds", "signals"), [(20, [signal.SIGHUP]), (0.1, [signal.SIGTERM]), (20, [signal.SIGTERM] * 2)]
 )
 def test_accepted_requests_end_after_signal(
     folder: Path, lines: io.StringIO, monkeypatch: Any, seconds: float, signals: list[signal.Signals]
