@@ -6,7 +6,7 @@ The output of each request is a reference text (`ReplayWorker`), while the devic
 decoding, so the matches and acceptance rates are those of real text. The texts are from this repository:
 `code edits` repeats a file with one name changed, and `prose` continues a page of the documentation. A token
 is a word or a punctuation mark. K = 0, fixed K and automatic K alternate; speedups over K = 0 are computed
-per round.
+per round. Before, the model's own outputs with and without speculation are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import nanospec.device.worker
 from bench import common, roofline
 from bench.rows import Rows
 from bench.rows import run as run_rows
-from bench.steps import engine_config, load_shape
+from bench.steps import STEPS, cache_bytes, engine_config, load_shape
 from nanospec import SamplingParams
 from nanospec.config import EngineConfig
 from nanospec.device.messages import Admission
@@ -47,6 +47,7 @@ from nanospec.models.decoder import Model
 
 Text = tuple[list[int], list[int]]
 """The token ids of a prompt and of its output."""
+ROWS = 8  # requests of the comparison with and without speculation
 SYSTEMS: dict[str, int | str] = {"K=0": 0, "K=4": 4, "auto": "auto"}
 
 
@@ -122,13 +123,23 @@ def texts(vocab_size: int, count: int, length: int) -> dict[str, list[Text]]:
 
 def measure(out: Rows, args: argparse.Namespace) -> None:
     model = load_shape(args.shape, out)
+    args.window = args.prompt + args.max_tokens + 32
+    what = f"{args.shape} with and without speculation"
+    if out.begins(what):
+        with out.attempt(what):
+            check_identity(out, model, args)
+    each = {batch: cache_bytes(model, batch, args.window) + STEPS for batch in args.batches}
+    fitting = [b for b, size in each.items() if out.fits(f"{args.shape} B={b}", len(SYSTEMS) * size)]
+    args.batches = fitting or [1]
     texts_of_kind = texts(model.config.vocab_size, max(args.batches), args.prompt)
     references = {tuple(prompt): output for pairs in texts_of_kind.values() for prompt, output in pairs}
     engines: dict[str, Engine] = {}
     for name, k in SYSTEMS.items():
         with out.attempt(f"start of {args.shape} {name}"):
             start = time.perf_counter()
-            engines[name] = make_engine(model, k, args, references)
+            config = engine_config(model, max(args.batches), args.window, k, lazy=k != "auto")
+            worker = ReplayWorker(config, model, [NgramDrafter(config.spec)], references)
+            engines[name] = Engine(config, worker)
             out.add(f"{args.shape} {name} starts in {time.perf_counter() - start:.1f} s")
     for batch in args.batches:
         for kind, pairs in texts_of_kind.items():
@@ -138,12 +149,29 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
                     compare(out, engines, what, pairs[:batch], args)
 
 
-def make_engine(
-    model: Model, k: int | str, args: argparse.Namespace, references: dict[tuple[int, ...], list[int]]
-) -> Engine:
-    window = args.prompt + args.max_tokens + 32
-    config = engine_config(model, max(args.batches), window, k, lazy=k != "auto")
-    return Engine(config, ReplayWorker(config, model, [NgramDrafter(config.spec)], references))
+def check_identity(out: Rows, model: Model, args: argparse.Namespace) -> None:
+    """Compare outputs of a batch with K = 4 with those of one request at a time without speculation. These
+    are the model's own tokens, with a bias towards few of them, so that some drafts are accepted."""
+    vocab, count = model.config.vocab_size, min(args.max_tokens, 48)
+    outputs: list[list[list[int]]] = []
+    for batch, k in ((1, 0), (ROWS, 4)):
+        config = engine_config(model, batch, args.window, k)
+        engine, requests = Engine(config, Worker(config, model, [NgramDrafter(config.spec)])), []
+        for i in range(ROWS):
+            bias = dict.fromkeys(range(5, 6 + i), 10.0)
+            params = SamplingParams(
+                temperature=i % 2, seed=i, max_tokens=count, ignore_eos=True, logit_bias=bias
+            )
+            prompt = [(i + 1) * j**2 % vocab for j in range(args.prompt * (i + 1) // ROWS)]
+            requests.append(engine.add(prompt, params))
+        while engine.has_work:
+            engine.step()
+        outputs.append([request.output_ids for request in requests])
+    same, accepted = outputs[0] == outputs[1], sum(request.stats.num_accepted for request in requests)
+    wrong = not (same and accepted)
+    out.failed += wrong
+    text = f"{'WRONG ' * wrong}{args.shape}: outputs with K = 4 and K = 0 {'are equal' if same else 'differ'}"
+    out.add(f"{text}, {accepted} accepted drafts", headline=True, wrong=wrong, accepted=accepted)
 
 
 def compare(

@@ -55,7 +55,8 @@ def interleaved(runs: Mapping[str, tuple[Call, int]], repeats: int) -> dict[str,
 
 def limits(device: torch.device) -> dict[str, float]:
     """Measure the bytes per second of a copy (read plus write) and the FLOPs per second of a bf16 matmul."""
-    size, n = (1 << 16, 32) if device.type == "cpu" else (2 << 30, 8192)
+    free = torch.cuda.mem_get_info()[0]  # the copy needs twice its size
+    size, n = (1 << 16, 32) if device.type == "cpu" else (min(2 << 30, free // 8), 8192)
     found = torch.zeros(size, dtype=torch.uint8, device=device)
     a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
     times = interleaved({"copy": (found.clone, 1), "product": (lambda: a @ a, 1)}, 12)

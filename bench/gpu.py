@@ -1,6 +1,9 @@
 """Run all tests and benchmarks that require a GPU, in parts of at most nine minutes. Needs no network.
 
-    python bench/gpu.py [tests|kernels|steps|e2e|all] [--out DIR] [--cpu]
+    python bench/gpu.py [smoke|tests|kernels|steps|e2e|all] [--out DIR] [--cpu]
+
+`smoke` selects from all parts what any GPU of compute capability 8.0 with 8 GB of memory can run in five
+minutes. Shapes, contexts and batches that do not fit in the free memory are skipped, with a row that says so.
 
 A part is a list of groups, most important first; groups of tests run at the same time. Each group is a
 process, which is restarted after an item that crashed it, so that a crash loses only one item. Processes
@@ -21,16 +24,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-NEEDS = ("torch", "triton", "numpy", "safetensors", "tokenizers")  # the part `tests` also needs pytest
+NEEDS = ("torch", "triton", "numpy", "safetensors", "tokenizers")  # tests also need pytest
 
 
 def check_for(modules: Sequence[str]) -> None:
@@ -44,8 +48,10 @@ check_for(NEEDS)
 import torch  # noqa: E402
 
 from bench import common, rows  # noqa: E402
+from bench.card import Card, current_card  # noqa: E402
+from nanospec.kernels.launch import TARGETS  # noqa: E402
 
-PART_SECONDS = 530.0
+PART_SECONDS, SMOKE_SECONDS = 530.0, 280.0
 GRACE = 6.0  # seconds between a group's deadline and the time it is killed
 LEAST = 20.0  # minimum seconds left to start a group
 RESTARTS = 8
@@ -55,19 +61,21 @@ STOP = threading.Event()  # set when the run is interrupted
 
 @dataclass(frozen=True)
 class Group:
-    """A process: its arguments for Python, its time limit in seconds, whether it writes rows, and whether it
-    runs alone. Benchmarks do; tests do not, since they mostly compile on one core."""
+    """A process: its arguments for Python, its time limit in seconds, whether it writes rows, whether it runs
+    alone (benchmarks do; tests do not, since they mostly compile on one core), and the reason to skip it."""
 
     name: str
     command: tuple[str, ...]
     limit: float = 120
     writes_rows: bool = True
     alone: bool = True
+    skip: str = ""
 
 
 @dataclass
 class Outcome:
-    """How a group ended: "ok", "failed" (exit status), "crashed", "stopped" (time limit) or "left out"."""
+    """How a group ended: "ok", "failed" (exit status), "crashed", "stopped" (time limit), "left out" (of
+    time) or "skipped" (does not fit in memory)."""
 
     name: str
     status: str
@@ -78,44 +86,90 @@ class Outcome:
 
 # ---- groups --------------------------------------------------------------------------------------
 
+# Compile for the properties of the card, with the line numbers that are part of the keys of Triton's cache.
+WARM = """
+from bench.cases import all_cases
+from nanospec.kernels import launch
+launch.TARGETS[{0.arch!r}] = launch.{0.target}
+list(all_cases())
+from bench import compile
+del compile.JITFunction.starting_line_number
+compile.main()
+"""
+TESTS = ROOT / "tests" / "gpu"
+FIRST = "--only ^attention-qwen3-.*-q[15]- qwen3-.*-T\\d ^ngram- ^(layout|verify|rope|rms) ."
+LONG = "--contexts 8192 32768 --ks 0 4"
+SMOKE_TESTS = [
+    "test_engine.py::test_speculation_is_bitwise_identical[captured-async]",
+    "test_waiting.py::test_async_loop_never_waits[ngram]",
+    "test_kernels.py::test_layer_under_graph_capture",
+    "test_kernels.py::test_linear_matches_float64[(1024, 3072)-linear_add]",
+    "test_kernels.py::test_linear_matches_float64[(1024, 3072)-norm_swiglu]",
+    "test_kernels.py::test_attention_matches_float64[gqa-torch.bfloat16]",
+    "test_kernels.py::test_attention_matches_float64[prompts-torch.bfloat16]",
+    "test_kernels.py::test_attention_is_bitwise_independent_of_the_batch[(16, 8, 128)-None]",
+]
+SMOKE_CASES = """--only
+    ^attention-qwen3-0.6b-B(1|16)-q[15]-L4096$ qwen3-0.6b-(qkv|o|gate_up|down|head)-T(1|20)$
+    ^(rms_norm|embed)-H1024- ^rope_cache-qwen3-0.6b- ^kv_move-qwen3-0.6b-B1$ ^ngram-B8-L4096-n8$
+    ^sample-qwen-B8-K4-(greedy|top_p)$ ^accept-qwen-B8-K4-rejection-temperature$ ^(verify-B8|layout-B64)-K4"""
+SMOKE_E2E = "--batches 1 8 --repeats 1 --prompt 512 --max-tokens 64 --seconds 5"
+SMOKE_COMPILED = ("qwen3-0.6b", "H1024-", "ngram-B", "layout", "verify", "sample-qwen", "accept-qwen")
 
-def groups(part: str, cpu: bool) -> list[Group]:
-    """Return the groups of a part. The first one compiles the kernels on all cores,
-    since compiling each one at its first launch takes minutes."""
 
-    def group(name: str, limit: float, script: str, *options: str) -> Group:
-        return Group(name, (f"bench/{script}.py", *options), limit)
+def groups(part: str, card: Card | None) -> list[Group]:
+    """Return the groups of a part on a card, or in a dry run. The first one compiles the kernels on all
+    cores, since compiling each one at its first launch takes minutes; not if the card is not a target."""
 
-    if part == "tests":  # none in a dry run: they require a GPU
-        tests = [] if cpu else sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-        plugin = ("-q", "--tb=short", "-p", "bench.gpu_tests", "-p", "no:cacheprovider", "-o", "timeout=0")
-        names = [
-            (path, name) for path in tests for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
-        ]
-        found = [Group(n, ("-m", "pytest", f"{path}::{n}", *plugin), 480, alone=False) for path, n in names]
-    elif cpu:
-        few = ("--shape", "tiny", "--batches", "1", "2", "--repeats", "1")
-        return {
-            "kernels": [group("all", 60, "kernels", "--only", "rms_norm-H576", "ngram-B1-L1024")],
-            "steps": [group("tiny", 120, "steps", *few, "--contexts", "64", "--ks", "0", "2")],
-            "e2e": [group("tiny", 120, "e2e", *few, "--max-tokens", "8", "--prompt", "48", "--seconds", "1")],
-        }[part]
-    elif part == "kernels":
-        first = ("^attention-qwen3-.*-q[15]-", r"qwen3-.*-T\d", "^ngram-", "^(layout|verify|rope|rms)", "")
-        found = [group("all", 480, "kernels", "--only", *first)]
-    elif part == "steps":
-        shapes = (("qwen3-0.6b", 120), ("qwen3-8b", 150), ("llama-3.2-1b", 90))
-        found = [group(shape, limit, "steps", "--shape", shape) for shape, limit in shapes]
-        long = ("--contexts", "8192", "32768", "--ks", "0", "4")
-        found += [group(f"{shape} long", 90, "steps", "--shape", shape, *long) for shape, _ in shapes[:2]]
-    else:
-        found = [group(shape, 240, "e2e", "--shape", shape) for shape in ("qwen3-0.6b", "qwen3-8b")]
-    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    target = f"sm_{major}{minor}"
-    if target not in ("sm_80", "sm_90", "sm_100"):
+    def group(name: str, limit: float, script: str, options: str = "", shape: str = "") -> Group:
+        given = [*(["--shape", shape] if shape else []), *options.split()]
+        skip = card.missing(shape) if card and shape else ""
+        return Group(name, (f"bench/{script}.py", *given), limit, skip=skip)
+
+    if card is None:  # no tests, since they require a GPU
+        tiny = "--shape tiny --batches 1 2 --repeats 1"
+        dry = {
+            "kernels": group("kernels", 60, "kernels", "--only rms_norm-H576 ngram-B1-L1024"),
+            "steps": group("steps", 120, "steps", f"{tiny} --contexts 64 --ks 0 2"),
+            "e2e": group("e2e", 120, "e2e", f"{tiny} --max-tokens 8 --prompt 48 --seconds 1"),
+        }
+        return [own for name, own in dry.items() if part in (name, "smoke")]
+    largest, small, large = card.largest(), "qwen3-0.6b", "qwen3-8b"
+    texts = {path.name: path.read_text() for path in sorted(TESTS.glob("test_*.py"))}
+    tests = [
+        f"{file}::{n}" for file, text in texts.items() for n in re.findall("^def (test_.*?)\\(", text, re.M)
+    ]
+    found = {
+        "smoke": [
+            *test_groups(SMOKE_TESTS, 120),
+            group("kernels", 60, "kernels", SMOKE_CASES),
+            group("steps", 70, "steps", "--batches 1 8 --ks 0 4 --repeats 3", largest),
+            group("e2e", 70, "e2e", SMOKE_E2E, largest),
+        ],
+        "tests": test_groups(tests, 480),
+        "kernels": [group("all", 480, "kernels", FIRST)],
+        "steps": [
+            group(small, 120, "steps", shape=small),
+            group(large, 150, "steps", shape=large),
+            group("llama-3.2-1b", 90, "steps", shape="llama-3.2-1b"),
+            *(group(f"{shape} long", 90, "steps", LONG, shape) for shape in (small, large)),
+        ],
+        "e2e": [group(shape, 240, "e2e", shape=shape) for shape in (small, large)],
+    }[part]
+    if card.arch not in TARGETS:
         return found
-    command = ("bench/compile.py", "--targets", target, "--jobs", str(os.cpu_count() or 1))
-    return [Group("compile", command, 120, writes_rows=False), *found]
+    only, limit = ((largest, *SMOKE_COMPILED), 90) if part == "smoke" else (("",), 180)
+    options = ("--targets", card.arch, "--jobs", str(os.cpu_count() or 1), "--only", *only)
+    return [Group("compile", ("-c", WARM.format(card), *options), limit, writes_rows=False), *found]
+
+
+def test_groups(tests: Sequence[str], limit: float) -> list[Group]:
+    """Return a group for each function of `tests`, which are names in `tests/gpu`."""
+    plugin = ("-q", "--tb=short", "-p", "bench.gpu_tests", "-p", "no:cacheprovider", "-o", "timeout=0")
+    found: dict[str, list[str]] = {}
+    for test in tests:
+        found.setdefault(re.sub(r".*::|\[.*", "", test), []).append(f"{TESTS}/{test}")
+    return [Group(n, ("-m", "pytest", *own, *plugin), limit, alone=False) for n, own in found.items()]
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -129,13 +183,15 @@ def run_group(group: Group, part: str, out: Path, until: float, cpu: bool = Fals
         return [row for row in rows.read(file) if row.get("group") == group.name]
 
     outcome = Outcome(group.name, "ok")
-    if until - start < min(LEAST, group.limit):
+    if group.skip:
+        outcome.status, outcome.why = "skipped", group.skip
+    elif until - start < min(LEAST, group.limit):
         outcome.status, outcome.why = "left out", "out of time"
     end = min(start + group.limit, until)
     command = [sys.executable, *group.command]
     if group.writes_rows:
-        command += ["--out", str(out), "--group", group.name, "--until", f"{end - GRACE:.1f}"]
-        command += ["--cpu"] * (cpu and part != "tests")
+        command += ["--out", str(out), "--part", part, "--group", group.name, "--until", f"{end - GRACE:.1f}"]
+        command += ["--cpu"] * cpu
     for _ in range(RESTARTS * (outcome.status == "ok")):
         before = len(own_rows())
         with log.open("ab") as sink:
@@ -179,9 +235,9 @@ def _wait(command: list[str], sink: Any, end: float) -> tuple[str, str]:
                 break
             except subprocess.TimeoutExpired:
                 continue
-    return (
-        ("crashed", f"signal {signal.Signals(-code).name}") if code < 0 else ("failed" if code else "ok", "")
-    )
+    if code < 0:
+        return "crashed", f"signal {signal.Signals(-code).name}"
+    return "failed" if code else "ok", ""
 
 
 def _tail(log: Path, begin: int) -> str:
@@ -192,24 +248,22 @@ def _tail(log: Path, begin: int) -> str:
 
 
 def run_part(
-    part: str, listed: list[Group], limit: float, out: Path, outcomes: list[Outcome], cpu: bool = False
+    part: str, listed: list[Group], limit: float, out: Path, outcomes: list[Outcome], card: Card | None = None
 ) -> None:
-    """Run the groups of a part within `limit` seconds, and append to `outcomes`."""
+    """Run the groups of a part within `limit` seconds, in a dry run without a card. Append to `outcomes`."""
     for old in (out / f"{part}.jsonl", *out.glob(f"{part}-*.log")):
         old.unlink(missing_ok=True)
     until = time.time() + limit
-    rows.write(out / f"{part}.jsonl", {"text": part, "environment": common.environment()})
+    rows.write(out / f"{part}.jsonl", {"text": part, "environment": common.environment(), "card": card})
     for alone, wave in groupby(listed, lambda group: group.alone):
-        with ThreadPoolExecutor(1 if alone else len(listed)) as pool:
+        with ThreadPoolExecutor(1 if alone or card is None else card.tests()) as pool:
             try:
-                for outcome in pool.map(lambda group: run_group(group, part, out, until, cpu), wave):
+                for outcome in pool.map(lambda group: run_group(group, part, out, until, card is None), wave):
                     outcomes.append(outcome)
                     for row in outcome.rows:
                         print(f"  {row['text']}"[:220]) if "text" in row else None
-                    line = (
-                        f"{part} / {outcome.name}: {outcome.status} in {outcome.seconds:.0f} s {outcome.why}"
-                    )
-                    print(line[:300], flush=True)
+                    status = f"{outcome.status} in {outcome.seconds:.0f} s {outcome.why}"
+                    print(f"{part} / {outcome.name}: {status}"[:300], flush=True)
             except BaseException:
                 STOP.set()  # ends the processes that other threads wait for
                 raise
@@ -222,9 +276,8 @@ def summary(found: dict[str, list[Outcome]], size: int = SUMMARY) -> str:
         well = sum(outcome.status == "ok" for outcome in outcomes)
         lines = [f"== {part}: {well} of {len(outcomes)} groups ok, {sum(o.seconds for o in outcomes):.0f} s"]
         lines += [f"  {o.name}: {o.status.upper()} {o.why}"[:260] for o in outcomes if o.status != "ok"]
-        shown = [
-            row for outcome in outcomes for row in outcome.rows if row.get("headline") or "left_out" in row
-        ]
+        every = [row for outcome in outcomes for row in outcome.rows]
+        shown = [row for row in every if row.get("headline") or "left_out" in row]
         shown.sort(key=lambda row: not (row.get("wrong") or "error" in row))  # failures first
         lines += [f"  {row['text']}"[:200] for row in shown]
         while sum(map(len, lines)) + len(lines) > size // len(found) - 60:
@@ -239,30 +292,37 @@ PARTS = ("tests", "kernels", "steps", "e2e")
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
+    parser.add_argument("part", nargs="?", default="all", choices=["smoke", *PARTS, "all"])
     parser.add_argument("--cpu", action="store_true", help="dry run with tiny shapes, without a GPU")
     args = parser.parse_args(argv)
     if not args.cpu and not torch.cuda.is_available():
         raise SystemExit("bench/gpu.py requires a GPU; use --cpu for a dry run.")
     parts, out = PARTS if args.part == "all" else [args.part], args.out.resolve()
-    if "tests" in parts:
+    if {"smoke", "tests"} & {*parts}:
         check_for(["pytest"])
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise SystemExit(
-            f"Cannot write to {out}: {error.strerror}; choose another folder with --out."
-        ) from None
+        raise SystemExit(f"Cannot write to {out} ({error.strerror}); use another --out.") from None
+    card = None
+    if not args.cpu:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            try:
+                card = pool.submit(current_card).result()
+            except ValueError as error:
+                raise SystemExit(str(error)) from None
+        print("\n".join(card.lines()), flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # also stops the running group
     found: dict[str, list[Outcome]] = {}
     try:
         for part in parts:
-            run_part(part, groups(part, args.cpu), PART_SECONDS, out, found.setdefault(part, []), args.cpu)
+            limit = SMOKE_SECONDS if part == "smoke" else PART_SECONDS
+            run_part(part, groups(part, card), limit, out, found.setdefault(part, []), card)
     finally:
         ends = {part: {o.name: o.status for o in outcomes} for part, outcomes in found.items()}
-        bad = sum(status != "ok" for part in ends.values() for status in part.values())
+        bad = sum(status not in ("ok", "skipped") for part in ends.values() for status in part.values())
         print(summary(found))
         print(json.dumps({"commit": common.commit(), "out": str(out), "parts": ends, "bad": bad}), flush=True)
     if bad:

@@ -17,19 +17,17 @@ import torch
 
 from bench import rows
 
-EACH = 90.0
+EACH = 180.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--out", type=Path)
-    parser.addoption("--group")
-    parser.addoption("--until")  # unused: the driver stops the process
+    for option in ("--out", "--part", "--group", "--until"):  # --until: the driver stops the process
+        parser.addoption(option)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(
-        Notes(config.getoption("--out") / "tests.jsonl", config.getoption("--group"))
-    )
+    path = Path(config.getoption("--out"), f"{config.getoption('--part')}.jsonl")
+    config.pluginmanager.register(Notes(path, config.getoption("--group")))
 
 
 class Notes:

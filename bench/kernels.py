@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench import check, common, events, rows
-from bench.cases import Built, Case, all_cases
+from bench.cases import Case, all_cases
 from bench.rows import Rows
+from nanospec.kernels.launch import Backend
 
 MAX_SETS, MEMORY = 64, 0.5  # limits of input sets: their number, and their fraction of the free memory
 HEADLINES = re.compile(
@@ -38,9 +39,8 @@ HEADLINES = re.compile(
 def checked(out: Rows, case: Case) -> dict[str, Any]:
     """Compare a case with `naive`. Cases that do not fit in memory are not checked."""
     try:
-        found: dict[str, Any] = check.compare(
-            case.build, str(out.device), case.kernel, "naive" if out.cpu else "triton"
-        )
+        how: Backend = "naive" if out.cpu else "triton"
+        found: dict[str, Any] = check.compare(case.build, str(out.device), case.kernel, how)
     except torch.cuda.OutOfMemoryError:
         return {"checked": False}
     found["wrong"] = check.is_wrong(found, case.kernel)
@@ -49,12 +49,11 @@ def checked(out: Rows, case: Case) -> dict[str, Any]:
 
 def times(out: Rows, case: Case, repeats: int) -> dict[str, float]:
     """Return the microseconds per call of the kernel and of each peer that runs."""
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    size, free = max(case.bytes, 1), torch.cuda.mem_get_info()[0]
-    built: list[Built] = [
-        case.build(str(out.device))
-        for _ in range(max(1, min(MAX_SETS, 1 + 2 * cache // size, int(MEMORY * free / size))))
-    ]
+    cache, free = torch.cuda.get_device_properties(0).L2_cache_size, torch.cuda.mem_get_info()[0]
+    before, built = torch.cuda.memory_allocated(), [case.build(str(out.device))]
+    size = max(torch.cuda.memory_allocated() - before, 1)  # of an input set, with those of the peers
+    sets = min(MAX_SETS, 1 + 2 * cache // max(case.bytes, 1), int(MEMORY * free / size))
+    built += [case.build(str(out.device)) for _ in range(sets - 1)]
     graphs = {"kernel": events.capture([b.run for b in built])}
     for name in built[0].peers:
         try:
@@ -98,10 +97,8 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
             shares.setdefault(cases[name].kernel, []).append((share, name))
     for kernel, found in shares.items():
         if cases[found[0][1]].bytes:
-            median, (least, where) = statistics.median(share for share, _ in found), min(found)
-            text = (
-                f"{kernel}: {len(found)} cases, median {median:.0%} of the limit, min {least:.0%} ({where})"
-            )
+            median, (least, at) = statistics.median(share for share, _ in found), min(found)
+            text = f"{kernel}: {len(found)} cases, median {median:.0%} of the limit, min {least:.0%} ({at})"
             out.add(text, headline=True, summary=kernel, median_share=median)
     out.add(f"{sum(map(len, shares.values()))} of {len(names)} kernels checked and timed", headline=True)
 

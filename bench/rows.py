@@ -32,9 +32,9 @@ class Rows:
         failed: the number of rows that report an error.
     """
 
-    def __init__(self, part: str, args: argparse.Namespace) -> None:
-        self.path: Path = args.out / f"{part}.jsonl"
-        self.group, self.until, self.cpu, self.failed = args.group or part, args.until, args.cpu, 0
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.path: Path = args.out / f"{args.part}.jsonl"
+        self.group, self.until, self.cpu, self.failed = args.group or args.part, args.until, args.cpu, 0
         if args.cpu:
             stand_in.install()
         elif not torch.cuda.is_available():
@@ -58,6 +58,15 @@ class Rows:
             return False
         write(self.path, {"group": self.group, "begins": what})
         return True
+
+    def fits(self, what: str, size: float) -> bool:
+        """Return whether `size` bytes of GPU memory are free, and write a row if not."""
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        if size > free:
+            text = f"skipped: {what} needs {size / 2**30:.1f} GiB of memory, {free / 2**30:.1f} are free"
+            self.add(text, left_out=f"{what} (memory)")
+        return size <= free
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
@@ -99,11 +108,12 @@ def run(
     argv: list[str] | None = None,
 ) -> None:
     """Run a benchmark from its command line. Exits with status 1 if a row reports an error."""
+    parser.add_argument("--part", default=part, help="name of the file of rows")
     parser.add_argument("--group", default="", help="group of the rows")
     parser.add_argument("--until", type=float, default=math.inf, help="deadline, as time.time()")
     parser.add_argument("--cpu", action="store_true", help="dry run with a fake torch.cuda")
     args = parser.parse_args(argv)
-    rows = Rows(part, args)
+    rows = Rows(args)
     measure(rows, args)
     write(rows.path, {"group": rows.group, "done": True})
     if rows.failed:

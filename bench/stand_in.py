@@ -51,17 +51,12 @@ def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Replace the parts of `torch.cuda` that the benchmarks use. Tests pass `monkeypatch.setattr`."""
     stream = Stream()
     fakes: dict[str, Any] = {
-        "Event": Event,
-        "Stream": Stream,
-        "CUDAGraph": CUDAGraph,
-        "graph": _graph,
-        "current_stream": lambda: stream,
-        "stream": lambda stream: nullcontext(),
-        "synchronize": lambda: None,
-        "empty_cache": lambda: None,
+        "Event": Event, "Stream": Stream, "CUDAGraph": CUDAGraph, "graph": _graph,
+        "current_stream": lambda: stream, "stream": lambda stream: nullcontext(),
+        "synchronize": lambda: None, "empty_cache": lambda: None,
         "mem_get_info": lambda: (8 << 30, 16 << 30),
         "get_device_properties": lambda device: SimpleNamespace(L2_cache_size=1 << 20),
-    }
+    }  # fmt: skip
     for name, value in fakes.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
         replace(torch.cuda, name, value)

@@ -26,7 +26,7 @@ from bench.rows import Rows
 from nanospec import SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.device import timing
-from nanospec.device.graphs import Bucket, EagerCapture, StepGraphs
+from nanospec.device.graphs import Bucket, EagerCapture
 from nanospec.device.worker import Worker
 from nanospec.drafters.methods import NgramDrafter
 from nanospec.models.decoder import Model
@@ -35,6 +35,7 @@ from tests.random_weights import random_model
 
 MODES = ("graph", "graph, no PDL", "eager")
 ROOM = 128  # tokens of max_model_len after the context
+STEPS = 1 << 30  # bytes that the steps and request rows of an engine take at most
 SLOWEST = 8.0  # seconds reserved to capture and time the steps of a batch size
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
@@ -49,13 +50,18 @@ def load_shape(shape: str, out: Rows) -> Model:
     return random_model(config, out.dtype, out.device)
 
 
+def cache_bytes(model: Model, batch: int, window: int) -> int:
+    """Return the bytes of K/V of `batch` rows of `window` tokens and a spare one."""
+    return (batch + 1) * -(-window // 16) * 16 * model.config.kv_bytes_per_token(model.dtype)
+
+
 def engine_config(model: Model, batch: int, window: int, k: int | str, lazy: bool = True) -> EngineConfig:
     """Return a config whose KV cache fits `batch` rows of `window` tokens."""
     return EngineConfig(
         spec=SpecConfig(num_speculative_tokens=k),  # type: ignore[arg-type]
         max_num_seqs=batch,
         max_model_len=window,
-        kv_cache_memory=(batch + 1) * -(-window // 16) * 16 * model.config.kv_bytes_per_token(model.dtype),
+        kv_cache_memory=cache_bytes(model, batch, window),
         enable_prefix_caching=False,
         enforce_eager=False,
         lazy_capture=lazy,
@@ -78,7 +84,8 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
     for context in args.contexts:
         for batch in args.batches:
             what = f"{args.shape} B={batch}, {context} tokens"
-            if out.begins(what, SLOWEST):
+            needed = cache_bytes(model, batch, context + ROOM) + STEPS
+            if out.fits(what, needed) and out.begins(what, SLOWEST):
                 with out.attempt(what):
                     one_batch(out, model, args, batch, context, machine)
 
@@ -99,8 +106,8 @@ def one_batch(
             what = f"{args.shape:13} B={batch:<3} K={k:<3}{context:6} tokens {mode:14}"
             with out.attempt(what):
                 os.environ["NANOSPEC_PDL"] = str(int(mode != "graph, no PDL"))
-                if mode == "eager":
-                    graphs.captures[bucket] = eager(graphs, bucket)
+                if mode == "eager":  # launches its kernels one by one
+                    graphs.captures[bucket] = EagerCapture(partial(graphs.step, graphs.rows[:batch], k, ()))
                 else:
                     graphs.capture(bucket)
                 fill_rows = partial(dummy_rows, worker, context=context)
@@ -113,11 +120,6 @@ def one_batch(
                     mode=mode, share=round(limit / ms, 4), **figures,
                 )  # fmt: skip
             graphs.captures.pop(bucket, None)
-
-
-def eager(graphs: StepGraphs, bucket: Bucket) -> EagerCapture:
-    """Return a step that launches its kernels one by one."""
-    return EagerCapture(partial(graphs.step, graphs.rows[: bucket.batch_size], bucket.k, ()))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,9 +1,12 @@
-"""`bench/gpu.py`: failing groups do not affect others; and its benchmarks on tiny shapes with a mock of
-`torch.cuda`."""
+"""`bench/gpu.py`: groups suit the card, and failing ones do not affect others; and its benchmarks on tiny
+shapes with a mock of `torch.cuda`."""
 
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,10 @@ import pytest
 import torch
 
 from bench import check, e2e, gpu, kernels, rows, stand_in, steps
+from bench.card import GIB, Card
 from bench.cases import Built, all_cases
 from bench.gpu import Group, Outcome
+from nanospec.kernels.launch import TARGETS
 
 WRITER = """
 import json, os, sys, time
@@ -33,12 +38,14 @@ ENDS = {  # by name: code, status and reason
     "good": ("row('second', error='bad', headline=True)", "ok", ""),
     "again": (AGAIN, "crashed", "one:"),
     "hangs": (HANG, "stopped", "time limit"),
+    "large": ("1 / 0", "skipped", "9 GiB"),
     "late": ("", "left out", "out of time"),
 }
 
 
 def code(name: str, text: str) -> Group:
-    return Group(name, ("-c", WRITER + text), 2.0 if text == HANG else 30.0, alone=True)
+    skip = "needs 9 GiB" if name == "large" else ""
+    return Group(name, ("-c", WRITER + text), 2.0 if text == HANG else 30.0, skip=skip)
 
 
 @pytest.mark.slow
@@ -54,7 +61,7 @@ def test_groups_do_not_affect_each_other(tmp_path: Path, monkeypatch: pytest.Mon
         assert {row["group"] for row in outcome.rows} <= {name}
     again, hangs = outcomes[3:5]
     assert [row["text"] for row in again.rows].count("x") == 2  # continues after the row that ended it
-    assert gpu.summary({"part": outcomes}).startswith("== part: 1 of 6 groups ok")
+    assert gpu.summary({"part": outcomes}).startswith("== part: 1 of 7 groups ok")
     assert "==== raises" in (tmp_path / "part-raises.log").read_text()
     stat = Path(f"/proc/{hangs.rows[1]['text']}/stat")  # of its child process
     for _ in range(50):
@@ -64,6 +71,42 @@ def test_groups_do_not_affect_each_other(tmp_path: Path, monkeypatch: pytest.Mon
     raise AssertionError("the child process is still running")
 
 
+@pytest.mark.parametrize(
+    ("arch", "memory", "largest"),
+    [("sm_86", 4.0, "smollm2-135m"), ("sm_86", 7.5, "llama-3.2-1b"), ("sm_89", 23.1, "qwen3-8b"),
+     ("sm_121", 79.0, "qwen3-8b")],
+)  # fmt: skip
+def test_groups_suit_the_card(
+    arch: str, memory: float, largest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench/GPU_TODO.md").write_text("1. sm_8\n2. sm_80,\n   sm_86, sm_89\n\n3. sm_890\n")
+    monkeypatch.setattr("bench.card.ROOT", tmp_path)
+    card = Card("GPU", arch, 80 * GIB, int(memory * GIB), TARGETS["sm_86"])
+    commands = [group.command for group in gpu.groups("smoke", card)]
+    assert [c[c.index("--shape") + 1] for c in commands if "--shape" in c] == [largest] * 2
+    for part in ("smoke", *gpu.PARTS):
+        found = gpu.groups(part, card)
+        assert (found[0].name == "compile") == (arch != "sm_121")
+        assert len({group.name for group in found}) == len(found)
+        if part in ("steps", "e2e"):
+            fitting = {group.command[2] for group in found if group.name != "compile" and not group.skip}
+            assert ("qwen3-8b" in fitting, "qwen3-0.6b" in fitting) == (memory > 20, memory > 6)
+    assert card.tests() <= max(memory / 1.25, 1)
+    assert card.lines()[-1].endswith(f"name {arch}: {'none' if arch == 'sm_121' else '2'}")
+
+
+@pytest.mark.slow
+def test_smoke_selects_existing_items() -> None:
+    names = [f"{case.kernel}-{case.label}" for case in all_cases()]
+    for pattern in (*gpu.SMOKE_CASES.split()[1:], *gpu.SMOKE_COMPILED):
+        assert any(re.search(pattern, name) for name in names), pattern
+    nodes = [f"{gpu.TESTS}/{test}" for test in gpu.SMOKE_TESTS]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *nodes]
+    result = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True)
+    assert f"{len(nodes)} tests collected" in result.stdout, result.stdout
+
+
 def test_row_of_a_killed_run_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "part.jsonl").write_text('{"text": "first"}\n{"text": "cu')
     assert [row["text"] for row in rows.read(tmp_path / "part.jsonl")] == ["first"]
@@ -71,7 +114,7 @@ def test_row_of_a_killed_run_is_skipped(tmp_path: Path) -> None:
 
 # ---- benchmarks on tiny shapes -------------------------------------------------------------------
 
-GRID = ["--shape", "tiny", "--batches", "1", "2", "--repeats", "1"]
+GRID = ["--shape", "tiny", "--batches", "1", "2", "1000000", "--repeats", "1"]  # the last one does not fit
 
 
 @pytest.fixture
@@ -91,7 +134,8 @@ def measured(main: Any, part: str, out: Path, *arguments: str) -> list[dict[str,
 @pytest.mark.long
 def test_steps_benchmark_covers_the_grid(out: Path) -> None:
     grid = [*GRID, "--contexts", "64", "--ks", "0", "2"]
-    _, *result = measured(steps.main, "steps", out, *grid)
+    _, *result, skipped = measured(steps.main, "steps", out, *grid)
+    assert skipped["left_out"] == "tiny B=1000000, 64 tokens (memory)"
     expected = [(b, k, mode) for b in (1, 2) for k in (0, 2) for mode in steps.MODES]
     assert [(row["batch"], row["k"], row["mode"]) for row in result] == expected
     assert all(row["ms"] > 0 and row["share"] > 0 for row in result)
@@ -103,6 +147,8 @@ def test_e2e_benchmark_covers_all_systems(out: Path) -> None:
     systems = [row for row in result if "system" in row]
     assert len(systems) == 2 * 2 * len(e2e.SYSTEMS)
     assert all(row["rate"]["median"] > 0 for row in systems)
+    assert [row["left_out"] for row in result if "left_out" in row] == ["tiny B=1000000 (memory)"]
+    assert [row["wrong"] for row in result if row.get("accepted")] == [False]  # without speculation: equal
 
 
 @pytest.mark.slow
