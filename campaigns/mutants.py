@@ -7,11 +7,9 @@ take 20 s more than twice their normal CPU time. A surviving mutant shows a miss
 equivalent to the original; `campaigns/mutants.json` has the reasons for the known equivalent ones. With
 `ARGS="--again FILE.json --all-tests"`, the survivors of an earlier run are tested by the whole suite.
 
-Why not mutmut or cosmic-ray? mutmut 3.8 skips functions with decorators, and therefore all kernels and
-properties. Cosmic-ray 8.7 mutates kernels, but 682 of its 1,046 mutants of verify.py replace an arithmetic
-operator by each of eleven others. Most of these are type errors, which inflate the score; none deletes a
-statement or swaps minimum and maximum. It does not sample, edits the checkout, and imports torch and Triton
-for each mutant, while a process forked after the import starts immediately.
+mutmut 3.8 skips functions with decorators, and therefore all kernels and properties. cosmic-ray 8.7 replaces
+each arithmetic operator by eleven others, mostly type errors in kernels; it does not sample, edits the
+checkout, and imports torch and Triton for each mutant.
 
 Mutants are written to a copy of the checkout. Files are rewritten, rather than functions patched, because
 Triton's interpreter reads the source of a kernel from its file.
@@ -48,92 +46,7 @@ CEILING = 12 << 30  # limit of the address space in bytes, as a mutant may alloc
 # The tests of a source file, fastest first, in addition to its own: nanospec/llm.py has
 # tests/nanospec/test_llm.py. Names without "/" are in the folder of its own test, others in tests/. The tests
 # of a folder are those of its files that have no others.
-MORE = {
-    "kernels/": "kernels/speculation/verify nanospec/config",
-    "kernels/batch.py": "kernels/speculation/proposal nanospec/models/cpu kernels/sampling/accept",
-    "kernels/launch.py": "kernels/native/native kernels/layer/linear kernels/layer/attention",
-    "kernels/table.py": "kernels/speculation/ngram batch",
-    "kernels/transfer.py": "batch",
-    "kernels/layer/": "attention",
-    "kernels/layer/linear.py": "parts nanospec/models/decoder nanospec/drafters/heads",
-    "kernels/layer/product.py": "parts linear kernels/compile",
-    "kernels/layer/residual.py": "parts linear",
-    "kernels/layer/rope_cache.py": "rope",
-    "kernels/layer/split_kv.py": "attention kernels/compile",
-    "kernels/native/": "nanospec/models/cpu nanospec/device/compiled_step",
-    "kernels/native/__init__.py": "native",
-    "kernels/native/amx.h": "packed",
-    "kernels/native/arithmetic.h": "packed nanospec/models/cpu",
-    "kernels/native/ngram.cpp": "kernels/speculation/ngram",
-    "kernels/native/packed.py": "nanospec/models/cpu",
-    "kernels/native/product.h": "packed nanospec/models/cpu",
-    "kernels/native/sampling.cpp": "kernels/sampling/sample kernels/sampling/accept "
-    "nanospec/extras/grammar/guided_rows",
-    "kernels/native/step.cpp": "kernels/speculation/verify kernels/speculation/proposal nanospec/models/cpu",
-    "kernels/native/step.h": "kernels/speculation/verify kernels/speculation/proposal nanospec/models/cpu",
-    "kernels/native/threads.h": "kernels/threads packed",
-    "kernels/sampling/": "sample",
-    "kernels/speculation/proposal.py": "kernels/batch ngram",
-    "nanospec/": "llm",
-    "nanospec/__init__.py": "./package llm",
-    "nanospec/__main__.py": "nanospec/apps/cli/process",
-    "nanospec/outputs.py": "llm",
-    "nanospec/apps/options.py": "nanospec/apps/cli/main nanospec/apps/cli/serve",
-    "nanospec/apps/openai_format.py": "nanospec/apps/batch/openai nanospec/apps/serve/api",
-    "nanospec/apps/tasks.py": "nanospec/apps/batch/run nanospec/apps/batch/openai",
-    "nanospec/apps/batch/": "run openai",
-    "nanospec/apps/batch/run.py": "openai nanospec/apps/cli/main nanospec/apps/cli/generate",
-    "nanospec/apps/cli/": "main generate",
-    "nanospec/apps/cli/console.py": "chat generate",
-    "nanospec/apps/cli/demo.py": "generate",
-    "nanospec/apps/cli/explain.py": "generate",
-    "nanospec/apps/cli/main.py": "generate",
-    "nanospec/apps/cluster/": "start",
-    "nanospec/apps/cluster/routing.py": "start front",
-    "nanospec/apps/cluster/start.py": "front batch",
-    "nanospec/apps/serve/": "api security loop faults",
-    "nanospec/apps/serve/gate.py": "security api faults",
-    "nanospec/apps/serve/loop.py": "faults",
-    "nanospec/apps/serve/server.py": "api nanospec/apps/cli/serve faults",
-    "nanospec/apps/serve/settings.py": "nanospec/apps/cli/serve security",
-    "nanospec/device/": "waiting memory",
-    "nanospec/device/graphs.py": "memory waiting",
-    "nanospec/device/messages.py": "nanospec/engine/request nanospec/logprobs nanospec/apps/serve/loop",
-    "nanospec/device/resources.py": "memory",
-    "nanospec/device/step.py": "compiled_step nanospec/drafters/drafters nanospec/extras/grammar/guided",
-    "nanospec/device/timing.py": "graphs",
-    "nanospec/device/worker.py": "resources waiting memory ../campaigns/faults/memory "
-    "nanospec/engine/engine_edges nanospec/extras/grammar/guided",
-    "nanospec/drafters/": "simple_drafter drafters",
-    "nanospec/drafters/estimates.py": "policy auto",
-    "nanospec/drafters/medusa.py": "heads drafters",
-    "nanospec/drafters/methods.py": "nanospec/config simple_drafter drafters",
-    "nanospec/drafters/policy.py": "auto",
-    "nanospec/engine/blocks.py": "scheduler",
-    "nanospec/engine/engine.py": "engine_edges ../campaigns/faults/memory nanospec/extras/grammar/guided "
-    "nanospec/drafters/auto nanospec/drafters/drafters "
-    "./simulate::test_seeds_pass_and_cover_their_features",
-    "nanospec/engine/request.py": "engine_edges nanospec/llm "
-    "./simulate::test_seeds_pass_and_cover_their_features",
-    "nanospec/engine/scheduler.py": "./simulate::test_seeds_pass_and_cover_their_features engine_edges",
-    "nanospec/extras/": "nanospec/extras/grammar/guided nanospec/llm",
-    "nanospec/extras/grammar/extension.py": "guided_rows guided",
-    "nanospec/extras/grammar/grammar.py": "guided_rows",
-    "nanospec/extras/grammar/response_format.py": "guided",
-    "nanospec/extras/tensor_parallel/job.py": "launch",
-    "nanospec/extras/tensor_parallel/group.py": "launch",
-    "nanospec/extras/tensor_parallel/shard.py": "kernels/layer/parts",
-    "nanospec/extras/tensor_parallel/worker.py": "launch",
-    "nanospec/extras/tracing/": "trace recorder",
-    "nanospec/extras/tracing/trace.py": "recorder",
-    "nanospec/models/__init__.py": "names",
-    "nanospec/models/config.py": "decoder",
-    "nanospec/models/decoder.py": "families nanospec/engine/engine_edges",
-    "nanospec/models/families/": "nanospec/models/config nanospec/models/decoder nanospec/models/weights",
-    "nanospec/text/__init__.py": "nanospec/config inputs tokenizer",
-    "nanospec/text/chat.py": "tokenizer inputs nanospec/llm",
-    "nanospec/text/tokenizer.py": "chat nanospec/engine/request nanospec/llm",
-}
+MORE: dict[str, str] = json.loads((Path(__file__).parent / "tests_of.json").read_text())
 
 
 class Result(NamedTuple):
@@ -168,7 +81,7 @@ def tests_of(file: str) -> list[str]:
     found += [_test(name, path.parent) for name in more.split()]
     found = found or [_test(name, path.parent) for name in MORE.get(f"{path.parent}/", "").split()]
     if not found:
-        raise SystemExit(f"{file} has no tests; add it to MORE in campaigns/mutants.py.")
+        raise SystemExit(f"{file} has no tests; add it to campaigns/tests_of.json.")
     return found
 
 

@@ -19,10 +19,8 @@ from nanospec.llm import LLM
 from nanospec.text.tokenizer import Tokenizer
 from tests.tiny import tiny_tokenizer
 
-from .mutation import mutate_json as mutate
+from .mutation import mutate_json as mutate  # noqa: F401
 from .refusal import answer
-
-__all__ = ["SEEDS", "mutate", "one"]
 
 WINDOW, VOCAB = 64, 300
 PARTS = [{"type": "text", "text": "a"}]

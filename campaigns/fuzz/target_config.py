@@ -10,40 +10,20 @@ from typing import Any
 from nanospec.models.config import frequencies
 from nanospec.models.families import FAMILIES, read_config
 
-from .mutation import mutate_json as mutate
+from .mutation import mutate_json as mutate  # noqa: F401
 from .refusal import answer
 
-__all__ = ["SEEDS", "mutate", "one"]
-
 SMALL: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "attention_bias": False,
-    "mlp_bias": True,
-    "use_sliding_window": True,
-    "sliding_window": 16,
-    "max_window_layers": 1,
-    "query_pre_attn_scalar": 24,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": None,
-}
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "mlp_bias": True,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "attention_bias": False,
+    "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": None,
+}  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+    "rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 1.5}
 KINDS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"rope_scaling": LLAMA3, "rope_theta": 1e5, "hidden_act": "silu"},

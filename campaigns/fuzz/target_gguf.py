@@ -15,8 +15,6 @@ from tests.gguf_file import write_gguf
 from .mutation import mutate_bytes
 from .refusal import answer
 
-__all__ = ["SEEDS", "mutate", "one"]
-
 INSTRUMENTED = ("nanospec.models", "gguf.gguf_reader")
 HEAD = 6000  # bytes of the fields and tensor shapes, which precede the tensor data
 

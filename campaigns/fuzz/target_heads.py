@@ -20,8 +20,6 @@ from .mutation import mutate_bytes, mutate_json
 from .refusal import answer
 from .target_weights import with_header
 
-__all__ = ["SEEDS", "mutate", "one"]
-
 INSTRUMENTED = ("nanospec.models", "nanospec.drafters")
 H, V = 8, 16
 IDS = torch.arange(0, V, 2)

@@ -12,11 +12,9 @@ from nanospec.apps.batch.run import indices_done, result_prefix
 from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams
 
-from .mutation import mutate_bytes as mutate
+from .mutation import mutate_bytes as mutate  # noqa: F401
 from .refusal import answer
 from .target_bodies import BODIES, MESSAGES, as_statement
-
-__all__ = ["SEEDS", "mutate", "one"]
 
 OURS: list[dict[str, Any]] = [
     {"prompt": "a", "custom_id": "x"},

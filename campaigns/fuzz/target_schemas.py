@@ -10,11 +10,9 @@ from nanospec.config import SamplingParams
 from nanospec.extras.grammar.grammar import Guide
 from nanospec.extras.grammar.response_format import validate
 
-from .mutation import mutate_json as mutate
+from .mutation import mutate_json as mutate  # noqa: F401
 from .refusal import answer
 from .target_bodies import model
-
-__all__ = ["SEEDS", "mutate", "one"]
 
 LIMIT = 5.0  # seconds
 CHILDREN = {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 3}

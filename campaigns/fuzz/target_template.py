@@ -15,8 +15,6 @@ from nanospec.text.chat import MAX_PROMPT, render
 from .mutation import mutate_bytes
 from .refusal import answer
 
-__all__ = ["SEEDS", "mutate", "one"]
-
 INSTRUMENTED = ("nanospec.text", "jinja2.sandbox", "jinja2.filters")
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind."},

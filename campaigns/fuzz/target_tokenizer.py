@@ -17,8 +17,6 @@ from .mutation import mutate_bytes, mutate_json
 from .refusal import answer
 from .target_weights import files_of, folder_of
 
-__all__ = ["SEEDS", "mutate", "one"]
-
 INSTRUMENTED = ("nanospec.text",)
 NAMES = [f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config", "config")]
 NAMES += ["chat_template.jinja"]

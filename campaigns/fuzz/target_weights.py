@@ -27,8 +27,6 @@ from .mutation import mutate_bytes, mutate_json
 from .refusal import answer
 from .target_config import SMALL
 
-__all__ = ["SEEDS", "mutate", "one"]
-
 CONFIG = {**SMALL, "architectures": ["LlamaForCausalLM"], "mlp_bias": False, "num_hidden_layers": 1}
 SHAPES = config_of(CONFIG).parameter_shapes()
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
