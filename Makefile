@@ -12,6 +12,8 @@ SAMPLE ?= 40
 SEED   ?= 0
 PEERS  ?= .peers
 PEER   ?= vllm hf llama
+RACES  ?= .races
+RACES_PYTHON ?= python3.12
 PYTHONS ?= $(PYTHON)
 TORCH  ?= auto
 TARGET ?=
@@ -28,7 +30,7 @@ INSTALL = $(if $(LOCKED),$(INSTALL_LOCKED),$(INSTALL_NEWEST))
 SEEDS  ?= 1000
 AS     := engine
 
-.PHONY: help run test test-quick test-models test-ray simulate lint gpu peers wheels wheel sbom lock audit pictures clean mutants faults statistics fuzz test-long
+.PHONY: help run test test-quick test-models test-ray simulate lint gpu peers races wheels wheel sbom lock audit pictures clean mutants faults statistics fuzz test-long
 .DELETE_ON_ERROR:
 
 help:
@@ -72,6 +74,20 @@ statistics: $(DONE)test  ## test the output distributions of all drafters and lo
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py $(ARGS)
 fuzz: $(DONE)fuzz  ## fuzz the parsers of files and requests: SECONDS_EACH (60); TARGET=NAME for one
 	@TRITON_INTERPRET=1 $(BIN)/python -m campaigns.fuzz $(TARGET) --seconds $(SECONDS_EACH)
+
+races: $(RACES)/.done  ## find data races and out-of-bounds accesses of the kernels on a CPU (12 minutes)
+	@$(RACES)/bin/python -m campaigns.races $(ARGS)
+
+# ttsem requires this version of triton, which may differ from that in .venv, and a newer Python.
+$(RACES)/.done: campaigns/races.txt
+	@$(RACES_PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || \
+	  { echo "ttsem requires Python 3.12 or newer with the venv module: make races RACES_PYTHON=..."; exit 1; }
+	@echo "Installing torch, triton and ttsem into $(RACES)"
+	@$(RACES_PYTHON) -m venv --clear $(RACES)
+	@torch=$$($(RACES)/bin/python bench/which_torch.py cpu $$(sed -n 's/^torch//p' $<)) && \
+	  $(RACES)/bin/python -m pip --disable-pip-version-check install \
+	  $$(test -t 2 || echo --quiet) $$torch -r $<
+	@touch $@
 
 lint: $(DONE)lint  ## run ruff and mypy
 	@$(BIN)/ruff check nanospec kernels bench tests campaigns run.py

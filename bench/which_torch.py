@@ -1,10 +1,10 @@
 """Choose the build of torch for the Makefile. Prints arguments for pip, and the download size on stderr.
 
-    python bench/which_torch.py auto|cpu|cuda
+    python bench/which_torch.py auto|cpu|cuda [==VERSION]
 
 PyPI's torch for Linux includes CUDA. With `cpu`, or with `auto` on a machine without a GPU, this script looks
 for a CPU-only build in pip's configured indexes and then in PyTorch's index. If neither has a version that
-pyproject.toml permits, PyPI's build is used. Requires only pip.
+pyproject.toml permits (or of VERSION), PyPI's build is used. Requires only pip.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def newest_for_cpus(options: list[str], permitted: str) -> str | None:
     return next((version for version in found if version in SpecifierSet(permitted)), None)
 
 
-def main(wanted: str) -> str:
+def main(wanted: str, *only: str) -> str:
     """Return the arguments for pip; "" if torch is installed or PyPI's build is to be used."""
     if importlib.util.find_spec("torch") is not None:
         return ""
-    [permitted] = PERMITTED.findall(Path("pyproject.toml").read_text(encoding="utf-8"))
+    [permitted] = only or PERMITTED.findall(Path("pyproject.toml").read_text(encoding="utf-8"))
     if wanted == "cuda" or (wanted == "auto" and has_gpu()):
         print(f"Downloading torch with CUDA, {LARGE}. For the CPU build: make TORCH=cpu", file=sys.stderr)
         return ""
@@ -68,4 +68,4 @@ def main(wanted: str) -> str:
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1]))
+    print(main(*sys.argv[1:]))
