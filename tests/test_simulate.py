@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from campaigns.simulate.command import main, report_failure, scenario_of
+from campaigns.simulate.command import report_failure, scenario_of
 from campaigns.simulate.defects import DEFECTS
 from campaigns.simulate.driver import Simulation, simulate
 from campaigns.simulate.limit import TooLong, within
@@ -122,17 +122,6 @@ def test_flaky_failure_is_reported_and_saved(
     assert "Seed 5 failed:\nAssertionError: once\n" in message
     assert message.endswith("-m campaigns.simulate --as engine --replay simulate-5.json  (or --seeds 5:6)\n")
     assert Scenario.from_json(Path("simulate-5.json").read_text()) == Scenario.from_seed(5)
-
-
-def test_invalid_arguments_fail(capsys: pytest.CaptureFixture[str]) -> None:
-    for option, value, message in (
-        ("--seeds", "abc", "expected N or A:B with A < B, got 'abc'"),
-        ("--seeds", "5:5", "got '5:5'"),
-        ("--replay", "nope.json", "nope.json is not a valid scenario: [Errno 2]"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            main([option, value])
-        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
-from tests.kernels.batches import compiled, emitted, ints, make_batch, make_table, proposal_of
+from tests.kernels.batches import compiled, emitted, ints, make_batch, make_table
 
 S, V, CAPACITY = 6, 12, 20
 
@@ -137,17 +137,3 @@ def test_matches_reference(
         assert reports[b] == row_report
     for name, actual in table._asdict().items():
         assert not isinstance(actual, Tensor) or torch.equal(actual, getattr(expected, name)), name
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_cyclic_parents_terminate(implementation: str) -> None:
-    """Nodes in a cycle or with an invalid parent are never reached. The root has no parent, although its
-    entry is 0."""
-    same, tree = torch.zeros(4, dtype=torch.int32), make_batch([4], tree=True)
-    for parents, child in (((0, 1, 0, 1), 2), ((0, 1, 1, 1), 0), ((0, 2, 1, 0), 3), ((0, 99, -7, 0), 3)):
-        batch, table = replace(tree, parents=ints(*parents)), make_table(V, 1, tokens=[[99] * CAPACITY])
-        verdict = IMPLEMENTATIONS[implementation](same, batch, table, proposal_of(batch))
-        assert verdict.path.tolist() == [[0, child, 0, 0]]
-        emits = 1 + (child > 0)
-        assert int(verdict.num_emitted) == emits
-        assert table.tokens[0].tolist() == [0] * emits + [99] * (CAPACITY - emits)

@@ -100,13 +100,6 @@ def test_block_pool_matches_reference(rng: random.Random, num_blocks: int) -> No
         reference.check()
 
 
-def test_block_hash_covers_all_preceding_tokens() -> None:
-    first, second = block_hash(b"", [1, 2]), block_hash(b"", [2, 1])
-    assert len({block_hash(parent, [3, 4]) for parent in (b"", b"salt", first, second)}) == 4
-    assert block_hash(b"", [1, 2]) == first
-    assert len({block_hash(b"a long salt " * 20 + end, [3, 4]) for end in (b"", b"a", b"b")}) == 3
-
-
 def test_registering_again_replaces_the_hash() -> None:
     pool = BlockPool(1)
     [block] = pool.allocate(1) or []

@@ -85,16 +85,6 @@ def test_max_model_len_inside_an_accepted_run(
     assert len(request.hashes(16)) <= window // 16
 
 
-@pytest.mark.parametrize("k", [0, 7])
-def test_stop_token_before_min_tokens_is_not_drawn(cyclic: Model, k: int) -> None:
-    jobs = [Job(PROMPT, greedy(stop_token_ids=[6], max_tokens=12, min_tokens=n)) for n in (2, 3)]
-    allowed, masked = run(make_engine(cyclic, k, max_model_len=64), jobs)
-    assert allowed.output_ids == [4, 5, 6]
-    assert masked.output_ids[:2] == [4, 5]
-    assert len(masked.output_ids) > 3
-    assert 6 not in masked.output_ids[:3]
-
-
 @pytest.mark.parametrize("captured", [False, True], ids=["packed", "captured"])
 def test_step_after_all_requests_ended_is_not_reported(cyclic: Model, captured: bool) -> None:
     engine = make_engine(cyclic, 3, async_scheduling=True, enforce_eager=not captured)
@@ -105,15 +95,6 @@ def test_step_after_all_requests_ended_is_not_reported(cyclic: Model, captured: 
     assert [len(entry) for entry in request.logprobs] == [20] * 9
     assert engine.step() == []
     assert engine.metrics.num_forward_steps == 3 + captured
-
-
-def test_prompts_of_any_length(cyclic: Model, mode: dict[str, Any]) -> None:
-    engine = make_engine(cyclic, 5, max_model_len=64, **mode)
-    for start, length in enumerate((1, 2, 15, 16, 17, 32, 33, 62, 63)):
-        for cached in (0, (length - 1) // 16 * 16):  # the second run uses the prefix cache
-            [request] = run(engine, [Job(cycle(start, length), greedy(max_tokens=70))])
-            assert request.output_ids == cycle(start + length, 64 - length)
-            assert request.num_cached_tokens == cached
 
 
 @pytest.mark.parametrize("window", [2, 17])

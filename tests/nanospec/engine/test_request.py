@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from nanospec.config import EngineConfig, SamplingParams
@@ -15,8 +14,6 @@ from nanospec.engine.request import SEED_STEP, Limits, Request, check_request, d
 from nanospec.kernels import FROM_TARGET, LENGTH, MAX_STOP_IDS, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob, Piece
-from nanospec.text import as_int
-from nanospec.text.chat import as_list
 from nanospec.text.tokenizer import OutputText, Tokenizer
 from tests.nanospec.text.conftest import byte_fallback
 
@@ -110,14 +107,15 @@ def test_finish_reason_and_stop_reason() -> None:
 
 
 def test_block_hashes_depend_on_tokens_and_salt() -> None:
-    plain, salted, other = (request_for(None) for _ in range(3))
-    salted.salt = b"other"
-    for request, first in (plain, 0), (salted, 0), (other, 9):
+    plain, salted, twin, other = (request_for(None) for _ in range(4))
+    salted.salt, twin.salt = (b"a long salt " * 20 + end for end in (b"a", b"b"))
+    for request, first in (plain, 0), (salted, 0), (twin, 0), (other, 9):
         request.append(step([first, *range(1, 40)]))
     before = list(plain.hashes(16))
     root = block_hash(b"", plain.tokens[:16])
     assert before == [root, block_hash(root, plain.tokens[16:32])]
-    assert len({*before, *salted.hashes(16), *other.hashes(16)}) == 6  # each covers all blocks before
+    hashes = {*before, *salted.hashes(16), *twin.hashes(16), *other.hashes(16)}
+    assert len(hashes) == 8  # each covers all blocks before
     plain.append(step([7] * 7))
     assert plain.hashes(16)[:2] == before
     assert len(plain.hashes(16)) == 3
@@ -169,13 +167,3 @@ def test_invalid_requests_are_rejected_with_the_limit(
     else:
         with pytest.raises(ValueError, match=sentence):
             check_request(*arguments)
-
-
-def test_one_prompt_or_several() -> None:
-    several: list[list[Any]] = [["ab", "c"], [[1], "a"], []]
-    assert [as_list(prompts) for prompts in several] == several
-    one: list[Any] = ["ab", [1, 2], [True, 2.5], np.array([3, 4])]  # the third is rejected later
-    assert [len(as_list(prompt)) for prompt in one] == [1, 1, 1, 1]
-    assert as_list(one[1]) == [[1, 2]]
-    assert [type(as_int(t)) for t in one[3]] == [int, int]
-    assert [as_int(t) for t in (True, 1.0, "1")] == [True, 1.0, "1"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanospec.models import weights
 from nanospec.models.decoder import Model
-from nanospec.models.weights import listed, load_model, resolve_dtype
+from nanospec.models.weights import load_model, resolve_dtype
 from tests.tiny import ModelRunner, checkpoint, tiny_config
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -135,11 +135,6 @@ FOLDERS: list[tuple[str, Callable[[Path], object], str]] = [
     ("shards", indexed({"weight_map": {"a": "../a.safetensors"}}), r"json: \.\./a\.safetensors;"),
     ("shards", indexed({"weight_map": {"a": "/etc/passwd"}}), "json: /etc/passwd;"),
 ]
-
-
-def test_few_names_are_listed() -> None:
-    assert listed("hgfedcba") == "a, b, c, d, e, f, g, h"
-    assert listed("hgfedcb\nai") == "'\\n', a, b, c, d, e, f, g and 2 more"
 
 
 @pytest.mark.parametrize(("kind", "change", "words"), FOLDERS, ids=range(len(FOLDERS)))

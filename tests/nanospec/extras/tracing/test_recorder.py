@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanospec import SamplingParams
-from nanospec.drafters.policy import Policy
 from nanospec.extras.tracing.recorder import MAX_REQUESTS, Recorder, find_recorder, walk
 from nanospec.outputs import RequestOutput
 from tests.drive import MODES, Job, cycle_model, finish, make_engine, random_jobs, run
@@ -50,18 +48,6 @@ def test_steps_add_up_to_the_output_and_tracing_does_not_change_it(setup: dict[s
     assert not few or engine.metrics.num_preemptions > 0
     steps = [step for r in requests for step in record_of(r).steps]
     assert any(step.parents != [*range(len(step.parents))] for step in steps) == tree
-
-
-def test_rejected_drafts_and_steps_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, ks = make_engine(cycle_model(), 4, trace=True), itertools.cycle(((4, 4), (0, 0)))
-    monkeypatch.setattr(Policy, "choose", lambda *args: next(ks))
-    # Lookup of 3 finds 9, but the model continues with 4.
-    [request] = run(engine, [Job([3, 9, 9, 1, 2, 3], SamplingParams(temperature=0, max_tokens=6))])
-    first, second, *_ = record_of(request).steps
-    assert (second.tokens, second.drafts) == ([5], [])
-    assert (first.tokens, first.accepted, first.verified) == ([4], [], 4)
-    assert (first.drafts, first.sources, first.match_len) == ([9, 9, 1, 2], [1, 2, 3, 4], 1)
-    assert (first.method, first.reason, first.batch) == ("ngram", "fixed", 1)
 
 
 def test_reason_for_number_of_drafts() -> None:
