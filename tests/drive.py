@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device.worker import Worker
-from nanospec.drafters import Drafter, Target, make_proposal
+from nanospec.drafters import Drafter, Target, draft_limits, make_proposal
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.drafters.methods import Drafters, resolve_drafters
@@ -102,14 +102,6 @@ def make_spec(k: K, min_n: int = 1, **fields: Any) -> SpecConfig:
         return SpecConfig(method="none")
     lookup = {"prompt_lookup_min": min_n, "prompt_lookup_max": 4}
     return SpecConfig(num_speculative_tokens=k, **{**lookup, **fields})
-
-
-def use_drafter(engine: Engine, drafter: Drafter | None) -> None:
-    """Replace the drafter of an engine that has not run yet."""
-    worker = engine.worker
-    worker.drafters = worker._step.drafters = () if drafter is None else (drafter,)
-    for part in worker.drafters:
-        part.attach(worker.table, worker.num_blocks, 2048, may_wait=worker.graphs is None)
 
 
 def finish(engine: Engine, max_steps: int = 5000) -> None:
@@ -202,21 +194,13 @@ def cycle(start: int, count: int, vocab_size: int = 32) -> list[int]:
 class FunctionDrafter(Drafter):
     """A drafter that proposes `next_tokens(history, count)`, truncated to the request's limits."""
 
-    method = "function"
-
     def __init__(self, next_tokens: Callable[[list[int], int], Sequence[int]]) -> None:
         self.next_tokens = next_tokens
-        self.calls = 0
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        self.calls += 1
         drafts = []
-        for s in rows.tolist():
-            wanted, history = 0, []
-            if s >= 0:
-                n = int(table.num_tokens[s])
-                history = table.tokens[s, :n].tolist()
-                wanted = max(min(k, int(table.max_k[s]), int(table.max_len[s]) - n - 1), 0)
+        for s, wanted in zip(rows.tolist(), draft_limits(table, rows, k).tolist()):
+            history = table.tokens[s, : int(table.num_tokens[s])].tolist()
             drafts.append(list(self.next_tokens(history, wanted))[:wanted] if wanted else [])
         padded = [d + [0] * (k - len(d)) for d in drafts]
         count = torch.tensor([len(d) for d in drafts], dtype=torch.int32)

@@ -76,8 +76,8 @@ def together(size: int, work: Callable[[Group], Any]) -> list[Any]:
         return list(pool.map(work, groups_of(size)))
 
 
-def weights_of(config: ModelConfig, seed: int = 0) -> Weights:
-    get = random_weights(config, torch.float32, "cpu", seed)
+def weights_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Weights:
+    get = random_weights(config, dtype, "cpu", 0)
     return {name: get(name) for name in config.parameter_shapes()}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanospec.config import SamplingParams
 from nanospec.kernels import launch
 from nanospec.kernels.layer import product
-from tests.drive import Job, known_text_drafter, make_engine, run, run_alone, use_drafter
+from tests.drive import Job, known_text_drafter, make_engine, run, run_alone
 from tests.tiny import tiny_model
 
 VOCAB = 64
@@ -42,13 +42,12 @@ def jobs() -> list[Job]:
 def traces(k: int, texts: list[list[int]], num_blocks: int | None, budget: int) -> list[Trace]:
     """Run the jobs with `k` drafts from `texts`, every third of them wrong. Return for each its text, the K/V
     of all but its last token [layers, 2, Hkv, n, D], and how often it was preempted."""
+    drafter = known_text_drafter(texts, wrong=lambda at: at % 3 == 0) if k else None
     engine = make_engine(
-        tiny_model(**MODEL), k or None, num_blocks=num_blocks, max_model_len=64, max_num_seqs=3,
-        enforce_eager=True, async_scheduling=False, enable_prefix_caching=False,
-        max_num_batched_tokens=budget,
+        tiny_model(**MODEL), k or None, drafter=drafter, num_blocks=num_blocks, max_model_len=64,
+        max_num_seqs=3, max_num_batched_tokens=budget, enforce_eager=True, async_scheduling=False,
+        enable_prefix_caching=False,
     )  # fmt: skip
-    if k:
-        use_drafter(engine, known_text_drafter(texts, wrong=lambda at: at % 3 == 0))
     worker, kept = engine.worker, {}
     table, cache, release = worker.table, worker.kv_cache, worker.release
 

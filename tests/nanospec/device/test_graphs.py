@@ -41,17 +41,13 @@ def test_bucket_for() -> None:
 
 def test_rows_are_uploaded_only_on_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """All buckets share the uploaded rows. A capture runs without rows."""
-    stepped, sent = list[list[int]](), list[list[int]]()
+    stepped, sent = list[list[int]](), Mock(wraps=upload)
 
     def step(rows: Tensor, k: int, requested: Any) -> StepResult:
         stepped.append(rows.tolist())
         return StepResult(rows[:, None].clone(), rows[:, None].clone(), rows.clone(), rows[:, None].clone())
 
-    def spy(values: list[int], *given: Any, **named: Any) -> Tensor:
-        sent.append(values)
-        return upload(values, *given, **named)
-
-    monkeypatch.setattr(graphs, "upload", spy)
+    monkeypatch.setattr(graphs, "upload", sent)
     steps = StepGraphs(step, torch.device("cpu"), 4, [1], lazy=True)
     for rows, k, again in (
         ([2, 0, 1], 0, True),
@@ -62,10 +58,10 @@ def test_rows_are_uploaded_only_on_change(monkeypatch: pytest.MonkeyPatch) -> No
         ([2, 0], 1, True),  # a new bucket
     ):
         stepped.clear()
-        sent.clear()
+        sent.reset_mock()
         assert steps.run(rows, steps.bucket_for(len(rows), k)).report.flatten().tolist() == rows
         padded = rows + [-1] * (4 * (len(rows) > 2) - len(rows))
-        assert sent == [padded] * again
+        assert [call.args[0] for call in sent.call_args_list] == [padded] * again
         assert stepped.pop() == padded
         assert all(row == -1 for captured in stepped for row in captured)
 

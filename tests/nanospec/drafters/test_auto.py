@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,13 +35,7 @@ def test_automatic_k_speculates_without_changing_output(eager: bool) -> None:
 
 
 def test_policy_gets_the_proposal_of_each_row() -> None:
-    offered: list[RowProposal] = []
-
-    def count_drafts(offers: list[RowProposal]) -> list[int]:
-        offered.extend(offers)
-        return [2, 0]
-
-    drafts = torch.zeros(2, 4, dtype=torch.int32)
+    count_drafts, drafts = Mock(return_value=[2, 0]), torch.zeros(2, 4, dtype=torch.int32)
     proposal = Proposal(drafts, ints(3, 0), drafts, ints(5, -5), ints(1, NO_DRAFTER))
     assert _truncate(ints(7, 4), proposal, count_drafts).num_drafts.tolist() == [2, 0]
-    assert offered == [RowProposal(7, 1, 3, 5), RowProposal(4, 0, 0, 0)]
+    count_drafts.assert_called_once_with([RowProposal(7, 1, 3, 5), RowProposal(4, 0, 0, 0)])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle as cycle_of
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import CONTENDERS, Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.kernels import FROM_TARGET, GENERATED
-from nanospec.kernels.batch import Batch
 from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.sampling import noise
 from nanospec.kernels.speculation.verify import Verdict
@@ -142,19 +143,12 @@ def test_draft_vocabulary_of_another_padded_size(model: Model, size: int) -> Non
     assert engine.metrics.spec.num_drafted > 0
 
 
-def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that collects the size of each chunk the draft model computes to catch up."""
-    sizes: list[int] = []
+def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """Return a function that returns the size of each chunk the draft model computes to catch up."""
     drafter = engine.worker.drafters[-1]
-    write_kv = drafter.model.write_kv
-
-    def spy(batch: Batch, kv_cache: torch.Tensor) -> None:
-        if kv_cache is drafter.kv:  # the target may be the same model
-            sizes.append(batch.num_tokens)
-        write_kv(batch, kv_cache)
-
-    monkeypatch.setattr(drafter.model, "write_kv", spy)
-    return sizes
+    spy = Mock(wraps=drafter.model.write_kv)
+    monkeypatch.setattr(drafter.model, "write_kv", spy)  # the target may be the same model
+    return lambda: [batch.num_tokens for (batch, kv), _ in spy.call_args_list if kv is drafter.kv]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -169,13 +163,13 @@ def test_draft_model_computes_prompts_cached_without_it(
     before = engine.metrics.spec.num_drafted
     run(engine, [Job(prompt, greedy(5, num_speculative_tokens=0)) for prompt in prompts])
     assert engine.metrics.spec.num_drafted == before > 0
-    sizes = draft_prefills(engine, monkeypatch)
+    chunks = draft_prefills(engine, monkeypatch)
     requests = run(engine, [Job(prompt, greedy(20)) for prompt in prompts])
     assert_same_keys(engine)
     assert_all_accepted(requests)
     assert all(request.num_cached_tokens > 0 for request in requests)
-    assert max(sizes) <= 16
-    assert sum(sizes) >= 2 * 32
+    assert max(chunks()) <= 16
+    assert sum(chunks()) >= 2 * 32
 
 
 def test_draft_model_computes_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +178,9 @@ def test_draft_model_computes_only_what_it_needs(monkeypatch: pytest.MonkeyPatch
     model = cycle_model()
     for method, prompt, computed in (("draft", cycle(0, 20), [19]), ("ngram+draft", cycle(0, 40), [])):
         engine = make_engine(model, 5, spec=SETUPS[method], draft_model=model, **options)
-        sizes = draft_prefills(engine, monkeypatch)
+        chunks = draft_prefills(engine, monkeypatch)
         [request] = run(engine, [Job(prompt, greedy(60))])
-        assert sizes == computed
+        assert chunks() == computed
         assert [*request.stats.by_drafter] == [method.split("+")[0]]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from nanospec.drafters.medusa import Heads, lm_head_rows
 from nanospec.kernels.launch import forced
 from nanospec.models.decoder import Model
+from tests.ranks import weights_of
 from tests.tiny import tiny_config
 from tests.util import assert_close
 
@@ -26,11 +27,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def target(dtype: torch.dtype = torch.float32, **overrides: Any) -> tuple[Model, Tensor]:
     """Return a tiny target and its lm_head before packing."""
     config = tiny_config(**overrides)
-    generator = torch.Generator().manual_seed(3)
-    weights = {
-        name: (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
-        for name, shape in config.parameter_shapes().items()
-    }
+    weights = weights_of(config, dtype)
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     return Model(config, dtype, "cpu", weights.__getitem__), weights[head]
 

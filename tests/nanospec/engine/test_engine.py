@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from nanospec.config import SamplingParams
-from nanospec.drafters.methods import NgramDrafter
-from nanospec.drafters.policy import AutoPolicy, Policy
+from nanospec.drafters.policy import Policy
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.models.decoder import Model
 from tests.drive import (
@@ -35,7 +35,6 @@ from tests.drive import (
     random_jobs,
     run,
     run_alone,
-    use_drafter,
 )
 from tests.tiny import tiny_model
 
@@ -96,10 +95,9 @@ def test_output_is_that_of_each_request_alone(
 ) -> None:
     """Some requests arrive later, and one is aborted. Captured steps have padding, which has no effect."""
     expected = run_alone(model, jobs, max_model_len=WINDOW)
-    engine = make_engine(model, k, max_model_len=WINDOW, **options)
-    if drafter != "ngram":
-        texts = [job.prompt + e.token_ids for job, e in zip(jobs, expected, strict=True)]
-        use_drafter(engine, DRAFTERS[drafter](texts))
+    texts = [job.prompt + e.token_ids for job, e in zip(jobs, expected, strict=True)]
+    given = None if drafter == "ngram" else DRAFTERS[drafter](texts)
+    engine = make_engine(model, k, drafter=given, max_model_len=WINDOW, **options)
     requests = [engine.add(job.prompt, job.params) for job in jobs[:9]]
     aborted = engine.add(jobs[0].prompt, greedy(90))
     for job in jobs[9:]:
@@ -128,8 +126,7 @@ def test_perfect_drafts_are_all_accepted_with_bonus_token(model: Model) -> None:
     for temperature in (0.0, 1.0):
         job = Job([1, 2, 3], SamplingParams(temperature=temperature, seed=5, max_tokens=count))
         [wanted] = run_alone(model, [job])
-        engine = make_engine(model, k)
-        use_drafter(engine, known_text_drafter([job.prompt + wanted.token_ids]))
+        engine = make_engine(model, k, drafter=known_text_drafter([job.prompt + wanted.token_ids]))
         [request] = run(engine, [job])
         assert request.output_ids == wanted.token_ids
         assert request.stats.tokens_per_step == k + 1
@@ -153,17 +150,6 @@ def test_drafts_of_repetitive_text_are_accepted() -> None:
     assert (stopped.stats.num_drafted, stopped.stats.accepted_by_position) == (5, [1, 1, 1, 0, 0])
 
 
-@pytest.mark.parametrize("k", [None, 0], ids=["none", "K0"])
-def test_nothing_is_proposed_without_speculation(model: Model, k: K, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise AssertionError("drafts were proposed")
-
-    monkeypatch.setattr(NgramDrafter, "propose", fail)
-    monkeypatch.setattr(AutoPolicy, "count_drafts", fail)
-    [request] = run(make_engine(model, k), [Job([1, 2, 1, 2, 1], greedy(9))])
-    assert (request.stats.num_steps, request.stats.num_drafted) == (9, 0)
-
-
 def test_policy_observes_every_step_and_resets_with_row(model: Model) -> None:
     events: list[tuple[int, ...]] = []
 
@@ -176,10 +162,9 @@ def test_policy_observes_every_step_and_resets_with_row(model: Model) -> None:
 
     limits = (8, None), (6, None), (4, 1), (3, 0)
     jobs = [Job([i, 2], greedy(n, num_speculative_tokens=own)) for i, (n, own) in enumerate(limits)]
-    engine = make_engine(model, 3, max_num_seqs=1)
-    engine.policy = Spy()
     texts = [job.prompt + known.token_ids for job, known in zip(jobs, run_alone(model, jobs), strict=True)]
-    use_drafter(engine, known_text_drafter(texts))
+    engine = make_engine(model, 3, drafter=known_text_drafter(texts), max_num_seqs=1)
+    engine.policy = Spy()
     run(engine, jobs)
     step, one = (0, 3, 3), (0, 1, 1)
     assert events == [(0,), step, step, (0,), step, one, (0,), one, one, (0,)]
@@ -195,25 +180,9 @@ def test_seed_decides_output(model: Model) -> None:
     assert len({tuple(ids) for ids in runs[0] + runs[2]}) == 6  # seeds 1, 2; 3, 4, 5; and 4, 5, 6
 
 
-def test_samples_of_one_prompt_share_blocks(model: Model) -> None:
-    engine = make_engine(model, 3)
-    prompt = [i * 7 % VOCAB for i in range(50)]
-    params = SamplingParams(n=4, temperature=1, seed=2, max_tokens=10)
-    requests = [engine.add(prompt, params, i) for i in range(4)]
-    engine.step()
-    used = engine.scheduler.pool.num_blocks - len(engine.scheduler.pool.free)
-    assert used == 3 + 4  # three full blocks once, the rest of the prompt four times
-    assert engine.metrics.num_prefill_tokens == 49 + 3
-    finish(engine)
-    alone = [Job(prompt, SamplingParams(temperature=1, seed=r.seed, max_tokens=10)) for r in requests]
-    assert [r.output_ids for r in requests] == [e.token_ids for e in run_alone(model, alone)]
-    assert len({tuple(request.output_ids) for request in requests}) == 4
-
-
 def test_cached_blocks_match_fresh_prefill(model: Model) -> None:
     """Rejected drafts leave no trace in cached blocks. The last token has no K/V yet."""
-    engine = make_engine(model, 6)
-    use_drafter(engine, random_drafter(VOCAB))
+    engine = make_engine(model, 6, drafter=random_drafter(VOCAB))
     job = Job([i * 7 % VOCAB for i in range(20)], SamplingParams(temperature=1, seed=1, max_tokens=45))
     [request] = run(engine, [job])
     blocks = engine.scheduler.pool.match(request.hashes(16))
@@ -226,14 +195,7 @@ def test_cached_blocks_match_fresh_prefill(model: Model) -> None:
 
 
 def test_policy_gets_the_total_context_and_whether_requests_wait(model: Model) -> None:
-    seen: list[tuple[int, bool]] = []
-
-    class Spy(Policy):
-        def choose(self, limits: Any, drafter_limits: Any, context: int, waiting: bool) -> tuple[int, int]:
-            seen.append((context, waiting))
-            return super().choose(limits, drafter_limits, context, waiting)
-
     engine = make_engine(model, 0, max_num_seqs=2)
-    engine.policy = Spy()
+    engine.policy.choose = choose = Mock(wraps=engine.policy.choose)  # type: ignore[method-assign]
     run(engine, [Job([1] * n, SamplingParams(max_tokens=1)) for n in (3, 4, 5)])
-    assert seen == [(7, True), (5, False)]
+    assert [call.args[2:] for call in choose.call_args_list] == [(7, True), (5, False)]

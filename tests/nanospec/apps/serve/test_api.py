@@ -65,6 +65,7 @@ def test_completions_match_offline_generate(server: Served, offline: LLM, body: 
     [expected] = offline.generate(PROMPT, SamplingParams(**body))
     assert [each["text"] for each in choices] == [done.text for done in expected.outputs]
     assert [each["index"] for each in choices] == list(range(len(expected.outputs)))
+    assert len({each["text"] for each in choices}) == len(choices)  # each has its own seed
     assert [each["finish_reason"] for each in choices] == [done.finish_reason for done in expected.outputs]
 
 
