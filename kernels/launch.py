@@ -88,7 +88,7 @@ def _count_compiled(**_: Any) -> None:
     num_compiled += 1
 
 
-triton.knobs.runtime.jit_post_compile_hook = _count_compiled
+triton.knobs.compilation.listener = _count_compiled
 
 
 @contextmanager

@@ -29,8 +29,8 @@ OF_LAYERS = {"_gemm", "_attend", "_rope_cache", "_residual_add"}  # not run here
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Call Triton's hook for compiled kernels when its launcher would compile one, and skip the kernels of
-    layers. The GPU has few multiprocessors, so that a small model has all tilings."""
+    """Call the listener of Triton's compiler when the launcher would compile a kernel, and skip the kernels
+    of layers. The GPU has few multiprocessors, so that a small model has all tilings."""
     backend, run = make_backend(GPUTarget("cuda", 90, 32)), InterpretedFunction.run
     binders: dict[str, Any] = {}
     compiled: set[tuple[str, str]] = set()
@@ -43,7 +43,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         key = name, str(binders[name](*args, **kwargs)[1:])
         if key not in compiled:
             compiled.add(key)
-            triton.knobs.runtime.jit_post_compile_hook(key=key)
+            triton.knobs.compilation.listener()
         if name not in OF_LAYERS:
             run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
