@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
@@ -46,7 +48,7 @@ class Card(NamedTuple):
         target, entries = self.target, (ROOT / "bench" / "GPU_TODO.md").read_text(encoding="utf-8")
         entry, name = re.compile(r"^(\d+)\. (.*(?:\n +.*)*)", re.MULTILINE), re.compile(rf"\b{self.arch}\b")
         named = [number for number, text in entry.findall(entries) if name.search(text)]
-        known = "among" if self.arch in TARGETS else "not among (kernels compile at their first launch)"
+        known = "among" if self.arch in TARGETS else "not among"
         return [
             f"{self.name}: {self.arch}, {self.free / GIB:.1f} of {self.total / GIB:.1f} GiB free, "
             f"{target.multiprocessors} multiprocessors, {target.shared >> 10} KiB of shared memory per block",
@@ -55,9 +57,13 @@ class Card(NamedTuple):
         ]
 
 
+def find_card() -> Card:
+    """Return the current GPU. Raises ValueError if it is not supported."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # its CUDA context, which takes memory, ends
+        return pool.submit(current_card).result()
+
+
 def current_card() -> Card:
-    """Return the current GPU. Raises ValueError if it is not supported. Creates a CUDA context, which takes
-    memory: call it in a process that exits."""
     major, minor = torch.cuda.get_device_capability()
     free, total = torch.cuda.mem_get_info()
     return Card(torch.cuda.get_device_name(), f"sm_{major}{minor}", total, free, device_target(0))

@@ -23,10 +23,12 @@ compiles only the other kernels: 15 seconds instead of 10 minutes. (It takes a f
 changed but no fingerprints, as after splitting a kernel into functions.) Omit it after changes to the
 analysis.
 
+`--targets local` compiles for the current GPU into Triton's cache, so that launches need not.
+
 `--out` writes the table to `compile.json` and keeps the rows of other Triton versions. The committed table
 covers several versions. Before committing a change to a kernel, run it in an environment of each version:
 
-    python bench/compile.py --known bench/results --out bench/results          (triton 3.9 and 3.7)
+    python bench/compile.py --known bench/results --out bench/results          (triton 3.9)
     OTHER/bin/python bench/compile.py --known bench/results --out bench/results  (triton 3.6, torch 2.11)
 
 Problems of any version, including rows of different kernels, make the run fail. They are printed one per
@@ -64,6 +66,7 @@ from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 from bench import machine_code  # noqa: E402
+from bench.card import find_card  # noqa: E402
 from bench.cases import Case, all_cases  # noqa: E402
 from bench.compile_table import Result, load, problems, save  # noqa: E402
 from nanospec.kernels import launch  # noqa: E402
@@ -88,9 +91,6 @@ class _Recorded:
 _Job = tuple[Case, _Recorded, str]  # case, launch, target
 _work: list[_Job] = []
 _known: dict[str, Result] = {}  # by source and by fingerprint
-
-# Triton hashes a function's first line number with its source; make it constant.
-JITFunction.starting_line_number = property(lambda self: 0, lambda self, line: None)
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def compile_one(case: Case, item: _Recorded, target: str) -> Result:
         return replace(_known[fingerprint], **label)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     code: dict[str, Any] = {}
-    if target.startswith("sm"):
+    if TARGETS[target].backend == "cuda":
         registers, spills = _nvidia_usage(compiled.asm["cubin"])
         text = compiled.asm["ptx"]
         code = _in_table(machine_code.read(sass(compiled.asm["cubin"])))
@@ -293,13 +293,18 @@ def compile_all(targets: list[str], only: Sequence[str], jobs: int) -> tuple[lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""], help="substrings of case names")
-    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=[*TARGETS, "local"])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--known", type=Path, help="folder of a compile.json whose rows are reused")
     parser.add_argument("--out", type=Path, help="output folder of compile.json")
     arguments = parser.parse_args()
     if missing := unmatched(arguments.only):
         parser.error(f"no case matches {', '.join(missing)}.")
+    if "local" in arguments.targets:
+        card = find_card()
+        TARGETS["local"], launch.TARGETS["local"] = GPUTarget("cuda", int(card.arch[3:]), 32), card.target
+    else:  # Triton hashes a function's first line number with its source; make it constant
+        JITFunction.starting_line_number = property(lambda self: 0, lambda self, line: None)
     if arguments.known:
         rows = load(arguments.known)
         rows = [r for r in rows if r.triton == triton.__version__]

@@ -24,11 +24,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import groupby
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,7 @@ check_for(NEEDS)
 import torch  # noqa: E402
 
 from bench import common, rows  # noqa: E402
-from bench.card import Card, current_card  # noqa: E402
-from nanospec.kernels.launch import TARGETS  # noqa: E402
+from bench.card import Card, find_card  # noqa: E402
 
 PART_SECONDS, SMOKE_SECONDS = 530.0, 280.0
 GRACE = 6.0  # seconds between a group's deadline and the time it is killed
@@ -86,16 +84,6 @@ class Outcome:
 
 # ---- groups --------------------------------------------------------------------------------------
 
-# Compile for the properties of the card, with the line numbers that are part of the keys of Triton's cache.
-WARM = """
-from bench.cases import all_cases
-from nanospec.kernels import launch
-launch.TARGETS[{0.arch!r}] = launch.{0.target}
-list(all_cases())
-from bench import compile
-del compile.JITFunction.starting_line_number
-compile.main()
-"""
 TESTS = ROOT / "tests" / "gpu"
 FIRST = "--only ^attention-qwen3-.*-q[15]- qwen3-.*-T\\d ^ngram- ^(layout|verify|rope|rms) ."
 LONG = "--contexts 8192 32768 --ks 0 4"
@@ -119,7 +107,7 @@ SMOKE_COMPILED = ("qwen3-0.6b", "H1024-", "ngram-B", "layout", "verify", "sample
 
 def groups(part: str, card: Card | None) -> list[Group]:
     """Return the groups of a part on a card, or in a dry run. The first one compiles the kernels on all
-    cores, since compiling each one at its first launch takes minutes; not if the card is not a target."""
+    cores, since compiling each one at its first launch takes minutes."""
 
     def group(name: str, limit: float, script: str, options: str = "", shape: str = "") -> Group:
         given = [*(["--shape", shape] if shape else []), *options.split()]
@@ -156,11 +144,9 @@ def groups(part: str, card: Card | None) -> list[Group]:
         ],
         "e2e": [group(shape, 240, "e2e", shape=shape) for shape in (small, large)],
     }[part]
-    if card.arch not in TARGETS:
-        return found
     only, limit = ((largest, *SMOKE_COMPILED), 90) if part == "smoke" else (("",), 180)
-    options = ("--targets", card.arch, "--jobs", str(os.cpu_count() or 1), "--only", *only)
-    return [Group("compile", ("-c", WARM.format(card), *options), limit, writes_rows=False), *found]
+    options = ("bench/compile.py", "--targets", "local", "--jobs", str(os.cpu_count() or 1), "--only", *only)
+    return [Group("compile", options, limit, writes_rows=False), *found]
 
 
 def test_groups(tests: Sequence[str], limit: float) -> list[Group]:
@@ -308,11 +294,10 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"Cannot write to {out} ({error.strerror}); use another --out.") from None
     card = None
     if not args.cpu:
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            try:
-                card = pool.submit(current_card).result()
-            except ValueError as error:
-                raise SystemExit(str(error)) from None
+        try:
+            card = find_card()
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
         print("\n".join(card.lines()), flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # also stops the running group
     found: dict[str, list[Outcome]] = {}
