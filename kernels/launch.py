@@ -39,7 +39,9 @@ T = TypeVar("T", bound=tuple[Any, ...])
 class Target(NamedTuple):
     """The properties of a GPU that launch configurations depend on."""
 
-    family: str  # GPUs with the same matrix instruction, named after the first: mma, wgmma, tcgen05 or mfma
+    family: (
+        str  # "sm_80", "sm_86" (less shared memory): mma; "sm_90": wgmma; "sm_100": tcgen05; "gfx942": mfma
+    )
     multiprocessors: int
     shared: int  # maximum bytes of shared memory per program
     pdl: bool = False  # whether it has programmatic dependent launch
@@ -49,20 +51,19 @@ class Target(NamedTuple):
         multiprocessor (NVIDIA GPUs reserve 1 KiB for each). With mma and mfma, the compiler keeps one stage
         in registers."""
         buffers = ((self.shared + 1024) // programs - 1024) // num_bytes
-        return min(max(buffers + (self.family in ("sm_80", "gfx942")), 1), limit)
+        return min(max(buffers + (self.family not in ("sm_90", "sm_100")), 1), limit)
 
 
 TARGETS = {
     "sm_80": Target("sm_80", 108, 163 << 10),  # A100
-    "sm_86": Target("sm_80", 82, 99 << 10),  # RTX 3090
-    "sm_89": Target("sm_80", 128, 99 << 10),  # RTX 4090
+    "sm_86": Target("sm_86", 82, 99 << 10),  # RTX 3090
+    "sm_89": Target("sm_86", 128, 99 << 10),  # RTX 4090
     "sm_90": Target("sm_90", 132, 227 << 10, pdl=True),  # H100
     "sm_100": Target("sm_100", 148, 227 << 10, pdl=True),  # B200
-    "sm_120": Target("sm_80", 170, 99 << 10, pdl=True),  # RTX 5090
+    "sm_120": Target("sm_86", 170, 99 << 10, pdl=True),  # RTX 5090
     "gfx942": Target("gfx942", 304, 64 << 10),  # MI300X
 }
 MIN_SHARED = 64 << 10  # bytes that attention with head dimension 256 needs
-FAMILIES = {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_80"}  # by major compute capability
 
 num_compiled = 0  # kernels that Triton compiled, or loaded from its cache on disk, in this process
 _target: Target | None = None
@@ -122,7 +123,8 @@ def device_target(index: int) -> Target:
             f"{gpu.name} is not supported: it has compute capability {gpu.major}.{gpu.minor} and "
             f"{shared >> 10} KiB of shared memory; nanospec requires 8.0 and {MIN_SHARED >> 10} KiB."
         )
-    family = FAMILIES.get(gpu.major, "sm_80")  # newer GPUs still execute mma
+    with_mma = "sm_86" if shared <= TARGETS["sm_86"].shared else "sm_80"  # as all newer GPUs
+    family = {9: "sm_90", 10: "sm_100"}.get(gpu.major, with_mma)
     return Target(family, gpu.multi_processor_count, shared, pdl=gpu.major >= 9)
 
 

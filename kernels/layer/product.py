@@ -77,8 +77,10 @@ def choose_tiling(T: int, N: int, K: int, target: Target, itemsize: int) -> Tili
     parts, part = split_k_parts(N, K, target)
     split_k = parts > 1 and T <= MAX_SPLIT_TOKENS
     tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
-    if T > 64:  # (256, 128) needs the registers of sm_90 and a single accumulator
-        tiles = [*([(256, 128)] if target.family == "sm_90" and parts == 1 else []), (128, 128), *tiles]
+    if T > 64 and (parts == 1 or target.family != "sm_86"):  # sm_120 spills with two accumulators
+        tiles = [(128, 128), *tiles]
+    if T > 64 and parts == 1 and target.family == "sm_90":  # only its registers suffice
+        tiles = [(256, 128), *tiles]
     for rows, width in tiles:
         programs = triton.cdiv(N, rows) * triton.cdiv(T, width) * (parts if split_k else 1)
         if programs >= 0.75 * target.multiprocessors:

@@ -87,7 +87,7 @@ def test_parts_of_k_depend_only_on_weight_shape(name: str) -> None:
             assert (chosen.parts, chosen.part, chosen.split_k) == (parts, part, parts > 1 and T <= 256)
             assert part % chosen.block_k == 0
             size = (chosen.rows + chosen.width) * chosen.block_k * 2
-            buffers = chosen.stages - (target.family in ("sm_80", "gfx942"))
+            buffers = chosen.stages - (target.family not in ("sm_90", "sm_100"))
             assert max(buffers, 1) * size <= target.shared
             tiles = -(-T // chosen.width) * -(-N // chosen.rows)
             assert not chosen.split_k or tiles <= len(counters(torch.device("cpu"), "product"))

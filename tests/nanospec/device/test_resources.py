@@ -65,10 +65,13 @@ def gpu_properties(major: int, minor: int, kib: int) -> SimpleNamespace:
 
 
 def test_target_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for major, family in ((8, "sm_80"), (9, "sm_90"), (10, "sm_100"), (12, "sm_80"), (13, "sm_80")):
-        gpu = gpu_properties(major, 1, 99)
+    for major, kib, family in (
+        (8, 163, "sm_80"), (8, 99, "sm_86"), (9, 227, "sm_90"), (10, 227, "sm_100"), (12, 99, "sm_86"),
+        (13, 227, "sm_80"),
+    ):  # fmt: skip
+        gpu = gpu_properties(major, 1, kib)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, gpu=gpu: gpu)
-        assert launch.device_target.__wrapped__(0) == launch.Target(family, 20, 99 << 10, pdl=major > 8)
+        assert launch.device_target.__wrapped__(0) == launch.Target(family, 20, kib << 10, pdl=major > 8)
 
 
 def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
