@@ -39,9 +39,7 @@ T = TypeVar("T", bound=tuple[Any, ...])
 class Target(NamedTuple):
     """The properties of a GPU that launch configurations depend on."""
 
-    family: (
-        str  # "sm_80", "sm_86" (less shared memory): mma; "sm_90": wgmma; "sm_100": tcgen05; "gfx942": mfma
-    )
+    family: str  # "sm_80" (mma), "sm_86" (mma, less shared memory), "sm_90" (wgmma), "sm_100" or "gfx942"
     multiprocessors: int
     shared: int  # maximum bytes of shared memory per program
     pdl: bool = False  # whether it has programmatic dependent launch

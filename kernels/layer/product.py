@@ -15,9 +15,6 @@ only on the shape of the weight. "Rows" here are rows of the weight:
 RMSNorm needs no launch and no work in the loop: norm(x) @ W.T = (x * norm_weight) @ W.T / rms(x). The kernel
 that writes x also writes x * norm_weight and the sums of squares of x (`residual.py`); the epilogue divides
 by the root of their mean.
-
-Calls on one device must not overlap on several streams, because they share the counters that determine the
-last program.
 """
 
 from collections import namedtuple

@@ -10,8 +10,7 @@ and `squares`; the next product has `scaled` as a plain operand and one factor p
 Rounding: x * weight is rounded once to x's dtype, whereas `rms_norm` rounds both x / rms(x) and the product.
 Everything after is float32 up to the output. In fp16, |x * weight| must stay below 65504. The squares are
 those of the rounded x, summed by a tree over each group of 64 columns, then by a tree over the groups, so
-that the sum does not depend on the tiling. (Squares of bf16 and fp16 are exact in float32, so it does not
-matter whether the compiler fuses them with the addition.)
+that the sum does not depend on the tiling. (Squares of bf16 and fp16 are exact in float32, fused or not.)
 
 `residual_add` is for additions that a product cannot fuse: x + h with h from several ranks, and
 x + RMSNorm(h), which needs whole rows (Gemma). h [T, H] is the sum of `parts` [N, T, H], the partial products

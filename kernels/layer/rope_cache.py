@@ -10,12 +10,9 @@ Hugging Face checkpoints). The rotated keys and the values are written to the ca
 with slot -1 are not written. A per-head RMSNorm of q and k (Qwen3) is applied before the rotation. Supports
 even head dimensions up to 256.
 
-The Triton kernel and the C++ store only finite values (v; k is stored as it is): NaN becomes 0, infinity the
-largest finite number. Otherwise 0 * NaN would reach queries that mask the token, such as those before a
-rejected draft. If the hidden state is not finite, the norm before the projection makes q, k and v NaN, and
-queries that attend to the token still get NaN from its key. If only v is not finite (fp16 overflow, NaN in
-its weights), they get the finite replacement. `naive` stores v unchanged, so a draft token with a NaN
-embedding affects the queries before it.
+The Triton kernel and the C++ make v finite: NaN becomes 0, infinity the largest finite number. Otherwise
+0 * NaN would reach queries that mask the token, such as those before a rejected draft. Queries that attend to
+a token with a NaN hidden state still get NaN from its key. `naive` stores v unchanged.
 
 Kernel: one program per token and group of heads, in float32 between load and store (`naive` rounds in
 between). The result of a head depends on no other head or token.

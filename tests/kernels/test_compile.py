@@ -59,7 +59,7 @@ def test_mma_instruction_is_independent_of_number_of_rows(compiled: tuple[list[R
                 shape = shape[: shape.index("n")] + shape[shape.index("k") :]
             shapes[result["target"]].add((family, shape))
     assert shapes == {
-        **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_120"), {("mma", "m16n8k16")}),
+        **{target: {("mma", "m16n8k16")} for target in ("sm_80", "sm_86", "sm_89", "sm_120")},
         "sm_90": {("wgmma", "m64k16")},
         "sm_100": {("tcgen05", "")},
         "gfx942": {("mfma", "16x16x16")},
