@@ -67,8 +67,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def use_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU the current device of this thread in a `with` block, for Triton launches and for streams,
-    events and graphs of `torch.cuda`. Needed for every call, since calls may come from several threads."""
+    """Make a GPU the current device in a `with` block. Needed for every call, as any thread may call."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -170,10 +169,7 @@ def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] =
 def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], max_len: int) -> int:
     """Return the bytes that request rows, steps and prefills take on a GPU in addition to weights and KV
     cache, measured by running the largest ones at the end of a full context, on a KV cache of one block.
-
-    Captured steps share one pool, as large as the largest step needs. The warm-up before its capture runs
-    outside the pool, in memory that prefills use later.
-    """
+    Captured steps share one pool; the steps before a capture run in memory that prefills use later."""
     c, size, max_rows, device = model.config, config.block_size, config.max_num_seqs, model.device
     table = Table.empty(max_rows, max_len, size, c.vocab_size, device)
     kv_cache = model.allocate_kv_cache(1, size)

@@ -27,14 +27,12 @@ from .graphs import Bucket, StepGraphs
 from .step import Step
 
 # Numbers of tokens to time a forward pass with, on both sides of its first jumps in time: at 12 (the most
-# for which the C++ matmul reads each weight once) or, with AMX, at multiples of 16 or 32. Times in between
-# are interpolated; larger sizes are extrapolated from the last two, which have a jump between them.
+# for which the C++ matmul reads each weight once) or, with AMX, at multiples of 16 or 32.
 SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 # The cost of a draft is a small difference between the times of short passes, and noise of 5 % could change
 # its sign. Passes of LONG_TOKENS or more get FEW_REPEATS; after PATIENCE_SECONDS, all get LATE_REPEATS.
 LONG_TOKENS, REPEATS, FEW_REPEATS, LATE_REPEATS, PATIENCE_SECONDS = 64, 9, 3, 2, 2.0
-# Batches to time attention with: number of rows, tokens per row, and bytes of K/V, more than the CPU's cache
-# can hold while the weights are read.
+# Batches to time attention with: rows, tokens per row, and bytes of K/V, more than the CPU's cache holds.
 ATTENTION_ROWS, ATTENTION_TOKENS = 8, (1, 4)
 ATTENTION_BYTES = 64 << 20
 SLEEP = 1 << 21  # GPU cycles, about 1 ms, in which the host launches a step
@@ -126,8 +124,8 @@ def _min_ms(model: Model, kv_cache: Tensor, table: Table, batches: Mapping[int, 
 def replay_ms(
     graphs: StepGraphs, bucket: Bucket, fill_rows: FillRows, barrier: Barrier = lambda: None, repeats: int = 5
 ) -> float:
-    """Return the median milliseconds of `repeats` replays of a bucket. Since a step changes the rows that it
-    reads, the rows are filled again before each replay, so that all replays do the same work."""
+    """Return the median milliseconds of `repeats` replays of a bucket. A step changes the rows that it reads,
+    so they are filled again before each replay."""
     times = []
     graphs.send([*range(bucket.batch_size)])
     for _ in range(repeats + 1):

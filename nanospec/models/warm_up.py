@@ -24,10 +24,10 @@ def warm_up(model: Model, kv_cache: Tensor, table: Table, max_tokens: int) -> No
     at the end of the context. Call it before the first request, as it overwrites block 0 of the cache."""
     if not use_triton(kv_cache):
         return
-    window, sizes = table.max_context, chunk_sizes(model, min(max_tokens, table.num_rows * table.max_context))
-    runs = [[Chunk(0, window - size, size)] for size in sizes if size < window]
-    for size in sizes:
+    window, runs = table.max_context, list[list[Chunk]]()
+    for size in chunk_sizes(model, min(max_tokens, table.num_rows * window)):
         runs.append([Chunk(i, 0, min(size - i * window, window)) for i in range(-(-size // window))])
+        runs += [[Chunk(0, window - size, size)]] * (size < window)
     for chunks in tqdm(runs, desc="Compiling kernels", disable=None, leave=False):
         model.write_kv(Batch.from_chunks(table, chunks), kv_cache)
 
