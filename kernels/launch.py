@@ -31,8 +31,6 @@ from .native import library
 
 Backend = Literal["auto", "naive", "native", "triton"]
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E); GPUs have an instruction for exp2
-# AMD: Triton picks the MFMA shape by tile size, but a fixed summation order needs a fixed shape.
-MFMA_OPTIONS = {"gfx942": {"matrix_instr_nonkdim": 16}}
 T = TypeVar("T", bound=tuple[Any, ...])
 
 
@@ -151,12 +149,15 @@ def counters(device: torch.device, user: str) -> Tensor:
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
-def options(tensor: Tensor) -> dict[str, Any]:
-    """Return the PDL arguments of a launch on the GPU of `tensor`: the constant `PDL` and `launch_pdl`."""
-    supported = target_of(tensor).pdl and os.environ.get("TRITON_INTERPRET", "0") != "1"
-    if supported and os.environ.get("NANOSPEC_PDL", "1") != "0":
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+def options(tensor: Tensor, dots: bool = False) -> dict[str, Any]:
+    """Return the arguments of a launch on the GPU of `tensor`: the constant `PDL`, and options of the
+    compiler. `dots`: whether the kernel has matrix products."""
+    target = target_of(tensor)
+    # Triton picks the MFMA shape by tile size, but a fixed summation order needs a fixed shape.
+    chosen: dict[str, Any] = {"matrix_instr_nonkdim": 16} if dots and target.family == "gfx942" else {}
+    if not target.pdl or os.environ.get("TRITON_INTERPRET") == "1" or os.environ.get("NANOSPEC_PDL") == "0":
+        return {"PDL": False, **chosen}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @triton.jit

@@ -18,10 +18,8 @@ The output of a query is bitwise identical in decoding, as one of K + 1 queries,
     spans       |-------------------------------------|------------------|-----------
     programs    each takes `share` consecutive units, which are tiles if these are few, else spans
 
-A state (m, z, acc) is that of online softmax, as in FlashAttention: the maximum score, the sum of
-exponentials and the weighted sum of values. The output is acc / sum(z). m is rounded up to an integer, so
-that rescaling by 2^-m is exact. With a softcap c, SOFTCAP = scale / c is applied inside the tanh of `scores`,
-and `Sizes.scale` is c * log2(e).
+The state of online softmax is described in `split_kv.py`. With a softcap c, SOFTCAP = scale / c is applied
+inside the tanh of `scores`, and `Sizes.scale` is c * log2(e).
 """
 
 from collections import namedtuple

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..batch import Batch
-from ..launch import LOG2_E, MFMA_OPTIONS, options, release_next, target_of, wait_for_previous, wrapped
+from ..launch import LOG2_E, options, release_next, target_of, wait_for_previous, wrapped
 from . import paged
 from .paged import find_work, load_queries, load_rows, load_slots, mask, row_of_cache, scores, tile_range
 from .split_kv import add_tile, empty_partials, empty_state, end_unit, split_kv, store_output
@@ -104,7 +104,7 @@ def launch(
     heads, is_tree = (num_heads, num_kv_heads, head_dim), batch.ancestors is not None
     split = split_kv(batch.num_rows, batch.max_q_len, batch.max_kv_len, heads, target, is_tree)
     sizes = paged.Sizes(num_kv_heads, k.stride(0), batch.block_table.stride(0), LOG2_E * (softcap or scale))
-    launch_options = options(q) | MFMA_OPTIONS.get(target.family, {})
+    launch_options = options(q, dots=True)
     constants = paged.Constants(
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 1 << 30,
         SOFTCAP=scale / softcap if softcap else 0.0, SPLIT=split.programs > 1, TILE=split.tile,

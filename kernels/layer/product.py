@@ -26,17 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import (
-    MFMA_OPTIONS,
-    Target,
-    counters,
-    options,
-    prefetch,
-    release_next,
-    target_of,
-    wait_for_previous,
-    wrapped,
-)
+from ..launch import Target, counters, options, prefetch, release_next, target_of, wait_for_previous, wrapped
 from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
 
 VALUES = 4096  # elements of a tile per slice of the epilogue
@@ -270,7 +260,7 @@ def product(
     rows, width, block_k, warps, stages, parts, part, split_k = choose_tiling(T, N, K, target, x.itemsize)
     tiles, blocks, programs = triton.cdiv(T, width), triton.cdiv(N, rows), parts if split_k else 1
     partial = x.new_empty(tiles * blocks * programs * split_k, rows * width, dtype=torch.float32)
-    launch_options = options(x)
+    launch_options = options(x, dots=True)
     constants = Constants(
         parts, split_k, width, rows, block_k, SLICE=min(width, 32, VALUES // rows),
         EVEN=K % block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
@@ -280,6 +270,6 @@ def product(
     _gemm[tiles, blocks, programs](
         Operands(x, weight, bias, squares, partial, counters(x.device, "product")), new, T,
         part // block_k, Sizes(N // 2 if gate else N, K, x.stride(0), eps), wrapped(constants),
-        num_warps=warps, num_stages=stages, **launch_options, **MFMA_OPTIONS.get(target.family, {}),
+        num_warps=warps, num_stages=stages, **launch_options,
     )  # fmt: skip
     return new.x

@@ -6,10 +6,10 @@ A state holds the partial result of some columns (a column is a query of one hea
     z    [TILE // 16, columns]   sums of 2^(score - m) per 16 positions of a tile (sum: FlashAttention's l)
     acc  [D, columns]            sums of 2^(score - m) * value
 
-All are float32. As m is an integer, rescaling multiplies by a power of two, which is exact. So z and acc are
-plain sums in a fixed order: the tiles of a span, then the spans. A fully masked tile adds zeros. The sums do
-not depend on how spans or tiles are divided among programs. Fused multiply-adds are explicit where the
-compiler could otherwise choose.
+All are float32; the output is acc / sum(z). As m is an integer, rescaling multiplies by a power of two, which
+is exact. So z and acc are plain sums in a fixed order: the tiles of a span, then the spans. They do not
+depend on how spans or tiles are divided among programs. A fully masked tile adds zeros. Fused multiply-adds
+are explicit where the compiler could otherwise choose.
 
 Estimated, not measured, for D = 128 in bf16 on an H200 (132 multiprocessors with 2 programs each): a single
 row is limited by latency, so each tile gets its own program. From 256 programs on, spans are as fast.

@@ -41,9 +41,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the `torch.device` for a name; "auto" is a GPU if a supported one is available. "cuda" becomes
-    the current GPU with its index, since the current GPU may change later. Raises ValueError if the device
-    does not exist or is not supported."""
+    """Return the `torch.device` for a name: for "auto", a supported GPU if there is one; for "cuda", the
+    index of the current GPU. Raises ValueError if the device is missing or not supported."""
     if name == "auto":
         with suppress(ValueError):
             return resolve_device("cuda")
@@ -58,10 +57,7 @@ def resolve_device(name: str) -> torch.device:
     count = torch.cuda.device_count()
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= count:
-        gpus = f"{count} GPU{'s' * (count > 1)}"
-        raise ValueError(
-            f"device='cuda:{index}' is invalid: this machine has {gpus}; the last is 'cuda:{count - 1}'."
-        )
+        raise ValueError(f"device='cuda:{index}' does not exist; the last GPU is 'cuda:{count - 1}'.")
     device_target(index)  # raises ValueError
     return torch.device("cuda", index)
 
@@ -188,11 +184,10 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
 
     k = min(config.spec.max_k, max_drafts(drafters), max_len - 1)
     drafting = max(min(MAX_STEP_TOKENS // (k + 1), max_rows), 1)  # rows of the largest capture with drafts
-    shapes = (max_rows, 1), (drafting, k + 1)
     tokens = min(config.max_num_batched_tokens, max_rows * max_len)
     prompts, step, prefill = -(-tokens // max_len), 0, 0
     for part in tqdm(PARTS, desc="Measuring memory", disable=None, leave=False):
-        step = max(step, *(peak(max(rows // part, 1), q) for rows, q in shapes))
+        step = max(step, peak(max(max_rows // part, 1), 1), peak(max(drafting // part, 1), k + 1))
         prefill = max(prefill, peak(prompts, -(-tokens // prompts // part), prefill=True))
     if any(drafter.runs_model for drafter in drafters):  # its logits, twice while they are concatenated
         step += 2 * max(max_rows, drafting * (k + 1)) * c.vocab_size * model.dtype.itemsize

@@ -72,9 +72,8 @@ class SharedEngine:
     def report(self) -> dict[str, object]:
         """Return the engine's counters, seconds per stage, memory use, and the measured step times."""
         with self.turn() as engine:
-            worker, stats = engine.worker, engine.metrics.to_dict()
+            worker, stats = engine.worker, engine.metrics.to_dict() | {"num_compiled": engine.num_compiled}
             stats["stage_seconds"] = {name: round(stage.seconds, 6) for name, stage in worker.stages.items()}
-            stats |= {"num_compiled": engine.num_compiled}
             stats |= {"compute": compute_info(worker.model), "memory": worker.memory}
             if worker.graphs is not None:
                 stats["captured_steps"] = {"count": len(worker.graphs.captures)}

@@ -82,7 +82,6 @@ class Model:
     Attributes:
         num_devices: number of devices that the weights are split across.
         embedding, lm_head: [V, H], or this device's rows; on a GPU, the same tensor if they are tied.
-        norm: the final RMSNorm.
         cos_sin: [max_position_embeddings, D] float32 for each distinct `Rope`, see `cos_sin_table`.
         weight_bytes: of this device's weights; tied weights count once unless lm_head is prepacked.
     """

@@ -106,8 +106,7 @@ class ServerMetrics:
         yield "kv_cache_usage_perc", "KV cache usage, from 0 to 1", {(): used}
         for i, counted in enumerate(("drafts", "draft_tokens", "accepted_tokens")):
             values = {(drafter,): n[i] for drafter, n in spec.by_drafter.items()}
-            text = f"Number of {counted.replace('_', ' ')} by drafter"
-            yield f"spec_decode_num_{counted}_by_drafter", text, values, "drafter"
+            yield f"spec_decode_num_{counted}_by_drafter", f"Number of {counted}", values, "drafter"
         values = {(str(position),): n for position, n in enumerate(spec.accepted_by_position)}
         yield "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position", values, "position"
         at_least = [spec.num_steps, *spec.drafted_by_position, 0]  # steps with at least k drafts
