@@ -23,8 +23,6 @@ compiles only the other kernels: 15 seconds instead of 10 minutes. (It takes a f
 changed but no fingerprints, as after splitting a kernel into functions.) Omit it after changes to the
 analysis.
 
-`--targets local` compiles for the current GPU into Triton's cache, so that launches need not.
-
 `--out` writes the table to `compile.json` and keeps the rows of other Triton versions. The committed table
 covers several versions. Before committing a change to a kernel, run it in an environment of each version:
 
@@ -293,7 +291,8 @@ def compile_all(targets: list[str], only: Sequence[str], jobs: int) -> tuple[lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""], help="substrings of case names")
-    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=[*TARGETS, "local"])
+    local = "local: the current GPU, whose launches then find the kernels in Triton's cache"
+    parser.add_argument("--targets", nargs="+", default=[*TARGETS], choices=[*TARGETS, "local"], help=local)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--known", type=Path, help="folder of a compile.json whose rows are reused")
     parser.add_argument("--out", type=Path, help="output folder of compile.json")

@@ -17,8 +17,7 @@ SPILLED = {
 }
 
 
-# Bytes that ptxas may spill although registers are left, so that one more program fits on a multiprocessor.
-CHOSEN = 80
+CHOSEN = 80  # bytes that ptxas may spill with registers left, so that a multiprocessor fits another program
 
 
 @dataclass
