@@ -8,7 +8,6 @@ import pytest
 
 from bench import simulate
 from bench.roofline import Machine
-from bench.strategies import Fixed
 from bench.traces import MAX_DRAFTS, replay, synthetic
 from nanospec.drafters.estimates import StepCosts
 
@@ -30,14 +29,6 @@ def test_traces_match_lookup() -> None:
     assert [trace.drafts(i, 4) for i in range(6)] == [4, 4, 3, 0, 0, 0]
     periodic = replay(([1, 2, 3, 1, 2, 3], [1, 2, 3] * 10), 1, 5)
     assert periodic.run == [min(30 - i, MAX_DRAFTS) for i in range(30)]
-
-
-def test_tokens_per_step_of_fixed_k() -> None:
-    source = [synthetic(0.6, 1.0, 4000, seed) for seed in range(4)]
-    for k in (0, 1, 8):
-        outcome = simulate.simulate(source, 2, Fixed(k, StepCosts(captured={2: {0: 1.0, k: 1.0}})), 20_000)
-        expected = sum(0.6**j for j in range(k + 1))
-        assert outcome.tokens / outcome.steps / 2 == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.slow

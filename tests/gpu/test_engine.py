@@ -114,6 +114,13 @@ def test_every_drafter(model: Model, setup: str) -> None:
     assert engine.worker.graphs is not None
 
 
+def test_requests_compile_no_kernel(model: Model) -> None:
+    engine = make_engine(model, 4, **{**OPTIONS, "max_model_len": 2048})
+    params = SamplingParams(temperature=0, max_tokens=20)
+    run(engine, [Job([7, 9] * n, params) for n in (1, 5, 12, 30, 60, 200, 900)])
+    assert engine.num_compiled == 0
+
+
 def test_dependent_launch_is_bitwise_identical(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     for setting in ("0", "1", "1"):  # twice: a race would change the result
         monkeypatch.setenv("NANOSPEC_PDL", setting)

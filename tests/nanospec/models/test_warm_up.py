@@ -28,9 +28,9 @@ OF_LAYERS = {"_gemm", "_attend", "_rope_cache", "_residual_add"}  # not run here
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Call the listener of Triton's compiler when the launcher would compile a kernel, and skip the kernels
-    of layers. The GPU has few multiprocessors, so that a small model has all tilings."""
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+    """Call the listener of Triton's compiler when the launcher would compile a kernel, and yield the kernels
+    compiled so far. Skip those of layers. With few multiprocessors, a small model has all tilings."""
     backend, run = make_backend(GPUTarget("cuda", 90, 32)), InterpretedFunction.run
     binders: dict[str, Any] = {}
     compiled: set[tuple[str, str]] = set()
@@ -49,7 +49,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(InterpretedFunction, "run", launch)
     with forced("triton", TARGETS["sm_90"]._replace(multiprocessors=16)):
-        yield
+        yield compiled
 
 
 def compiled_by_prompts() -> int:
@@ -71,11 +71,9 @@ def compiled_by_prompts() -> int:
     return engine.num_compiled
 
 
-def test_prompts_compile_no_kernel(compiler: None) -> None:
+def test_prompts_compile_no_kernel(compiled: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled_by_prompts() == 0
-
-
-def test_without_warm_up_prompts_compile_kernels(compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "warm_up", lambda *args: None)
-    monkeypatch.setattr(draft_model, "warm_up", lambda *args: None)
+    compiled.clear()
+    for module in (worker, draft_model):
+        monkeypatch.setattr(module, "warm_up", lambda *args: None)
     assert compiled_by_prompts() > 10
