@@ -96,7 +96,7 @@ lint: $(DONE)lint  ## run ruff and mypy
 pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
 	@$(BIN)/python -m bench.pictures $(ARGS) && $(BIN)/python -m bench.diagrams
 
-gpu:  ## run tests and benchmarks on a GPU: PART=tests, kernels, steps or e2e; PART=smoke for any GPU with 8 GB
+gpu:  ## run tests and benchmarks on a GPU: PART=tests, kernels, steps or e2e; PART=smoke for any with compute capability 8.0 and 8 GB
 	@$(PYTHON) bench/gpu.py $(PART) --out $(OUT)
 
 peers: $(PEER:%=$(PEERS)/%/.done)  ## install the environments of bench/cpu.py: PEERS=FOLDER; PEER=vllm, hf or llama

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
 
-from bench.common import ROOT
 from bench.roofline import MODELS
-from nanospec.kernels.launch import TARGETS, Target, device_target
+from nanospec.kernels.launch import GPUS, Gpu, find_gpu
 
 GIB = 1 << 30
-ROOM = 4 * GIB  # bytes of K/V and steps, in addition to the weights
-TEST = 5 * GIB // 4  # bytes of a process that runs a GPU test, on average
+EXTRA_BYTES = 4 * GIB  # bytes of K/V and steps, in addition to the weights
+TEST_BYTES = 5 * GIB // 4  # bytes of a process that runs a GPU test, on average
 SHAPES = ("qwen3-8b", "llama-3.2-1b", "qwen3-0.6b", "smollm2-135m")  # the largest first; all in bench/cases
 
 
@@ -28,32 +26,28 @@ class Card(NamedTuple):
     arch: str
     total: int
     free: int
-    target: Target
+    gpu: Gpu
 
-    def missing(self, shape: str) -> str:
-        """Return the reason if a shape does not fit in memory, else an empty string."""
-        needed = 2 * sum(map(math.prod, MODELS[shape].parameter_shapes().values())) + ROOM
+    def why_skipped(self, shape: str) -> str:
+        """Return the reason if a shape does not fit in the free memory, else an empty string."""
+        needed = 2 * sum(map(math.prod, MODELS[shape].parameter_shapes().values())) + EXTRA_BYTES
         return f"needs {needed / GIB:.1f} GiB, {self.free / GIB:.1f} are free" if needed > self.free else ""
 
     def largest(self) -> str:
         """Return the largest shape that fits, or the smallest of all."""
-        return next((shape for shape in SHAPES if not self.missing(shape)), SHAPES[-1])
+        return next((shape for shape in SHAPES if not self.why_skipped(shape)), SHAPES[-1])
 
-    def tests(self) -> int:
+    def num_test_processes(self) -> int:
         """Return the number of test processes to run at the same time. Most of them compile on one core."""
-        return max(min(os.cpu_count() or 1, self.free // TEST), 1)
+        return max(min(os.cpu_count() or 1, self.free // TEST_BYTES), 1)
 
     def lines(self) -> list[str]:
-        """Return a description: properties, target, and the open checks that name the target."""
-        target, entries = self.target, (ROOT / "bench" / "GPU_TODO.md").read_text(encoding="utf-8")
-        entry, name = re.compile(r"^(\d+)\. (.*(?:\n +.*)*)", re.MULTILINE), re.compile(rf"\b{self.arch}\b")
-        named = [number for number, text in entry.findall(entries) if name.search(text)]
-        known = "among" if self.arch in TARGETS else "not among"
+        """Return a description: the properties, and whether kernels have been compiled for this target."""
+        gpu, known = self.gpu, "among" if self.arch in GPUS else "not among"
         return [
             f"{self.name}: {self.arch}, {self.free / GIB:.1f} of {self.total / GIB:.1f} GiB free, "
-            f"{target.multiprocessors} multiprocessors, {target.shared >> 10} KiB of shared memory per block",
-            f"{target}; {self.arch} is {known} the compiled targets {', '.join(TARGETS)}",
-            f"open checks of bench/GPU_TODO.md that name {self.arch}: {', '.join(named) or 'none'}",
+            f"{gpu.multiprocessors} multiprocessors, {gpu.shared >> 10} KiB of shared memory per block",
+            f"configured as {gpu.family}; {self.arch} is {known} the compiled targets {', '.join(GPUS)}",
         ]
 
 
@@ -66,4 +60,4 @@ def find_card() -> Card:
 def current_card() -> Card:
     major, minor = torch.cuda.get_device_capability()
     free, total = torch.cuda.mem_get_info()
-    return Card(torch.cuda.get_device_name(), f"sm_{major}{minor}", total, free, device_target(0))
+    return Card(torch.cuda.get_device_name(), f"sm_{major}{minor}", total, free, find_gpu(0))

@@ -71,7 +71,7 @@ from nanospec.kernels import launch  # noqa: E402
 
 TARGETS = {
     name: GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
-    for name in launch.TARGETS
+    for name in launch.GPUS
 }
 MMA = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma\.|mma\.sync|v_mfma)[\w.:]*")
 CONSTANT, VALUE = re.compile(r"^\s*(%\w+) = arith\.constant (.*)$", re.M), re.compile(r"%\w+")
@@ -109,7 +109,7 @@ def recording() -> Iterator[list[_Recorded]]:
 
 def launches(case: Case, target: str) -> list[_Recorded]:
     """Return the launches of `case` on `target`."""
-    with launch.forced("triton", launch.TARGETS[target]), recording() as recorded:
+    with launch.forced("triton", launch.GPUS[target]), recording() as recorded:
         case.build("meta").run()
     if not recorded:
         raise RuntimeError(f"{case.kernel} {case.label} launches no kernel on {target}.")
@@ -301,7 +301,8 @@ def main() -> None:
         parser.error(f"no case matches {', '.join(missing)}.")
     if "local" in arguments.targets:
         card = find_card()
-        TARGETS["local"], launch.TARGETS["local"] = GPUTarget("cuda", int(card.arch[3:]), 32), card.target
+        arguments.targets, launch.GPUS[card.arch] = [card.arch], card.gpu
+        TARGETS[card.arch] = GPUTarget("cuda", int(card.arch[3:]), 32)
     else:  # Triton hashes a function's first line number with its source; make it constant
         JITFunction.starting_line_number = property(lambda self: 0, lambda self, line: None)
     if arguments.known:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from nanospec.kernels.launch import TARGETS
+from nanospec.kernels.launch import GPUS
 
 # Known spills in bytes. Prefill attention with head dimension 96 spills two registers once; tiles of half the
 # width would avoid it, but read the cache twice as often.
@@ -68,7 +68,8 @@ class Result:
 
 
 def problems(results: Iterable[Result]) -> list[str]:
-    """Return a message for each row that spills, exceeds shared memory or lacks tensor-core instructions."""
+    """Return a message for each row that spills more than is known or chosen by ptxas, exceeds shared memory
+    or lacks tensor-core instructions."""
     found = []
     keys = defaultdict(set)
     for r in results:
@@ -78,7 +79,7 @@ def problems(results: Iterable[Result]) -> list[str]:
             known = CHOSEN
         if r.spills > known and r.target.startswith("sm"):
             found.append(f"{r} spills {r.spills} bytes per thread.")
-        if r.shared > (limit := TARGETS[r.target].shared):
+        if r.shared > (limit := GPUS[r.target].shared):
             found.append(f"{r} needs {r.shared} bytes of shared memory; the limit is {limit}.")
         if r.needs_mma and not r.mma:
             found.append(f"{r} has no tensor-core instructions.")

@@ -30,7 +30,7 @@ import nanospec.device.worker
 from bench import common, roofline
 from bench.rows import Rows
 from bench.rows import run as run_rows
-from bench.steps import STEPS, cache_bytes, engine_config, load_shape
+from bench.steps import STEP_BYTES, cache_bytes, engine_config, load_shape
 from nanospec import SamplingParams
 from nanospec.config import EngineConfig
 from nanospec.device.messages import Admission
@@ -125,12 +125,13 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
     model = load_shape(args.shape, out)
     args.window = args.prompt + args.max_tokens + 32
     what = f"{args.shape} with and without speculation"
-    if out.begins(what):
+    if out.fits(what, cache_bytes(model, ROWS, args.window) + STEP_BYTES) and out.begins(what):
         with out.attempt(what):
             check_identity(out, model, args)
-    each = {batch: cache_bytes(model, batch, args.window) + STEPS for batch in args.batches}
-    fitting = [b for b, size in each.items() if out.fits(f"{args.shape} B={b}", len(SYSTEMS) * size)]
-    args.batches = fitting or [1]
+    each = {batch: cache_bytes(model, batch, args.window) + STEP_BYTES for batch in args.batches}
+    args.batches = [b for b, size in each.items() if out.fits(f"{args.shape} B={b}", len(SYSTEMS) * size)]
+    if not args.batches:
+        return
     texts_of_kind = texts(model.config.vocab_size, max(args.batches), args.prompt)
     references = {tuple(prompt): output for pairs in texts_of_kind.values() for prompt, output in pairs}
     engines: dict[str, Engine] = {}

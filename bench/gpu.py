@@ -111,7 +111,7 @@ def groups(part: str, card: Card | None) -> list[Group]:
 
     def group(name: str, limit: float, script: str, options: str = "", shape: str = "") -> Group:
         given = [*(["--shape", shape] if shape else []), *options.split()]
-        skip = card.missing(shape) if card and shape else ""
+        skip = card.why_skipped(shape) if card and shape else ""
         return Group(name, (f"bench/{script}.py", *given), limit, skip=skip)
 
     if card is None:  # no tests, since they require a GPU
@@ -242,7 +242,7 @@ def run_part(
     until = time.time() + limit
     rows.write(out / f"{part}.jsonl", {"text": part, "environment": common.environment(), "card": card})
     for alone, wave in groupby(listed, lambda group: group.alone):
-        with ThreadPoolExecutor(1 if alone or card is None else card.tests()) as pool:
+        with ThreadPoolExecutor(1 if alone or card is None else card.num_test_processes()) as pool:
             try:
                 for outcome in pool.map(lambda group: run_group(group, part, out, until, card is None), wave):
                     outcomes.append(outcome)

@@ -35,7 +35,7 @@ from tests.random_weights import random_model
 
 MODES = ("graph", "graph, no PDL", "eager")
 ROOM = 128  # tokens of max_model_len after the context
-STEPS = 1 << 30  # bytes that the steps and request rows of an engine take at most
+STEP_BYTES = 1 << 30  # reserved for the steps and request rows of an engine
 SLOWEST = 8.0  # seconds reserved to capture and time the steps of a batch size
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
@@ -84,7 +84,7 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
     for context in args.contexts:
         for batch in args.batches:
             what = f"{args.shape} B={batch}, {context} tokens"
-            needed = cache_bytes(model, batch, context + ROOM) + STEPS
+            needed = cache_bytes(model, batch, context + ROOM) + STEP_BYTES
             if out.fits(what, needed) and out.begins(what, SLOWEST):
                 with out.attempt(what):
                     one_batch(out, model, args, batch, context, machine)

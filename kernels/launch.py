@@ -4,7 +4,7 @@ Tensors on a GPU use the Triton kernel. Tensors on a CPU use the compiled C++ of
 has it for their dtype, and `naive` otherwise. `NANOSPEC_KERNELS=triton|native|naive` or `forced(...)`
 overrides this, so that tests can run the whole engine on the kernels in Triton's interpreter
 (`TRITON_INTERPRET=1`). With `native`, a missing compiler is an error. Launch configurations are chosen for
-the device (`Target`) unless `forced` sets another GPU: `bench/compile.py` compiles for GPUs not present.
+the GPU (`Gpu`) unless `forced` sets another one: `bench/compile.py` compiles for GPUs not present.
 
 Programmatic dependent launch (PDL, sm_90 and newer) lets a kernel begin while the previous one is running.
 A kernel launched with `options(...)` starts as soon as all programs of the previous kernel on the stream have
@@ -34,8 +34,8 @@ LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E); GPUs have an instructi
 T = TypeVar("T", bound=tuple[Any, ...])
 
 
-class Target(NamedTuple):
-    """The properties of a GPU that launch configurations depend on."""
+class Gpu(NamedTuple):
+    """The properties of a GPU that determine launch configurations."""
 
     family: str  # "sm_80" (mma), "sm_86" (mma, less shared memory), "sm_90" (wgmma), "sm_100" or "gfx942"
     multiprocessors: int
@@ -44,25 +44,25 @@ class Target(NamedTuple):
 
     def stages(self, num_bytes: int, limit: int, programs: int = 1) -> int:
         """Return the number of pipeline stages of `num_bytes`, from 1 to `limit`, so that `programs` fit on a
-        multiprocessor (NVIDIA GPUs reserve 1 KiB for each). With mma and mfma, the compiler keeps one stage
-        in registers."""
-        buffers = ((self.shared + 1024) // programs - 1024) // num_bytes
-        return min(max(buffers + (self.family not in ("sm_90", "sm_100")), 1), limit)
+        multiprocessor."""
+        num_buffers = ((self.shared + 1024) // programs - 1024) // num_bytes  # 1 KiB is reserved for each
+        if self.family not in ("sm_90", "sm_100"):
+            num_buffers += 1  # wgmma and tcgen05 read shared memory; others copy one stage to registers
+        return min(max(num_buffers, 1), limit)
 
 
-TARGETS = {
-    "sm_80": Target("sm_80", 108, 163 << 10),  # A100
-    "sm_86": Target("sm_86", 82, 99 << 10),  # RTX 3090
-    "sm_89": Target("sm_86", 128, 99 << 10),  # RTX 4090
-    "sm_90": Target("sm_90", 132, 227 << 10, pdl=True),  # H100
-    "sm_100": Target("sm_100", 148, 227 << 10, pdl=True),  # B200
-    "sm_120": Target("sm_86", 170, 99 << 10, pdl=True),  # RTX 5090
-    "gfx942": Target("gfx942", 304, 64 << 10),  # MI300X
+GPUS = {
+    "sm_80": Gpu("sm_80", 108, 163 << 10),  # A100
+    "sm_86": Gpu("sm_86", 82, 99 << 10),  # RTX 3090
+    "sm_89": Gpu("sm_86", 128, 99 << 10),  # RTX 4090
+    "sm_90": Gpu("sm_90", 132, 227 << 10, pdl=True),  # H100
+    "sm_100": Gpu("sm_100", 148, 227 << 10, pdl=True),  # B200
+    "sm_120": Gpu("sm_86", 170, 99 << 10, pdl=True),  # RTX 5090
+    "gfx942": Gpu("gfx942", 304, 64 << 10),  # MI300X
 }
-MIN_SHARED = 64 << 10  # bytes that attention with head dimension 256 needs
 
 num_compiled = 0  # kernels that Triton compiled, or loaded from its cache on disk, in this process
-_target: Target | None = None
+_gpu: Gpu | None = None
 _backend: str = os.environ.get("NANOSPEC_KERNELS", "auto")
 if _backend not in get_args(Backend):
     raise ValueError(f"NANOSPEC_KERNELS={_backend!r} must be one of {', '.join(get_args(Backend))}.")
@@ -89,39 +89,36 @@ triton.knobs.compilation.listener = _count_compiled
 
 
 @contextmanager
-def forced(backend: Backend | None = None, target: Target | None = None) -> Iterator[None]:
-    """Run every operation in the `with` block on `backend`, configured for `target`."""
-    global _backend, _target
-    previous = _backend, _target
-    _backend, _target = backend or _backend, target or _target
+def forced(backend: Backend | None = None, gpu: Gpu | None = None) -> Iterator[None]:
+    """Run every operation in the `with` block on `backend`, configured for `gpu`."""
+    global _backend, _gpu
+    previous = _backend, _gpu
+    _backend, _gpu = backend or _backend, gpu or _gpu
     try:
         yield
     finally:
-        _backend, _target = previous
+        _backend, _gpu = previous
 
 
-def target_of(tensor: Tensor) -> Target:
-    """Return the GPU of a tensor; an H100 for a tensor on a CPU."""
-    if _target is None and tensor.is_cuda:
-        return device_target(tensor.device.index or 0)
-    return _target or TARGETS["sm_90"]
+def gpu_of(tensor: Tensor) -> Gpu:
+    """Return the GPU to configure a launch for: that of `forced`, else the tensor's; on a CPU, an H100."""
+    if _gpu is None and tensor.is_cuda:
+        return find_gpu(tensor.device.index or 0)
+    return _gpu or GPUS["sm_90"]
 
 
 @cache
-def device_target(index: int) -> Target:
-    """Return the target of a GPU. Raises ValueError if the GPU is not supported."""
+def find_gpu(index: int) -> Gpu:
+    """Return the properties of a GPU (any AMD GPU: an MI300X). Raises ValueError if it is too old."""
     if torch.version.hip:
-        return TARGETS["gfx942"]
+        return GPUS["gfx942"]
     gpu: Any = torch.cuda.get_device_properties(index)
-    shared: int = gpu.shared_memory_per_block_optin
-    if gpu.major < 8 or shared < MIN_SHARED:
-        raise ValueError(
-            f"{gpu.name} is not supported: it has compute capability {gpu.major}.{gpu.minor} and "
-            f"{shared >> 10} KiB of shared memory; nanospec requires 8.0 and {MIN_SHARED >> 10} KiB."
-        )
-    with_mma = "sm_86" if shared <= TARGETS["sm_86"].shared else "sm_80"  # as all newer GPUs
+    shared: int = gpu.shared_memory_per_block_optin  # at least 99 KiB, which suffices in any dtype
+    if gpu.major < 8:
+        raise ValueError(f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}; nanospec needs 8.0.")
+    with_mma = "sm_86" if shared <= GPUS["sm_86"].shared else "sm_80"  # as all newer GPUs
     family = {9: "sm_90", 10: "sm_100"}.get(gpu.major, with_mma)
-    return Target(family, gpu.multi_processor_count, shared, pdl=gpu.major >= 9)
+    return Gpu(family, gpu.multi_processor_count, shared, pdl=gpu.major >= 9)
 
 
 def next_power_of_2(n: int) -> int:
@@ -152,12 +149,12 @@ def counters(device: torch.device, user: str) -> Tensor:
 def options(tensor: Tensor, dots: bool = False) -> dict[str, Any]:
     """Return the arguments of a launch on the GPU of `tensor`: the constant `PDL`, and options of the
     compiler. `dots`: whether the kernel has matrix products."""
-    target = target_of(tensor)
-    # Triton picks the MFMA shape by tile size, but a fixed summation order needs a fixed shape.
-    chosen: dict[str, Any] = {"matrix_instr_nonkdim": 16} if dots and target.family == "gfx942" else {}
-    if not target.pdl or os.environ.get("TRITON_INTERPRET") == "1" or os.environ.get("NANOSPEC_PDL") == "0":
-        return {"PDL": False, **chosen}
-    return {"PDL": True, "launch_pdl": True}
+    gpu = gpu_of(tensor)
+    pdl = gpu.pdl and os.environ.get("TRITON_INTERPRET") != "1" and os.environ.get("NANOSPEC_PDL") != "0"
+    chosen = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+    if dots and gpu.family == "gfx942":  # a fixed shape, since it determines the order of sums
+        chosen["matrix_instr_nonkdim"] = 16
+    return chosen
 
 
 @triton.jit

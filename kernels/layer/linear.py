@@ -9,8 +9,7 @@
 
 `make_linear` selects the implementation, one of the classes below, when a model is loaded. On a CPU the
 weight is packed, that is, reordered: in bfloat16 for the C++ of `native/packed.py`, otherwise for oneDNN,
-which is 3 times as fast as `F.linear` for a few fp32 rows. The Triton kernel for any number of rows is in
-`product.py`.
+which is 3 times as fast as `F.linear` for a few fp32 rows.
 """
 
 from typing import Any, Literal

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..batch import Batch
-from ..launch import LOG2_E, options, release_next, target_of, wait_for_previous, wrapped
+from ..launch import LOG2_E, gpu_of, options, release_next, wait_for_previous, wrapped
 from . import paged
 from .paged import find_work, load_queries, load_rows, load_slots, mask, row_of_cache, scores, tile_range
 from .split_kv import add_tile, empty_partials, empty_state, end_unit, split_kv, store_output
@@ -99,10 +99,10 @@ def launch(
     q: Tensor, cache: Tensor, batch: Batch, window: int | None, scale: float, softcap: float | None
 ) -> Tensor:
     """Launch the kernel of chains or of trees. See `attention`."""
-    (T, num_heads, head_dim), (k, v), target = q.shape, cache, target_of(q)
+    (T, num_heads, head_dim), (k, v), gpu = q.shape, cache, gpu_of(q)
     num_kv_heads, _, block_size, _ = k.shape
     heads, is_tree = (num_heads, num_kv_heads, head_dim), batch.ancestors is not None
-    split = split_kv(batch.num_rows, batch.max_q_len, batch.max_kv_len, heads, target, is_tree)
+    split = split_kv(batch.num_rows, batch.max_q_len, batch.max_kv_len, heads, gpu, is_tree)
     sizes = paged.Sizes(num_kv_heads, k.stride(0), batch.block_table.stride(0), LOG2_E * (softcap or scale))
     launch_options = options(q, dots=True)
     constants = paged.Constants(

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Target, counters, options, prefetch, release_next, target_of, wait_for_previous, wrapped
+from ..launch import Gpu, counters, gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
 from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
 
 VALUES = 4096  # elements of a tile per slice of the epilogue
@@ -48,34 +48,34 @@ class Tiling(NamedTuple):
     split_k: bool  # whether each part is a program; otherwise one program processes all parts
 
 
-def split_k_parts(N: int, K: int, target: Target) -> tuple[int, int]:
-    """Return the number of parts of K and the columns of each except the last. Enough parts to fill the GPU
-    with programs of 64 rows in a small step: 8 for [1024, 3072] (Qwen3-0.6B, down_proj) on an H100."""
+def split_k_parts(N: int, K: int, gpu: Gpu) -> tuple[int, int]:
+    """Return the number of parts of K, enough to fill the GPU with programs of 64 rows in a small step, and
+    the columns of each part except the last."""
     step = 128 if K % 128 == 0 else 64  # a multiple of BLOCK_K
     most = K // MIN_PART_K if K > MAX_UNSPLIT_K else 1
-    count = max(min(target.multiprocessors // triton.cdiv(N, 64), most), 1)
+    count = max(min(gpu.multiprocessors // triton.cdiv(N, 64), most), 1)
     part = step * triton.cdiv(K, step * count)
     return triton.cdiv(K, part), part
 
 
 @cache
-def choose_tiling(T: int, N: int, K: int, target: Target, itemsize: int) -> Tiling:
+def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int) -> Tiling:
     """Return the tiling for x [T, K] and weight [N, K]: the largest tile that occupies most of the GPU."""
-    parts, part = split_k_parts(N, K, target)
+    parts, part = split_k_parts(N, K, gpu)
     split_k = parts > 1 and T <= MAX_SPLIT_TOKENS
     tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
-    if T > 64 and (parts == 1 or target.family != "sm_86"):  # sm_120 spills with two accumulators
+    if T > 64 and (parts == 1 or gpu.family != "sm_86"):  # two accumulators spill on sm_120
         tiles = [(128, 128), *tiles]
-    if T > 64 and parts == 1 and target.family == "sm_90":  # only its registers suffice
+    if T > 64 and parts == 1 and gpu.family == "sm_90":  # only its registers suffice
         tiles = [(256, 128), *tiles]
     for rows, width in tiles:
         programs = triton.cdiv(N, rows) * triton.cdiv(T, width) * (parts if split_k else 1)
-        if programs >= 0.75 * target.multiprocessors:
+        if programs >= 0.75 * gpu.multiprocessors:
             break
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
-    share = triton.cdiv(programs, target.multiprocessors)
+    share = triton.cdiv(programs, gpu.multiprocessors)
     together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
-    stages = target.stages((rows + width) * block_k * itemsize, 6, together)
+    stages = gpu.stages((rows + width) * block_k * itemsize, 6, together)
     warps = 8 if rows * width >= 128 * 64 else 4
     return Tiling(rows, width, block_k, warps, stages, parts, part, split_k)
 
@@ -252,12 +252,12 @@ def product(
     else:
         x, squares, eps = source.scaled, source.squares, source.norm.eps
         assert x is not None  # set if `embed` used its kernel
-    (T, K), N, target = x.shape, len(weight), target_of(x)
+    (T, K), N, gpu = x.shape, len(weight), gpu_of(x)
     if new is None:
         new = Outputs(x.new_empty(T, N // 2 if gate else N))
     if T == 0:
         return new.x
-    rows, width, block_k, warps, stages, parts, part, split_k = choose_tiling(T, N, K, target, x.itemsize)
+    rows, width, block_k, warps, stages, parts, part, split_k = choose_tiling(T, N, K, gpu, x.itemsize)
     tiles, blocks, programs = triton.cdiv(T, width), triton.cdiv(N, rows), parts if split_k else 1
     partial = x.new_empty(tiles * blocks * programs * split_k, rows * width, dtype=torch.float32)
     launch_options = options(x, dots=True)

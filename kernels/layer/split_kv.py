@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Target, counters, next_power_of_2
+from ..launch import Gpu, counters, next_power_of_2
 
 SPAN = tl.constexpr(512)  # positions
 FLOOR = tl.constexpr(-8388608.0)  # -2^23, below any m; float32 represents integers exactly down to it
@@ -64,7 +64,7 @@ class Split(NamedTuple):
 
 
 def split_kv(
-    rows: int, q_len: int, kv_len: int, heads: tuple[int, int, int], target: Target, tree: bool = False
+    rows: int, q_len: int, kv_len: int, heads: tuple[int, int, int], gpu: Gpu, tree: bool = False
 ) -> Split:
     """Divide rows of up to `q_len` queries over up to `kv_len` positions; `heads` are (Hq, Hkv, D).
 
@@ -73,7 +73,7 @@ def split_kv(
     num_heads, num_kv_heads, head_dim = heads
     group = num_heads // num_kv_heads
     block_d = max(next_power_of_2(head_dim), 64)
-    widest, tile, warps, stages = CONFIGS[target.family][block_d]
+    widest, tile, warps, stages = CONFIGS[gpu.family][block_d]
     min_columns = max(next_power_of_2(group), 16)
     columns = max(min(next_power_of_2(group * q_len), widest), min_columns)
     query_tiles = num_kv_heads * triton.cdiv(q_len, columns // group)

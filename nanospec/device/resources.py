@@ -1,7 +1,6 @@
 """The resources of an engine: device, CPU threads, and memory (size of the KV cache, out-of-memory errors).
 
-The number of CPU threads is set before a model is loaded and does not change afterwards, because it affects
-the last bit of PyTorch's bf16 sums.
+The number of CPU threads does not change after a model is loaded: it affects the last bit of bf16 sums.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import errno
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ..config import EngineConfig
 from ..drafters import Drafter
 from ..kernels.batch import Batch
-from ..kernels.launch import device_target
+from ..kernels.launch import find_gpu
 from ..kernels.sampling.sample import sample
 from ..kernels.table import Table
 from ..models.cpu import computed_by
@@ -44,9 +44,11 @@ def resolve_device(name: str) -> torch.device:
     """Return the `torch.device` for a name: for "auto", a supported GPU if there is one; for "cuda", the
     index of the current GPU. Raises ValueError if the device is missing or not supported."""
     if name == "auto":
-        with suppress(ValueError):
-            return resolve_device("cuda")
-        return torch.device("cpu")
+        try:
+            return resolve_device("cuda" if torch.cuda.is_available() else "cpu")
+        except ValueError as error:
+            warnings.warn(f"{error} The CPU is used.", stacklevel=2)
+            return torch.device("cpu")
     if not re.fullmatch(r"(cpu|cuda)(:\d{1,2})?", str(name)):
         raise ValueError(f"device={shown(name)} is not supported; use 'auto', 'cpu' or 'cuda'.")
     device = torch.device(name)
@@ -58,7 +60,7 @@ def resolve_device(name: str) -> torch.device:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= count:
         raise ValueError(f"device='cuda:{index}' does not exist; the last GPU is 'cuda:{count - 1}'.")
-    device_target(index)  # raises ValueError
+    find_gpu(index)  # raises ValueError
     return torch.device("cuda", index)
 
 

@@ -66,7 +66,7 @@ class Engine:
 
     @property
     def num_compiled(self) -> int:
-        """The number of Triton kernels compiled after the start, which requests had to wait for."""
+        """The number of Triton kernels compiled or loaded in this process since this engine started."""
         return launch.num_compiled - self._compiled_at_start
 
     @property

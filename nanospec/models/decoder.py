@@ -8,8 +8,6 @@ values are stored and what each token attends to, so one `forward` serves prefil
 The model has no state except its weights; the caller owns the KV cache:
 
     kv_cache  [num_layers, 2, Hkv, num_blocks, block_size, D]      2: keys, values
-
-`cpu.py` runs the same model in one call of C++, with a tiled cache.
 """
 
 from __future__ import annotations

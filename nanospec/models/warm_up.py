@@ -1,7 +1,8 @@
 """Compile the kernels of prompts before the first request.
 
 Capturing a step compiles its kernels, but a prompt chunk can have any number of tokens. The tiling of a
-product depends on it, and the kernel of attention on the queries per row and on whether the context is short.
+product depends on it, and the kernel of attention on the queries per row and on whether several programs
+share the cache, as for few queries with a long context.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..kernels.batch import Batch, Chunk
-from ..kernels.launch import target_of, use_triton
+from ..kernels.launch import gpu_of, use_triton
 from ..kernels.table import Table
 from .decoder import Model
 
@@ -24,10 +25,12 @@ def warm_up(model: Model, kv_cache: Tensor, table: Table, max_tokens: int) -> No
     at the end of the context. Call it before the first request, as it overwrites block 0 of the cache."""
     if not use_triton(kv_cache):
         return
-    window, runs = table.max_context, list[list[Chunk]]()
-    for size in chunk_sizes(model, min(max_tokens, table.num_rows * window)):
-        runs.append([Chunk(i, 0, min(size - i * window, window)) for i in range(-(-size // window))])
-        runs += [[Chunk(0, window - size, size)]] * (size < window)
+    context, runs = table.max_context, list[list[Chunk]]()
+    for size in chunk_sizes(model, min(max_tokens, table.num_rows * context)):
+        starts = range(0, size, context)
+        runs.append([Chunk(row, 0, min(size - start, context)) for row, start in enumerate(starts)])
+        if size < context:
+            runs.append([Chunk(0, context - size, size)])
     for chunks in tqdm(runs, desc="Compiling kernels", disable=None, leave=False):
         model.write_kv(Batch.from_chunks(table, chunks), kv_cache)
 
@@ -37,12 +40,13 @@ def chunk_sizes(model: Model, limit: int) -> list[int]:
     from ..kernels.layer.product import choose_tiling  # not needed on a CPU
     from ..kernels.layer.split_kv import split_kv
 
-    c, target = model.config, target_of(model.norm.weight)
+    c, gpu = model.config, gpu_of(model.norm.weight)
     heads, layer = (c.num_heads, c.num_kv_heads, c.head_dim), model.layers[0]
     weights = [linear.weight for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
 
-    def kernels(T: int) -> Hashable:
-        tilings = (choose_tiling(T, *weight.shape, target, weight.itemsize) for weight in weights)
-        return split_kv(1, T, T, heads, target).columns, *tilings
+    def kernels_of(T: int) -> Hashable:
+        tilings = (choose_tiling(T, *weight.shape, gpu, weight.itemsize) for weight in weights)
+        return split_kv(1, T, T, heads, gpu).columns, *tilings
 
-    return sorted({kernels(T): T for T in range(limit, 0, -1)}.values())
+    # The smallest of each class: with few queries, one program suffices at the start of the context.
+    return sorted({kernels_of(T): T for T in range(limit, 0, -1)}.values())

@@ -1,5 +1,5 @@
-"""Every production configuration compiles for every target, without spills and within its limits, and its
-machine code has the expected structure.
+"""Every production configuration compiles for every target, without unexpected spills and within its limits,
+and its machine code has the expected structure.
 
 Compilation runs in a subprocess, since this process uses Triton's interpreter.
 """

@@ -25,7 +25,7 @@ JITFunction.run = lambda self, *args, grid, warmup, **named: run(self, *args, gr
 triton.runtime.driver.set_active(Driver())
 for case in all_cases():
     if case.label in ("H576-T1", "smollm2-135m-qkv-T1", "smollm2-135m-B1-q1", "smollm2-135m-B8-q5-L4096"):
-        with launch.forced("triton", launch.TARGETS["sm_86"]):
+        with launch.forced("triton", launch.GPUS["sm_86"]):
             case.build("meta").run()
 print(launch.num_compiled)
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.kernels.launch import TARGETS, counters, forced
+from nanospec.kernels.launch import GPUS, counters, forced
 from nanospec.kernels.layer import product
 from nanospec.kernels.layer.linear import Linear, NativeLinear, OneDnnLinear, TritonLinear, make_linear
 from nanospec.kernels.native import library
@@ -23,7 +23,7 @@ TOLERANCE = {FP16: 1e-3, FP32: 1e-6}
 SHAPES = [(1, 64, 64), (5, 100, 576), (17, 66, 1100), (33, 66, 100), (130, 64, 128), (3, 64, 1536)]
 # Test each kind with three of the shapes, alternating dtypes and GPUs.
 CASES = [
-    (kind, shape, (FP16, FP32)[(k + n) // 2 % 2], [*TARGETS][(k // 2 + n) % len(TARGETS)])
+    (kind, shape, (FP16, FP32)[(k + n) // 2 % 2], [*GPUS][(k // 2 + n) % len(GPUS)])
     for k, kind in enumerate(KINDS)
     for n, shape in enumerate(SHAPES)
     if k % 2 == n % 2
@@ -36,7 +36,7 @@ def test_linear_matches_float64(
     kind: str, shape: tuple[int, int, int], dtype: torch.dtype, target: str
 ) -> None:
     products = Products(*shape, dtype)
-    with forced(target=TARGETS[target]):
+    with forced(gpu=GPUS[target]):
         out = products.run(kind)
         assert out.dtype == dtype
         assert torch.equal(out, products.run(kind))  # counters were reset to zero
@@ -75,9 +75,9 @@ def test_slice_of_a_wider_input(backend: Any) -> None:
         assert_close(make_linear(weight)(wide[:, 20:84]), wide[:, 20:84] @ weight.T, 1e-6)
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", GPUS)
 def test_parts_of_k_depend_only_on_weight_shape(name: str) -> None:
-    target = TARGETS[name]
+    target = GPUS[name]
     for N, K in ((4096, 1024), (576, 576), (151936, 1024), (24576, 4096), (576, 1536), (8, 16)):
         parts, part = product.split_k_parts(N, K, target)
         assert part % (128 if K % 128 == 0 else 64) == 0

@@ -19,7 +19,7 @@ from nanospec.device import worker
 from nanospec.device.messages import Admission
 from nanospec.drafters import draft_model
 from nanospec.kernels.batch import Chunk
-from nanospec.kernels.launch import TARGETS, forced
+from nanospec.kernels.launch import GPUS, forced
 from tests.drive import make_engine
 from tests.tiny import tiny_model
 
@@ -48,7 +48,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
             run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", launch)
-    with forced("triton", TARGETS["sm_90"]._replace(multiprocessors=16)):
+    with forced("triton", GPUS["sm_90"]._replace(multiprocessors=16)):
         yield compiled
 
 
