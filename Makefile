@@ -75,13 +75,13 @@ statistics: $(DONE)test  ## test the output distributions of all drafters and lo
 fuzz: $(DONE)fuzz  ## fuzz the parsers of files and requests: SECONDS_EACH (60); TARGET=NAME for one
 	@TRITON_INTERPRET=1 $(BIN)/python -m campaigns.fuzz $(TARGET) --seconds $(SECONDS_EACH)
 
-races: $(RACES)/.done  ## find data races and out-of-bounds accesses of the kernels on a CPU (12 minutes)
+races: $(RACES)/.done  ## find data races and out-of-bounds accesses of the kernels on a CPU (8 minutes, and installation)
 	@$(RACES)/bin/python -m campaigns.races $(ARGS)
 
 # ttsem requires this version of triton, which may differ from that in .venv, and a newer Python.
 $(RACES)/.done: campaigns/races.txt
 	@$(RACES_PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || \
-	  { echo "ttsem requires Python 3.12 or newer with the venv module: make races RACES_PYTHON=..."; exit 1; }
+	  { echo "$(RACES_PYTHON) is not Python 3.12 or newer with the venv module: make races RACES_PYTHON=..."; exit 1; }
 	@echo "Installing torch, triton and ttsem into $(RACES)"
 	@$(RACES_PYTHON) -m venv --clear $(RACES)
 	@torch=$$($(RACES)/bin/python bench/which_torch.py cpu $$(sed -n 's/^torch//p' $<)) && \
@@ -97,7 +97,7 @@ pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
 	@$(BIN)/python -m bench.pictures $(ARGS) && $(BIN)/python -m bench.diagrams
 
 gpu:  ## run tests and benchmarks on a GPU: PART=tests, kernels, steps or e2e; PART=smoke for any with compute capability 8.0 and 8 GB
-	@$(PYTHON) bench/gpu.py $(PART) --out $(OUT)
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/gpu.py $(PART) --out $(OUT)
 
 peers: $(PEER:%=$(PEERS)/%/.done)  ## install the environments of bench/cpu.py: PEERS=FOLDER; PEER=vllm, hf or llama
 

@@ -52,7 +52,9 @@ class Card(NamedTuple):
 
 
 def find_card() -> Card:
-    """Return the current GPU. Raises ValueError if it is not supported."""
+    """Return the current GPU. Raises ValueError if there is none or it is not supported."""
+    if not torch.cuda.is_available():
+        raise ValueError("No GPU was found.")
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # its CUDA context, which takes memory, ends
         return pool.submit(current_card).result()
 

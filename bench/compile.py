@@ -300,7 +300,10 @@ def main() -> None:
     if missing := unmatched(arguments.only):
         parser.error(f"no case matches {', '.join(missing)}.")
     if "local" in arguments.targets:
-        card = find_card()
+        try:
+            card = find_card()
+        except ValueError as error:
+            parser.error(f"--targets local: {error}")
         arguments.targets, launch.GPUS[card.arch] = [card.arch], card.gpu
         TARGETS[card.arch] = GPUTarget("cuda", int(card.arch[3:]), 32)
     else:  # Triton hashes a function's first line number with its source; make it constant

@@ -33,18 +33,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-NEEDS = ("torch", "triton", "numpy", "safetensors", "tokenizers")  # tests also need pytest
+NEEDS = ("torch", "triton", "numpy", "safetensors", "tokenizers")  # tests also need pytest and hypothesis
 
 
 def check_for(modules: Sequence[str]) -> None:
     """Exit with an error message if a module is not installed."""
     if missing := [name for name in modules if find_spec(name) is None]:
-        raise SystemExit(f"bench/gpu.py requires {', '.join(missing)}: not installed for {sys.executable}.")
+        remedy = f"not installed for {sys.executable}; `make test` installs them in .venv"
+        raise SystemExit(f"bench/gpu.py requires {', '.join(missing)}: {remedy}.")
 
 
 check_for(NEEDS)
-
-import torch  # noqa: E402
 
 from bench import common, rows  # noqa: E402
 from bench.card import Card, find_card  # noqa: E402
@@ -281,23 +280,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("part", nargs="?", default="all", choices=["smoke", *PARTS, "all"])
     parser.add_argument("--cpu", action="store_true", help="dry run with tiny shapes, without a GPU")
     args = parser.parse_args(argv)
-    if not args.cpu and not torch.cuda.is_available():
-        raise SystemExit("bench/gpu.py requires a GPU; use --cpu for a dry run.")
+    try:
+        card = None if args.cpu else find_card()
+    except ValueError as error:
+        raise SystemExit(f"bench/gpu.py requires a GPU, or --cpu for a dry run. {error}") from None
     parts, out = PARTS if args.part == "all" else [args.part], args.out.resolve()
-    if {"smoke", "tests"} & {*parts}:
-        check_for(["pytest"])
+    if {"smoke", "tests"} & {*parts} and not args.cpu:
+        check_for(["pytest", "hypothesis"])
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
         raise SystemExit(f"Cannot write to {out} ({error.strerror}); use another --out.") from None
-    card = None
-    if not args.cpu:
-        try:
-            card = find_card()
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
+    if card is not None:
         print("\n".join(card.lines()), flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # also stops the running group
     found: dict[str, list[Outcome]] = {}

@@ -61,7 +61,7 @@ def main(wanted: str, *only: str) -> str:
             print(f"Downloading torch {version} without CUDA, {SMALL}", file=sys.stderr)
             return " ".join([*options, f"torch=={version}"])
     print(
-        f"Downloading torch with CUDA, {LARGE}: neither pip's settings nor {INDEX} have a CPU build.",
+        f"Downloading torch with CUDA, {LARGE}: no CPU build was found in pip's settings or {INDEX}.",
         file=sys.stderr,
     )
     return ""
