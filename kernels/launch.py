@@ -80,12 +80,14 @@ def use_native(tensor: Tensor, *dtypes: torch.dtype) -> bool:
     return supported and (library(required=True) if _backend == "native" else library()) is not None
 
 
-def _count_compiled(**_: Any) -> None:
+def _count_compiled(**event: Any) -> None:
     global num_compiled
     num_compiled += 1
+    if _listener is not None:
+        _listener(**event)
 
 
-triton.knobs.compilation.listener = _count_compiled
+_listener, triton.knobs.compilation.listener = triton.knobs.compilation.listener, _count_compiled
 
 
 @contextmanager
@@ -113,11 +115,11 @@ def find_gpu(index: int) -> Gpu:
     if torch.version.hip:
         return GPUS["gfx942"]
     gpu: Any = torch.cuda.get_device_properties(index)
-    shared: int = gpu.shared_memory_per_block_optin  # at least 99 KiB, which suffices in any dtype
     if gpu.major < 8:
         raise ValueError(f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}; nanospec needs 8.0.")
-    with_mma = "sm_86" if shared <= GPUS["sm_86"].shared else "sm_80"  # as all newer GPUs
-    family = {9: "sm_90", 10: "sm_100"}.get(gpu.major, with_mma)
+    shared: int = gpu.shared_memory_per_block_optin  # at least 99 KiB, which suffices in any dtype
+    mma = "sm_80" if shared > GPUS["sm_86"].shared else "sm_86"
+    family = {9: "sm_90", 10: "sm_100", 11: "sm_100"}.get(gpu.major, mma)
     return Gpu(family, gpu.multi_processor_count, shared, pdl=gpu.major >= 9)
 
 

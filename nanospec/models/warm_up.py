@@ -1,8 +1,7 @@
 """Compile the kernels of prompts before the first request.
 
 Capturing a step compiles its kernels, but a prompt chunk can have any number of tokens. The tiling of a
-product depends on it, and the kernel of attention on the queries per row and on whether several programs
-share the cache, as for few queries with a long context.
+product depends on it, and attention on the queries per row and on whether programs share a long context.
 """
 
 from __future__ import annotations
@@ -48,5 +47,5 @@ def chunk_sizes(model: Model, limit: int) -> list[int]:
         tilings = (choose_tiling(T, *weight.shape, gpu, weight.itemsize) for weight in weights)
         return split_kv(1, T, T, heads, gpu).columns, *tilings
 
-    # The smallest of each class: with few queries, one program suffices at the start of the context.
-    return sorted({kernels_of(T): T for T in range(limit, 0, -1)}.values())
+    # The smallest of each class, and the limit, as tensor parallelism reduces long chunks in slices.
+    return sorted({limit, *{kernels_of(T): T for T in range(limit, 0, -1)}.values()})

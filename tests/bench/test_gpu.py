@@ -76,7 +76,8 @@ def test_groups_do_not_affect_each_other(tmp_path: Path, monkeypatch: pytest.Mon
     [("sm_86", 4.0, "smollm2-135m"), ("sm_86", 7.5, "llama-3.2-1b"), ("sm_89", 23.1, "qwen3-8b"),
      ("sm_121", 79.0, "qwen3-8b")],
 )  # fmt: skip
-def test_groups_suit_the_card(arch: str, memory: float, largest: str) -> None:
+def test_groups_suit_the_card(arch: str, memory: float, largest: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
     card = Card("GPU", arch, 80 * GIB, int(memory * GIB), GPUS["sm_86"])
     commands = [group.command for group in gpu.groups("smoke", card)]
     assert [c[c.index("--shape") + 1] for c in commands if "--shape" in c] == [largest] * 2
@@ -87,7 +88,7 @@ def test_groups_suit_the_card(arch: str, memory: float, largest: str) -> None:
         if part in ("steps", "e2e"):
             fitting = {group.command[2] for group in found if group.name != "compile" and not group.skip}
             assert ("qwen3-8b" in fitting, "qwen3-0.6b" in fitting) == (memory > 20, memory > 6)
-    assert card.num_test_processes() <= max(memory / 1.25, 1)
+    assert card.num_test_processes() == max(int(memory / 1.25), 1)
     assert (f"{arch} is not among" in card.lines()[-1]) == (arch == "sm_121")
 
 
@@ -100,11 +101,6 @@ def test_smoke_selects_existing_items() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *nodes]
     result = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True)
     assert f"{len(nodes)} tests collected" in result.stdout, result.stdout
-
-
-def test_row_of_a_killed_run_is_skipped(tmp_path: Path) -> None:
-    (tmp_path / "part.jsonl").write_text('{"text": "first"}\n{"text": "cu')
-    assert [row["text"] for row in rows.read(tmp_path / "part.jsonl")] == ["first"]
 
 
 # ---- benchmarks on tiny shapes -------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...config import EngineConfig
 from ...device.graphs import StepGraphs
 from ...device.messages import Admission, PendingStep, RowResult, StepInput
 from ...device.step import CountDrafts
@@ -28,8 +29,10 @@ from ...device.worker import Worker
 from ...drafters import Drafter
 from ...drafters.estimates import StepCosts
 from ...kernels.batch import Chunk
+from ...kernels.launch import GPUS, gpu_of
 from ...kernels.speculation.proposal import Proposal
 from ...kernels.table import Table
+from ...models.decoder import Model
 from .group import Group
 from .job import Job
 
@@ -41,10 +44,15 @@ class Rank(Worker):
         job: the job of all ranks on the leader, None on followers.
     """
 
-    def __init__(self, group: Group, job: Job | None, *args: Any) -> None:
-        """Create the worker. `args` are the arguments of `Worker`."""
+    def __init__(self, group: Group, job: Job | None, config: EngineConfig, model: Model, *args: Any) -> None:
+        """Create the worker; `config`, `model` and `args` are the arguments of `Worker`. Raises ValueError if
+        the GPUs differ, since ranks would warm up with other sizes and sum in another order."""
         self.group, self.job = group, job
-        super().__init__(*args)
+        family, multiprocessors, shared, _ = gpu_of(model.norm.weight)
+        gpu = torch.tensor([[*GPUS].index(family), multiprocessors, shared], device=model.device)
+        if len(group.all_gather(gpu).unique(dim=0)) > 1:
+            raise ValueError("The ranks of a model have different GPUs; use equal ones.")
+        super().__init__(config, model, *args)
         self.memory *= group.size  # shapes are equal on all ranks
         for drafter in self.drafters:
             if drafter.reads_on_host:  # use the leader's proposals on all ranks

@@ -75,6 +75,12 @@ def test_slice_of_a_wider_input(backend: Any) -> None:
         assert_close(make_linear(weight)(wide[:, 20:84]), wide[:, 20:84] @ weight.T, 1e-6)
 
 
+def test_parts_and_stages_depend_on_the_gpu() -> None:
+    parts = {name: product.split_k_parts(1024, 3072, gpu)[0] for name, gpu in GPUS.items()}
+    assert (parts["sm_86"], parts["sm_90"], parts["sm_120"]) == (5, 8, 8)
+    assert GPUS["sm_86"].stages(33 << 10, 6, programs=3) == 1  # 1 KiB is reserved for each program
+
+
 @pytest.mark.parametrize("name", GPUS)
 def test_parts_of_k_depend_only_on_weight_shape(name: str) -> None:
     target = GPUS[name]

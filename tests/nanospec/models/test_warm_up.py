@@ -62,6 +62,7 @@ def compiled_by_prompts() -> int:
     for size in range(1, LENGTH, 8):
         for n in {size, size + chance.randrange(8)}:
             run.prefill([Chunk(0, 0, n)])
+            run.prefill([Chunk(0, LENGTH - n, n)])
             run.prefill([Chunk(0, LENGTH - n, n), Chunk(1, chance.randrange(512), chance.randrange(1, 512))])
         row = Admission(2, [0] * size, size, LENGTH, [*range(64)], 0, 0, (), SamplingParams(), 1, False)
         run.admit(row)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanospec import SamplingParams
@@ -63,7 +64,9 @@ def test_metrics_add_up(folder: Path) -> None:
         server.gate.set()
         running.result()
         server.settle()
+        triton.knobs.compilation.listener()  # as when Triton compiles a kernel
         actual, spec = metrics_of(server), llm.engine.metrics.spec
+    assert actual["kernels_compiled_total",] == llm.metrics()["num_compiled"] == 1
     assert max(each["num_requests_running"] for each in shown) == 4
     assert max(each["num_requests_waiting"] for each in shown) == 5
     assert max(each["kv_cache_usage_perc"] for each in shown) > 0

@@ -20,8 +20,10 @@ from nanospec.drafters.methods import NgramDrafter
 from nanospec.engine.engine import Engine
 from nanospec.extras import create_extensions
 from nanospec.extras.tensor_parallel import job as ranks
+from nanospec.extras.tensor_parallel import worker
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.worker import Rank, for_followers
+from nanospec.kernels.launch import GPUS
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from tests.drive import MODES, Job, assert_same, drafters_of, make_spec, outcome, random_jobs, run, run_alone
@@ -178,13 +180,17 @@ def test_dropped_engine_ends_its_job() -> None:
     assert job.failure == ranks.CLOSED
 
 
-def test_smallest_rank_limits_all() -> None:
+def test_smallest_rank_limits_all_and_gpus_must_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = full()
 
     def plan(group: Group) -> tuple[int, int]:
         memory = (40, 20)[group.rank] * 16 * whole.config.kv_bytes_per_token(torch.float32) // 2
         options = EngineConfig(spec=make_spec(None), kv_cache_memory=memory, max_num_seqs=4)
-        worker = Rank(group, None, options, part_of(whole.config, whole.weights, group))
-        return worker.num_blocks, worker.max_model_len
+        rank = Rank(group, None, options, part_of(whole.config, whole.weights, group))
+        return rank.num_blocks, rank.max_model_len
 
     assert together(2, plan) == [(20, 320)] * 2
+    gpus = iter([GPUS["sm_86"], GPUS["sm_86"]._replace(multiprocessors=80)])
+    monkeypatch.setattr(worker, "gpu_of", lambda weight: next(gpus))
+    with pytest.raises(ValueError, match="have different GPUs"):
+        together(2, plan)
