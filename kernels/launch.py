@@ -80,14 +80,12 @@ def use_native(tensor: Tensor, *dtypes: torch.dtype) -> bool:
     return supported and (library(required=True) if _backend == "native" else library()) is not None
 
 
-def _count_compiled(**event: Any) -> None:
+def _count_compiled(**_: Any) -> None:
     global num_compiled
     num_compiled += 1
-    if _listener is not None:
-        _listener(**event)
 
 
-_listener, triton.knobs.compilation.listener = triton.knobs.compilation.listener, _count_compiled
+triton.knobs.compilation.listener = _count_compiled
 
 
 @contextmanager
