@@ -63,6 +63,7 @@ def test_backend_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert spec is not None
     assert spec.loader is not None
     copy = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr("triton.knobs.compilation.listener", None)  # restored after the copy sets its own
     for name, is_native in (("native", True), ("naive", False)):
         monkeypatch.setenv("NANOSPEC_KERNELS", name)
         spec.loader.exec_module(copy)
