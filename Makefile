@@ -75,7 +75,7 @@ statistics: $(DONE)test  ## test the output distributions of all drafters and lo
 fuzz: $(DONE)fuzz  ## fuzz the parsers of files and requests: SECONDS_EACH (60); TARGET=NAME for one
 	@TRITON_INTERPRET=1 $(BIN)/python -m campaigns.fuzz $(TARGET) --seconds $(SECONDS_EACH)
 
-races: $(RACES)/.done  ## find data races and out-of-bounds accesses of the kernels on a CPU (8 minutes, and installation)
+races: $(RACES)/.done  ## find data races and out-of-bounds accesses of the kernels on a CPU (8 minutes of CPU time, and installation)
 	@$(RACES)/bin/python -m campaigns.races $(ARGS)
 
 # ttsem requires this version of triton, which may differ from that in .venv, and a newer Python.

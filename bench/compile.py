@@ -291,7 +291,7 @@ def compile_all(targets: list[str], only: Sequence[str], jobs: int) -> tuple[lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""], help="substrings of case names")
-    local = "local: the current GPU, whose launches then find the kernels in Triton's cache"
+    local = "local: compile for the current GPU, into Triton's cache"
     parser.add_argument("--targets", nargs="+", default=[*TARGETS], choices=[*TARGETS, "local"], help=local)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--known", type=Path, help="folder of a compile.json whose rows are reused")

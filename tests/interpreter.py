@@ -80,8 +80,7 @@ def arrange(grid: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def shuffle_programs() -> None:
-    """Run programs in any order. In ascending order, races between programs stay undetected, for example in a
-    kernel whose last program reads the results of the others."""
+    """Run programs in any order. Ascending order hides races, as in reductions by the last program."""
     size: Callable[..., None] = interpreter.InterpreterBuilder.set_grid_dim
     place: Callable[..., None] = interpreter.InterpreterBuilder.set_grid_idx
     rest: Iterator[tuple[int, ...]] = iter(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,3 +42,9 @@ def test_actions_are_pinned_with_minimal_permissions() -> None:
         assert uses
         assert [use for use in uses if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} +# v[\d.]+.*", use)] == []
         assert re.search(r"^permissions:(?: \{\}|\n  contents: read)$", text, re.MULTILINE), path
+
+
+def test_make_defaults() -> None:
+    """`AS` is a built-in variable of make, so with `AS ?=` it would be the assembler."""
+    command = ["make", "--dry-run", "simulate", "LOCKED="]
+    assert "--seeds 1000 --as engine" in subprocess.check_output(command, cwd=ROOT, text=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,11 +31,10 @@ print(launch.num_compiled)
 
 
 @pytest.mark.slow
-def test_launches_compile_each_kernel_once(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+def test_launches_compile_each_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    command = [sys.executable, "-c", SCRIPT]
     for _ in range(2):  # the second process loads them from Triton's cache
-        result = subprocess.run(
-            [sys.executable, "-c", SCRIPT], cwd=Path(__file__).parents[2], capture_output=True, text=True,
-            env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-        )  # fmt: skip
+        result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
         assert result.stdout == "5\n", result.stderr[-3000:]
