@@ -99,8 +99,7 @@ def test_smoke_selects_existing_items() -> None:
         assert any(re.search(pattern, name) for name in names), pattern
     nodes = [f"{gpu.TESTS}/{test}" for test in gpu.SMOKE_TESTS]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *nodes]
-    result = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True)
-    assert f"{len(nodes)} tests collected" in result.stdout, result.stdout
+    assert f"{len(nodes)} tests collected" in subprocess.check_output(command, cwd=gpu.ROOT, text=True)
 
 
 # ---- benchmarks on tiny shapes -------------------------------------------------------------------

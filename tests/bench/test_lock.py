@@ -45,6 +45,5 @@ def test_actions_are_pinned_with_minimal_permissions() -> None:
 
 
 def test_make_defaults() -> None:
-    """`AS` is a built-in variable of make, so with `AS ?=` it would be the assembler."""
-    command = ["make", "--dry-run", "simulate", "LOCKED="]
+    command = ["make", "--dry-run", "simulate", "LOCKED="]  # with `AS ?=`, AS would be make's assembler
     assert "--seeds 1000 --as engine" in subprocess.check_output(command, cwd=ROOT, text=True)

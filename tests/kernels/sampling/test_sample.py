@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,6 +53,8 @@ def reference_token(
             ratio = np.exp((x - x.max()) / T) / p["min_p"]
             close |= bool((np.abs(ratio - 1) < 1e-4).any())
             keep &= ratio >= 1
+        if p["penalized"] and not keep.all():  # rounding may decide which of nearly equal scores are kept
+            close |= bool(x[keep].min() - x[~keep].max() < 1e-5)
         log_e = noise.naive(int(table.seed[s]), position, torch.arange(V)).double().numpy()
         x = np.where(keep, x - T * log_e, -np.inf)
     if V > 1 and (p["penalized"] or T > 0):  # the scores are rounded results, not logits
@@ -114,6 +116,7 @@ FORMS = ["chain", "packed", "tree", "nan"]
 
 @pytest.mark.parametrize("implementation", ON_CPU)
 @settings(max_examples=100)
+@example([3, 0, 0, 0], 3, 2, "nan")  # penalties that differ by rounding
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=4),
     st.sampled_from([1, 2, 3, 40, 63, 100, 5000]),

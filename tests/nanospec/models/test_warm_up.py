@@ -31,8 +31,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     """Call the listener of Triton's compiler when the launcher would compile a kernel, and yield the kernels
     compiled so far. Skip those of layers. With few multiprocessors, a small model has all tilings."""
     backend, run = make_backend(GPUTarget("cuda", 90, 32)), InterpretedFunction.run
-    binders: dict[str, Any] = {}
-    compiled: set[tuple[str, str]] = set()
+    binders, compiled = dict[str, Any](), set[tuple[str, str]]()
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if (name := self.fn.__name__) not in binders:
