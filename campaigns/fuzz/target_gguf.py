@@ -7,8 +7,8 @@ from pathlib import Path
 from random import Random
 
 from nanospec.models.families import read_config
-from nanospec.models.gguf import convert
-from nanospec.models.weights import weight_files
+from nanospec.models.formats.gguf import convert
+from nanospec.models.formats.safetensors import weight_files
 from nanospec.text.tokenizer import Tokenizer
 from tests.gguf_file import write_gguf
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from nanospec.models import weights
+from nanospec.models.formats.safetensors import weight_files
 from nanospec.models.config import ModelConfig
 from nanospec.models.families import config_of
 
@@ -128,7 +129,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 def assert_equal(model: dict[str, torch.Tensor], folder: Path) -> None:
     """Compare the loaded tensors with those of a minimal reader."""
     read: dict[str, np.ndarray[Any, Any]] = {}
-    for file in weights.weight_files(folder):
+    for file in weight_files(folder):
         assert file.parent == folder
         content = file.read_bytes()
         end = 8 + int.from_bytes(content[:8], "little")

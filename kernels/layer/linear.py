@@ -12,7 +12,7 @@ weight is packed, that is, reordered: in bfloat16 for the C++ of `native/packed.
 which is 3 times as fast as `F.linear` for a few fp32 rows.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,17 @@ from torch import Tensor
 
 from ..launch import use_native, use_triton
 from ..native import packed
+from .quantized import Quantized
 from .residual import Norm, Outputs, Residual, residual_add, rms_norm
 
 Gate = Literal["silu", "gelu"]
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> "Linear":
-    """Return the fastest implementation for the weight's device and dtype."""
+def make_linear(weight: Tensor | Quantized, bias: Tensor | None = None) -> "Linear":
+    """Return the fastest implementation for the weight's device and dtype. A `Quantized` weight must satisfy
+    `multiplies_quantized`."""
+    if isinstance(weight, Quantized):
+        return NativeLinear(packed.pack_quantized(weight), bias)
     if use_triton(weight):
         return TritonLinear(weight.contiguous(), bias)
     if use_native(weight) and weight.shape[1] % 2 == 0:
@@ -34,6 +38,12 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> "Linear":
     if weight.is_cuda or not _onednn_packs(weight.dtype):
         return Linear(weight, bias)
     return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
+
+
+def multiplies_quantized(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Return whether activations of `dtype` can be multiplied by `Quantized` weights, which are dequantized
+    otherwise."""
+    return use_native(torch.empty(0, dtype=dtype, device=device))
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
@@ -65,6 +75,10 @@ class Linear:
         """Return x @ weight.T + bias, in `out` [T, N] if given."""
         result = self._product(x)
         return result if out is None else out.copy_(result)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows [T, K] of the weight."""
+        return F.embedding(ids, self.weight)
 
     def _product(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -110,8 +124,21 @@ class TritonLinear(Linear):
         return new
 
 
+class QuantizedEmbedding(NamedTuple):
+    """The embedding of tokens with a quantized weight, which lm_head may share."""
+
+    linear: Linear
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the rows [T, H] of ids [T]."""
+        return self.linear.rows(ids)
+
+
 class NativeLinear(Linear):
     """A linear layer in C++; the weight is a `Packed`."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return packed.rows(self.weight, ids)
 
     def _product(self, x: Tensor) -> Tensor:
         return packed.linear(x, self.weight, self.bias)

@@ -36,7 +36,7 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models import default_heads
-from ..models.weights import check_fit, listed, open_safetensors
+from ..models.formats.safetensors import check_fit, listed, open_safetensors
 from ..text import shown
 from . import Drafter, Memory, Target, draft_limits, make_proposal
 

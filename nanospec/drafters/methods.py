@@ -138,7 +138,7 @@ def load_model_and_drafters(
 ) -> tuple[Model, tuple[Drafter, ...]]:
     """Load the model in a folder (with `split`, only the shard that it returns) and its drafters: those
     `given`, or those of `config.spec`."""
-    model = load_model(folder, config.dtype, device, config.max_model_len, split)
+    model = load_model(folder, config.dtype, device, config.max_model_len, split, config.quantization)
     return model, load_drafters(config.spec, Target(model, folder, tokenizer), given)
 
 

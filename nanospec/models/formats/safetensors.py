@@ -1,0 +1,103 @@
+"""Safetensors files. They are memory-mapped and copied tensor by tensor, so loading takes little more memory
+than the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...text import read_json, reason, shown
+from . import Shapes
+
+STORED = ("F32", "BF16", "F16")
+MAX_NAMED = 8  # tensors listed per kind of mismatch
+
+
+class SafetensorsCheckpoint:
+    """A checkpoint whose weights are not quantized."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._files = folder, open_files(folder)
+
+    def check(self, shapes: Shapes, is_ignored: Callable[[str], bool]) -> None:
+        used = {n: file.get_slice(n) for n, file in self._files.items() if not is_ignored(n)}
+        check_fit(used, shapes, f"The weights in {self.folder} do not fit its config.json")
+
+    def get(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)  # type: ignore[no-any-return]
+
+
+def open_files(folder: Path) -> dict[str, Any]:
+    """Return the open file of each tensor by name."""
+    handles: dict[str, Any] = {}
+    for file in weight_files(folder):
+        handle = open_safetensors(file)
+        if duplicates := handles.keys() & handle.keys():
+            raise ValueError(f"{file} has tensors that another shard has too: {listed(duplicates)}.")
+        handles.update(dict.fromkeys(handle.keys(), handle))
+    return handles
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint: `model.safetensors`, else the shards listed in
+    `model.safetensors.index.json`, else the only file. Raises FileNotFoundError or ValueError."""
+    names = {file.name for file in folder.glob("*.safetensors") if file.is_file()}  # skips pipes
+    index = folder / "model.safetensors.index.json"
+    if "model.safetensors" in names:
+        names = {"model.safetensors"}
+    elif index.is_file():
+        shards = read_json(index).get("weight_map")
+        expected = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+        if not expected:
+            raise ValueError(f"{index} must have a 'weight_map' from tensors to files in the same folder.")
+        if missing := expected - names:
+            problem = f"{folder} lacks {len(missing)} of the {len(expected)} shards in {index.name}"
+            raise FileNotFoundError(f"{problem}: {listed(missing)}; download the model again.")
+        names = expected
+    elif len(names) > 1:
+        needed = f"model.safetensors nor {index.name}; download the model again"
+        raise ValueError(f"{folder} has {len(names)} safetensors files but neither {needed}.")
+    elif not names:
+        others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
+        hint = f" (found {listed(others)}; convert to safetensors first)" if others else ""
+        raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}; download the model again.")
+    return [folder / name for name in sorted(names)]
+
+
+def open_safetensors(file: Path) -> Any:
+    """Open a file to read individual tensors. Raises ValueError if the file is corrupt."""
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        problem = f"{file} is not a valid safetensors file ({reason(error)})"
+        raise ValueError(f"{problem}; it may be truncated, download it again.") from None
+
+
+def check_fit(
+    stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: str, optional: Sequence[str] = ()
+) -> None:
+    """Compare `stored`, slices of safetensors files by name, with the expected `shapes`, of which those in
+    `optional` may be missing. Raises ValueError with `what` and a list of all mismatches."""
+    both = shapes.keys() & stored.keys()
+    sizes = {name: (list(stored[name].get_shape()), list(shapes[name])) for name in both}
+    dtypes = {name: stored[name].get_dtype() for name in both}
+    problems = {
+        "missing": shapes.keys() - stored.keys() - set(optional),
+        "unexpected": stored.keys() - shapes.keys(),
+        "of the wrong shape": [f"{n} {it} instead of {our}" for n, (it, our) in sizes.items() if it != our],
+        f"not stored as {', '.join(STORED)}": [f"{n} {it}" for n, it in dtypes.items() if it not in STORED],
+    }
+    parts = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
+    if parts:
+        raise ValueError(f"{what}: {'; '.join(parts)}.")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first MAX_NAMED names, sorted, and the number of others. Unprintable names are quoted."""
+    ordered = [name if len(name) <= 200 and name.isprintable() else shown(name) for name in sorted(names)]
+    more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
+    return ", ".join(ordered[:MAX_NAMED]) + more
