@@ -122,8 +122,8 @@ class EngineConfig:
         dtype: data type of weights and activations: "auto", "bfloat16", "float16" or "float32". "auto" uses
             the checkpoint's data type on a GPU; on a CPU, bfloat16 if the CPU is fast at it (AVX2 with a C++
             compiler, avx512_bf16, or AMX), otherwise float32.
-        quantization: "int8" or "int4" quantizes the matrices of a checkpoint in 16 or 32 bits while it is loaded
-            (embeddings to 8 bits). Quantized checkpoints do not need it.
+        quantization: "int8" or "int4" quantizes the matrices of a checkpoint in 16 or 32 bits while it is
+            loaded (embeddings to 8 bits). Quantized checkpoints do not need it.
         device: device to run on: "auto", "cpu", "cuda" or "cuda:N".
         threads: number of CPU threads of this process. "auto" uses OMP_NUM_THREADS if it is set, otherwise
             all cores within the container's CPU quota.

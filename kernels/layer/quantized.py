@@ -67,9 +67,8 @@ class Quantized(NamedTuple):
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Quantized:
         """Return the weight on a device, for activations of `dtype`."""
-        codes, scale, minimum = (None if t is None else t.to(device) for t in self[:3])
-        assert codes is not None and scale is not None
-        return Quantized(codes, scale, minimum, self.bits, dtype)
+        minimum = None if self.minimum is None else self.minimum.to(device)
+        return Quantized(self.codes.to(device), self.scale.to(device), minimum, self.bits, dtype)
 
     def regrouped(self, group: int) -> Quantized:
         """Return the same weight with `group` columns per scale, which must divide the present number."""
@@ -87,8 +86,8 @@ class Quantized(NamedTuple):
 
 
 def concatenate(weights: Sequence[Tensor | Quantized]) -> Tensor | Quantized:
-    """Return the rows of all weights as one: quantized if all are, with the smallest group, the most bits, and
-    minima if any has them. No value changes, except that integers replace float8 if both occur."""
+    """Return the rows of all weights as one: quantized if all are, with the smallest group, the most bits,
+    and minima if any has them. No value changes, except that integers replace float8 if both occur."""
     if len(weights) == 1:
         return weights[0]
     parts = [weight for weight in weights if isinstance(weight, Quantized)]

@@ -31,7 +31,8 @@ void rms_norm(Team& team, const Model& m, Rows x, long tokens, Norm weight, Rows
 }
 
 // to += h @ weight.T + bias, or to += norm(h @ weight.T + bias) with a norm.
-void linear_add(Team& team, const Model& m, const Weight& w, Norm norm, Rows h, long tokens, Rows buffer, Rows to) {
+void linear_add(
+    Team& team, const Model& m, const Weight& w, Norm norm, const Operand& h, long tokens, Rows buffer, Rows to) {
     if (!norm) return linear<true>(team, w, h, tokens, to);
     linear(team, w, h, tokens, buffer);
     team.each(tokens, [&](long t, long) { normalize<true>(buffer[t], m.hidden, norm, m.eps, to[t]); });
@@ -63,7 +64,7 @@ void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& bat
     });
 }
 
-constexpr int PHASES = 11;  // maximum per layer
+constexpr int PHASES = 15;  // maximum per layer
 
 // A matrix in memory. Rows with a stride of a multiple of 4 KB would compete for the same few lines of the L1 cache, so
 // they are padded. Data is aligned to cache lines, to avoid reading one more line per row.
@@ -93,6 +94,13 @@ struct Linear {
     long tokens, threads;
 };
 
+struct Lookup {
+    Weight weight;
+    const int64_t* ids;  // [tokens]
+    Rows out;
+    long tokens;
+};
+
 struct Move {
     Batch batch;
     Cache cache;
@@ -109,12 +117,16 @@ extern "C" void nanospec_forward(const Forward* args) {
     const long T = batch.num_tokens, H = m.hidden, D = m.head_dim;
     const Buffer x(T, H), normed(T, H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
     const Plan plan(m, batch, args->threads);
+    const std::unique_ptr<Group[]> memory(new Group[T * std::max({H, m.heads * D, m.inner}) / GROUP + 1]);
+    Group* const groups = memory.get();
     const std::unique_ptr<Partial[]> parts(plan.split_spans ? new Partial[plan.pieces.size() * plan.rows] : nullptr);
     run(args->threads, PHASES * m.num_layers + 2, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
         const FpuMode mode;
         team.each(T, [&](long t, long) {
-            const bf16* row = m.embedding + batch.input_ids[t] * H;
+            const long id = batch.input_ids[t];
+            if (m.embedding.bits < 16) return dequantize_row(m.embedding, id, m.embedding_scale, x[t]);
+            const bf16* row = (const bf16*)m.embedding.data + id * H;
             for (long i = 0; i < H; i += LANES) {
                 const long n = std::min<long>(LANES, H - i);
                 store(load(row + i, n) * float(m.embedding_scale), x[t] + i, n);
@@ -123,15 +135,15 @@ extern "C" void nanospec_forward(const Forward* args) {
         for (long i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
             rms_norm(team, m, x, T, layer.input_norm, normed);
-            linear(team, layer.qkv, normed, T, qkv);
+            linear(team, layer.qkv, {normed, groups}, T, qkv);
             rope_cache(team, m, layer, batch, qkv, cache, i);
             if (!args->hidden.data && i + 1 == m.num_layers) return;
             const Attention attend{m, batch, cache, i, layer.window, qkv, out};
             attention(team, attend, plan, scratch, parts.get());
-            linear_add(team, m, layer.o, layer.o_norm, out, T, normed, x);
+            linear_add(team, m, layer.o, layer.o_norm, {out, groups}, T, normed, x);
             rms_norm(team, m, x, T, layer.post_norm, normed);
-            gated(team, layer.gate_up, m.gelu, normed, T, inner);
-            linear_add(team, m, layer.down, layer.down_norm, inner, T, normed, x);
+            gated(team, layer.gate_up, m.gelu, {normed, groups}, T, inner);
+            linear_add(team, m, layer.down, layer.down_norm, {inner, groups}, T, normed, x);
         }
         rms_norm(team, m, x, T, m.norm, args->hidden);
     });
@@ -171,8 +183,15 @@ extern "C" void nanospec_kv_move(const Move* args) {
 }
 
 extern "C" void nanospec_linear(const Linear* args) {
-    run(args->threads, 1, [&](Team& team) {
+    const Weight& w = args->weight;
+    const std::unique_ptr<Group[]> groups(new Group[w.bits < 16 ? args->tokens * w.columns / GROUP : 0]);
+    run(args->threads, 2, [&](Team& team) {
         const FpuMode mode;
-        linear(team, args->weight, args->x, args->tokens, args->out);
+        linear(team, w, {args->x, groups.get()}, args->tokens, args->out);
     });
+}
+
+// out = rows `ids` of a quantized weight
+extern "C" void nanospec_rows(const Lookup* args) {
+    for (long t = 0; t < args->tokens; t++) dequantize_row(args->weight, args->ids[t], 1, args->out[t]);
 }

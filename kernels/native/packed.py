@@ -14,16 +14,20 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import struct
 from collections.abc import Sequence
 from threading import Lock
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..layer.quantized import GROUP, Quantized, as_integers
 from . import NativeArg, call
 
 WIDTH = 32  # rows per strip
+STRIPS = 64  # of a quantized weight, packed at once
 TILE = 16  # positions per tile
 PAGE_ELEMENTS = 2048  # bfloat16 elements in 4 KB; same as in decoder.cpp
 PIECE = 64 << 20  # bytes that an arena allocates at once
@@ -31,14 +35,25 @@ LINE = 64  # bytes per cache line
 
 
 class Packed(NamedTuple):
-    """A packed weight: data [ceil(N / 32), K / 2, 32, 2], shape (N, K)."""
+    """A packed weight of shape (N, K).
+
+    Attributes:
+        data: [ceil(N / 32), K / 2, 32, 2] bfloat16, or [ceil(N / 32), K / 32, bytes of a block] uint8.
+        bits: 16, 8 or 4.
+        has_minima: whether groups have a minimum.
+        factor: a power of two by which scales and minima are multiplied.
+    """
 
     data: Tensor
     shape: tuple[int, int]
+    bits: int = 16
+    has_minima: bool = False
+    factor: float = 1.0
 
     def words(self, bias: Tensor | None = None) -> tuple[NativeArg, ...]:
         """Return the fields of `Weight` in structs.h."""
-        return self.data, bias, *self.shape
+        strip = self.data[0].nbytes
+        return self.data, bias, *self.shape, self.bits, self.has_minima, double(self.factor), strip
 
 
 def pack(weight: Tensor) -> Packed:
@@ -51,6 +66,31 @@ def pack(weight: Tensor) -> Packed:
     return Packed(data, (N, K))
 
 
+def pack_quantized(weight: Quantized) -> Packed:
+    """Return `weight` [N, K] in strips of blocks: for 32 columns, the codes [2, 8, 16, 4] of 16 rows and four
+    columns each, float16 scales [32], and minima [32] if there are any. Four-bit codes of quads 0 to 3 share
+    bytes with those of quads 4 to 7. Scales are divided by `factor` so that float16 holds them precisely."""
+    weight = as_integers(weight)
+    weight = weight.regrouped(GROUP)
+    (N, K), has_minima = weight.shape, weight.minimum is not None
+    largest = max(float(t.abs().max()) for t in weight[1:3] if t is not None)
+    factor = 2.0 ** (math.frexp(largest)[1] - 15)
+    size = GROUP * WIDTH * weight.bits // 8
+    data = _arena.zeros((-(-N // WIDTH), K // GROUP, size + 2 * WIDTH * (1 + has_minima)), torch.uint8)
+    for first in range(0, len(data), STRIPS):
+        rows = weight.rows(slice(first * WIDTH, (first + STRIPS) * WIDTH))
+        missing, blocks = -len(rows.codes) % WIDTH, data[first : first + STRIPS]
+        quads = F.pad(rows.codes, (0, 0, 0, missing)).view(torch.int32)  # [32 S, K / 4]
+        quads = quads.view(-1, 2, 16, K // GROUP, 8).permute(0, 3, 1, 4, 2)  # [S, K / 32, 2, 8, 16]
+        if weight.bits == 4:
+            quads = quads[..., :4, :] | quads[..., 4:, :] << 4
+        blocks[..., :size] = quads.flatten(2).view(torch.uint8)
+        tables = torch.stack([t for t in rows[1:3] if t is not None])  # [1 or 2, 32 S, groups]
+        halves = F.pad(tables / factor, (0, 0, 0, missing)).half().view(len(tables), -1, WIDTH, K // GROUP)
+        blocks[..., size:] = halves.permute(1, 3, 0, 2).flatten(2).contiguous().view(torch.uint8)
+    return Packed(data, (N, K), weight.bits, has_minima, factor)
+
+
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     """Return x [T, K] @ weight.T + bias in bfloat16, accumulated in float32."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -58,6 +98,18 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     words = *weight.words(bias), *row_words(x), *row_words(out), len(x), torch.get_num_threads()
     call("nanospec_linear", *words)
     return out
+
+
+def rows(weight: Packed, ids: Tensor) -> Tensor:
+    """Return rows [T, K] in bfloat16 of a quantized weight."""
+    out = torch.empty(len(ids), weight.shape[1], dtype=torch.bfloat16)
+    call("nanospec_rows", *weight.words(), ids.long(), *row_words(out), len(ids))
+    return out
+
+
+def double(number: float) -> int:
+    """Return the bits of a float64 as an int."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
 def empty_rows(T: int, K: int) -> Tensor:

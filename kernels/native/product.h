@@ -4,8 +4,7 @@
 #include <algorithm>
 
 #include "amx.h"
-#include "structs.h"
-#include "threads.h"
+#include "quantized.h"
 
 // MULTIPLY[M] is `multiply` for M rows.
 template <class Matrix>
@@ -50,38 +49,66 @@ void in_parts(long count, long most, F f) {
     }
 }
 
+// A packed weight and rows of x in bfloat16, as a factor of `product`.
+struct Factors {
+    const Weight& w;
+    Rows x;
+    long pairs = w.columns / 2;
+
+    long most_rows() const { return ::most_rows<Strip>(pairs); }
+    // For few tokens, hardware prefetching alone is faster on AMD processors and with AMX.
+    bool prefetches(long tokens) const {
+        return tokens > (uses_amx<Strip>(pairs) ? MAX_AMX_ROWS / 2 : AMD ? MAX_REGISTER_ROWS / 3 : 0);
+    }
+    void multiply(long t, long m, long strip, const char* ahead, long bytes, Sums sums) const {
+        multiply_rows(m, x[t], x.stride, Strip{(const Words*)w.strip(strip), ahead, bytes / pairs}, pairs, sums);
+    }
+};
+
 // Computes x @ weight.T. done(t, m, row, sums) receives the sums of m tokens from t on and 32 rows of the weight from
 // `row` on; with PAIR, also those of the corresponding rows in the second half of the weight.
 //
 // A task is a strip and a chunk of tokens: enough tokens to amortize reading the strip, but few enough to stay in the
-// cache and to create tasks for all threads. Meanwhile, the next strip of this thread is prefetched. For few tokens,
-// hardware prefetching alone is faster on AMD processors and with AMX.
-template <bool PAIR = false, class Done>
-void product(Team& team, const Weight& w, Rows x, long tokens, Done done) {
-    const long strips = w.strips() / (1 + PAIR), pairs = w.columns / 2, bytes = pairs * 2 * sizeof(Words);
-    const long most = most_rows<Strip>(pairs), all = (tokens + most - 1) / most * strips;
+// cache and to create tasks for all threads. Meanwhile, the next strip of this thread is prefetched.
+template <bool PAIR, class Factors, class Done>
+void multiply_all(Team& team, const Factors& factors, long tokens, Done done) {
+    const Weight& w = factors.w;
+    const long strips = w.strips() / (1 + PAIR), most = factors.most_rows(), all = (tokens + most - 1) / most * strips;
     const long chunk = most * std::clamp(all / (4 * team.threads), 1L, 8L), chunks = (tokens + chunk - 1) / chunk;
-    const bool fetch = tokens > (uses_amx<Strip>(pairs) ? MAX_AMX_ROWS / 2 : AMD ? MAX_REGISTER_ROWS / 3 : 0);
+    const bool fetch = factors.prefetches(tokens);
     team.each(chunks * strips, [&](long task, long next) {
         const long s = task % strips, from = task / strips * chunk, count = std::min(chunk, tokens - from);
         const long after = next % strips, parts = (count + most - 1) / most;
         in_parts(count, most, [&](long first, long m, long part) {
-            alignas(64) float buffer[1 + PAIR][MAX_AMX_ROWS * WIDTH];
+            alignas(64) float buffer[1 + PAIR][MAX_PRODUCT_ROWS * WIDTH];
             Sums sums[1 + PAIR];
             for (int half = 0; half <= PAIR; half++) {
-                const char* ahead = (const char*)w.strip(after + half * strips) + bytes / parts * part;
-                const Strip strip{w.strip(s + half * strips), ahead, fetch ? bytes / pairs / parts : 0};
+                const char* ahead = w.strip(after + half * strips) + w.strip_bytes / parts * part;
                 sums[half] = {buffer[half], WIDTH};
-                multiply_rows(m, x[from + first], x.stride, strip, pairs, sums[half]);
+                factors.multiply(from + first, m, s + half * strips, ahead, fetch ? w.strip_bytes / parts : 0, sums[half]);
             }
             done(from + first, m, s * WIDTH, sums);
         });
     });
 }
 
+// Rows of x, and memory for their quantized form if the weight is quantized: columns / 32 groups per token.
+struct Operand {
+    Rows rows;
+    Group* groups;
+};
+
+template <bool PAIR = false, class Done>
+void product(Team& team, const Weight& w, const Operand& x, long tokens, Done done) {
+    if (w.bits == 16) return multiply_all<PAIR>(team, Factors{w, x.rows}, tokens, done);
+    const Groups groups{x.groups, tokens};
+    team.each(tokens, [&](long t, long) { quantize(x.rows[t], w, groups, t); });
+    multiply_all<PAIR>(team, QuantizedFactors{w, groups}, tokens, done);
+}
+
 // out = x @ weight.T + bias; with ADD, out += x @ weight.T + bias
 template <bool ADD = false>
-void linear(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
+void linear(Team& team, const Weight& w, const Operand& x, long tokens, Rows out) {
     product(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
         for (int half = 0; half < 2; half++, row += LANES) {
             const long n = std::min<long>(LANES, w.rows - row);
@@ -98,7 +125,7 @@ void linear(Team& team, const Weight& w, Rows x, long tokens, Rows out) {
 
 // out = silu(g) * u, or gelu(g) * u (tanh), for [g; u] = x @ weight.T + bias. Half of the weight's rows must be a
 // multiple of 32.
-inline void gated(Team& team, const Weight& w, bool gelu, Rows x, long tokens, Rows out) {
+inline void gated(Team& team, const Weight& w, bool gelu, const Operand& x, long tokens, Rows out) {
     const long inner = w.rows / 2;
     product<true>(team, w, x, tokens, [&](long t, long m, long row, const Sums* sums) {
         for (int half = 0; half < 2; half++, row += LANES)

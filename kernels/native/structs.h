@@ -4,13 +4,18 @@
 #include "arithmetic.h"
 #include "step.h"
 
-// A matrix [rows, columns], packed as [ceil(rows / 32)][columns / 2][32][2] and padded with zero rows.
+// A matrix [rows, columns], packed in strips of 32 rows and padded with zero rows: in bfloat16 as [columns / 2][32][2],
+// else as the blocks of `quantized.h`.
 struct Weight {
-    const bf16* data;
+    const char* data;
     const bf16* bias;  // [rows] or null
     long rows, columns;
+    long bits;          // 16, 8 or 4
+    long has_minima;    // whether groups have a minimum, else codes have an offset
+    double factor;      // of scales and minima
+    long strip_bytes;
 
-    const Words* strip(long i) const { return (const Words*)(data + i * columns * WIDTH); }
+    const char* strip(long i) const { return data + i * strip_bytes; }
     long strips() const { return (rows + WIDTH - 1) / WIDTH; }
 };
 
@@ -38,7 +43,7 @@ struct Model {
     double softcap;          // of the scores, 0: none
     double embedding_scale;
     long gelu;               // activation of the gate: gelu, or silu if 0
-    const bf16* embedding;   // [vocabulary, hidden]
+    Weight embedding;        // [vocabulary, hidden], not packed in bfloat16
     Norm norm;               // final norm
     const Layer* layers;
 };

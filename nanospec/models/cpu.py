@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Sequence
 
@@ -15,7 +14,16 @@ from ..kernels.launch import use_native, use_triton
 from ..kernels.layer.linear import NativeLinear
 from ..kernels.layer.residual import Norm
 from ..kernels.native import NativeArg, call, target, words
-from ..kernels.native.packed import WIDTH, cache_words, empty_rows, row_words, tiled_shape, zeros_on_demand
+from ..kernels.native.packed import (
+    WIDTH,
+    Packed,
+    cache_words,
+    double,
+    empty_rows,
+    row_words,
+    tiled_shape,
+    zeros_on_demand,
+)
 from .config import ModelConfig
 from .decoder import GetWeight, Layer, Model
 
@@ -39,8 +47,8 @@ class CompiledModel(Model):
         self._layers = words(*(word for layer in self.layers for word in self._layer_words(layer)))
         self._model = words(
             c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
-            *map(_double, (c.rms_norm_eps, scalar, c.attention_softcap or 0, self.embedding_scale)),
-            c.gate == "gelu", self.embedding, self._norm(self.norm), _address(self._layers),
+            *map(double, (c.rms_norm_eps, scalar, c.attention_softcap or 0, self.embedding_scale)),
+            c.gate == "gelu", *self._embedding().words(), self._norm(self.norm), _address(self._layers),
         )  # fmt: skip
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
@@ -75,6 +83,10 @@ class CompiledModel(Model):
             weights += linear.weight.words(linear.bias)
         return *map(self._norm, norms), *weights, layer.window, self.cos_sin[layer.rope]
 
+    def _embedding(self) -> Packed:
+        table = self.embedding
+        return Packed(table, table.shape) if isinstance(table, Tensor) else table.linear.weight
+
     def _norm(self, norm: Norm | None) -> Tensor | None:
         """Return the weight of a norm in float32, padded to whole vectors, for structs.h."""
         if norm is None:
@@ -98,11 +110,6 @@ def computed_by(model: Model) -> str:
     if isinstance(model, CompiledModel):
         return f"C++ ({target()})"
     return f"PyTorch, products in C++ ({target()})" if isinstance(model.lm_head, NativeLinear) else "PyTorch"
-
-
-def _double(number: float) -> int:
-    """Return the bits of a float64 as an int."""
-    return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
 def _address(buffer: array[int]) -> int:

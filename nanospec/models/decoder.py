@@ -29,8 +29,8 @@ from ..kernels.native.packed import zeros_on_demand
 from .config import ModelConfig, cos_sin_table
 
 GetWeight = Callable[[str], Any]
-"""Returns the tensor of a name in `ModelConfig.parameter_shapes` on the model's device: a Tensor in its dtype, or
-a matrix as `Quantized`."""
+"""Returns the tensor of a name in `ModelConfig.parameter_shapes` on the model's device: a Tensor in its
+dtype, or a `Quantized` matrix."""
 
 
 class Layer:

@@ -1,6 +1,6 @@
 """Checkpoint formats, one file each. `weights.py` opens a checkpoint and reads its tensors one by one.
 
-A format that stores some weights in few bits returns them as `Quantized`. The checkpoint is checked as a whole
+A format that stores weights in 8 or 4 bits returns them as `Quantized`. The checkpoint is checked as a whole
 before the first tensor is read; one error lists all mismatches.
 """
 
@@ -21,7 +21,7 @@ class Checkpoint(Protocol):
     """The tensors of a model folder."""
 
     def check(self, shapes: Shapes, is_ignored: Callable[[str], bool]) -> None:
-        """Raise ValueError unless it has all tensors with these shapes and, except ignored ones, no others."""
+        """Raise ValueError unless it has the tensors of `shapes` and, except ignored ones, no others."""
 
     def get(self, name: str) -> Tensor | Quantized:
         """Return a tensor on the CPU. Raises ValueError if its values are invalid, such as NaN scales."""
