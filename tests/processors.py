@@ -21,8 +21,9 @@ from nanospec.kernels import native
 PROCESSORS = {
     "AVX2": ("x86-64-v3", "avx2"),
     "AVX-512": ("x86-64-v4", "avx512vl"),
-    "avx512_bf16": ("x86-64-v4 -mavx512bf16 -msse4a", "avx512_bf16"),  # AMD's
-    "AMX": ("x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", "amx_bf16"),
+    "AVX-VNNI": ("x86-64-v3 -mavxvnni", "avx_vnni"),
+    "avx512_bf16": ("x86-64-v4 -mavx512bf16 -mavx512vnni -msse4a", "avx512_bf16"),  # AMD's
+    "AMX": ("x86-64-v4 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16", "amx_bf16"),
 }
 
 

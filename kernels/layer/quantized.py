@@ -11,13 +11,13 @@ float8 numbers with the offset 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 GROUP = 32  # columns per scale when a weight is quantized here; other groups must be multiples of it
-BITS = (4, 8)
+ROWS = 4096  # rows that are quantized at once
 
 
 class Quantized(NamedTuple):
@@ -85,9 +85,10 @@ class Quantized(NamedTuple):
         return weight.flatten(1).to(self.dtype)
 
 
-def concatenate(weights: Sequence[Tensor | Quantized]) -> Tensor | Quantized:
-    """Return the rows of all weights as one: quantized if all are, with the smallest group, the most bits,
-    and minima if any has them. No value changes, except that integers replace float8 if both occur."""
+def concatenate(weights: Sequence[Any]) -> Any:
+    """Return the rows of all weights (Tensor or Quantized) as one: quantized if all are, with the smallest
+    group, the most bits, and minima if any has them. No value changes, except that integers replace float8 if
+    both occur."""
     if len(weights) == 1:
         return weights[0]
     parts = [weight for weight in weights if isinstance(weight, Quantized)]
@@ -121,7 +122,9 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     """Return `weight` [N, K] with 8 bits (symmetric) or 4 bits (with minima), rounded to nearest in groups of
     `GROUP`. Raises ValueError unless GROUP divides K."""
     if weight.shape[1] % GROUP:
-        raise ValueError(f"a weight of {weight.shape[1]} columns cannot be quantized in groups of {GROUP}.")
+        raise ValueError(f"A weight of {weight.shape[1]} columns cannot be quantized in groups of {GROUP}.")
+    if len(weight) > ROWS:  # limits the memory for temporary tensors
+        return concatenate([quantize(part, bits) for part in weight.split(ROWS)])
     groups = weight.float().unflatten(1, (-1, GROUP))  # [N, groups, GROUP]
     if bits == 8:
         scale = groups.abs().amax(-1) / 127

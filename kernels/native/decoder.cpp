@@ -156,6 +156,8 @@ extern "C" const char* nanospec_target() {
     return "avx512_bf16";
 #elif defined __AVX512F__
     return "AVX-512";
+#elif defined __AVXVNNI__
+    return "AVX-VNNI";
 #elif defined __AVX2__
     return "AVX2";
 #else

@@ -21,7 +21,7 @@ from .decoder import Model
 from .families import read_config
 from .formats import open_checkpoint
 
-QUANTIZATIONS = {"int8": 8, "int4": 4}  # bits
+QUANTIZATIONS = {"int8": 8, "int4": 4}  # bits; the names are checked by `EngineConfig`
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # always 8 bits
 
 
@@ -86,18 +86,21 @@ def load_model(
 
     def get(name: str) -> Tensor | Quantized:
         whole, rows = places[name]
-        stored = checkpoint.get(whole)
-        if isinstance(stored, Quantized):
-            # Families only reorder the rows of matrices.
-            order = family.convert(name, torch.arange(len(stored.codes))[rows, None], config)[:, 0]
-            weight = stored.rows(order).to(device, dtype)
-            return weight if multiplies_quantized(device, dtype) else weight.dequantize()
-        stored = stored[rows] if part is None else part.take(name, stored[rows])
-        # Always copy: a view of the memory-mapped file would change if the file does.
-        weight = family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)
-        if quantization is None or weight.dim() == 1:
-            return weight
-        return quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
+        weight = checkpoint.get(whole)
+        if isinstance(weight, Quantized):
+            # Families only reorder the rows of a matrix.
+            order = family.convert(name, torch.arange(weight.shape[0])[rows, None], config)[:, 0]
+            weight = weight.rows(order).to(device, dtype)
+        else:
+            weight = weight[rows] if part is None else part.take(name, weight[rows])
+            # Always copy: a view of the memory-mapped file would change if the file does.
+            weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
+            if quantization is None or weight.dim() == 1:
+                return weight
+            weight = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
+        if part is not None:
+            raise ValueError("tensor_parallel_size must be 1 for quantized weights, which cannot be split.")
+        return weight if multiplies_quantized(device, dtype) else weight.dequantize()
 
     if part is None:
         return model_class(config, dtype, device)(config, dtype, device, get)

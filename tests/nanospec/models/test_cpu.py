@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nanospec.kernels import native
 from nanospec.kernels.launch import forced
+from nanospec.kernels.layer.quantized import Quantized, quantize
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.models.config import ModelConfig, Rope
 from nanospec.models.cpu import CompiledModel, computed_by, model_class
@@ -42,6 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "rows-4-kb-apart": {"hidden_size": 2048, "head_dim": 32, "num_layers": 1},
     **GEMMA,
     "group20-d256": {"num_heads": 20, "num_kv_heads": 1, "head_dim": 256, "num_layers": 1},
+    "int8-biases": {"head_dim": 64, "num_heads": 2, "hidden_size": 96, "qkv_bias": True},
+    "int4-gelu": {**GEMMA["gemma3"], "hidden_size": 96, "head_dim": 32},
 }  # fmt: skip
 TOLERANCE = 0.014  # PyTorch in bfloat16: up to 0.013
 
@@ -50,14 +53,20 @@ def config_of(name: str) -> ModelConfig:
     return tiny_config(**{"intermediate_size": 96, "max_position_embeddings": 1024, **MODELS[name]})
 
 
+def bits_of(config: ModelConfig) -> int:
+    return next((int(name[3]) for name in MODELS if name[:3] == "int" and config_of(name) == config), 16)
+
+
 def weights(config: ModelConfig) -> GetWeight:
     """Return random weights with gates far from zero, if they have biases."""
-    get = random_weights(config, BF16, "cpu", 0)
+    get, bits = random_weights(config, BF16, "cpu", 0), bits_of(config)
 
-    def changed(name: str) -> Tensor:
+    def changed(name: str) -> Any:
         tensor = get(name)
         if name.endswith("gate_proj.bias"):
             tensor[::3], tensor[1::3] = -200, 200
+        if bits < 16 and tensor.dim() == 2 and "embed" not in name:
+            return quantize(tensor, bits)
         return tensor
 
     return changed
@@ -97,8 +106,13 @@ def test_logits_are_close_to_float64(model: Model) -> None:
     ]
     runner, other = ModelRunner(model, 3, 640, 16), ModelRunner(model, 3, 640, 64)
     get = weights(model.config)
+
+    def get_exact(name: str) -> Tensor:
+        weight = get(name)
+        return (weight.dequantize() if isinstance(weight, Quantized) else weight).double()
+
     with forced("naive"):
-        exact = Model(model.config, torch.float64, "cpu", lambda name: get(name).double())
+        exact = Model(model.config, torch.float64, "cpu", get_exact)
     wanted = ModelRunner(exact, 3, 640)
     for step in steps:
         actual, same = runner.step(**step), other.step(**step)
@@ -107,7 +121,7 @@ def test_logits_are_close_to_float64(model: Model) -> None:
         for row, logits in expected.items():
             assert torch.equal(actual[row], same[row])
             error = (actual[row].double() - logits).norm() / logits.norm()
-            assert error < (0.03 if model.config.mlp_bias else TOLERANCE)
+            assert error < (0.03 if model.config.mlp_bias or bits_of(model.config) < 16 else TOLERANCE)
 
 
 @pytest.mark.usefixtures("other_library")
@@ -242,7 +256,9 @@ def test_supported_shapes() -> None:
 
 
 def test_computed_by(window_model: Model) -> None:
-    assert re.fullmatch(r"C\+\+ \((AMX|avx512_bf16|AVX-512|AVX2|no AVX)\)", computed_by(window_model))
+    assert re.fullmatch(
+        r"C\+\+ \((AMX|avx512_bf16|AVX-512|AVX-VNNI|AVX2|no AVX)\)", computed_by(window_model)
+    )
     assert computed_by(tiny_model()) == "PyTorch"  # in float32
     assert "products in C++ (" in computed_by(tiny_model(dtype=BF16, intermediate_size=90))
     with forced("triton"):
