@@ -23,7 +23,7 @@ PROCESSORS = {
     "AVX-512": ("x86-64-v4", "avx512vl"),
     "AVX-VNNI": ("x86-64-v3 -mavxvnni", "avx_vnni"),
     "avx512_bf16": ("x86-64-v4 -mavx512bf16 -mavx512vnni -msse4a", "avx512_bf16"),  # AMD's
-    "AMX": ("x86-64-v4 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16", "amx_bf16"),
+    "AMX": ("x86-64-v4 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8", "amx_bf16"),
 }
 
 

@@ -4,6 +4,7 @@
 // groups are scaled and added in ascending order in float. So the result of a row does not depend on other rows.
 
 #pragma once
+#include "amx.h"
 #include "structs.h"
 #include "threads.h"
 
@@ -50,8 +51,8 @@ struct Block {
 };
 
 // A group of a row of x. `sum` is, for a weight without minima, -offset * the sum of its codes; else, as a float, `scale`
-// times that sum.
-struct Group {
+// times that sum. (AMX loads codes faster at multiples of 16 bytes.)
+struct alignas(16) Group {
     int8_t codes[GROUP];
     float scale;
     int sum;
@@ -115,6 +116,13 @@ static inline RowInts dot(RowInts acc, const RowInts (&codes)[QUADS], const int8
     return acc;
 }
 
+// Adds the scaled products of a group to `sum`.
+template <bool MINIMUM>
+static inline void add(RowFloats* sum, RowInts products, RowFloats scale, RowFloats minimum, const Group& group) {
+    *sum += __builtin_convertvector(products, RowFloats) * (scale * group.scale);
+    if (MINIMUM) *sum += minimum * std::bit_cast<float>(group.sum);
+}
+
 // Computes the sums of m tokens of x from t on and a strip of w; prefetches `step` bytes from `ahead` on per group.
 template <int BITS, bool MINIMUM>
 static void multiply_groups(
@@ -125,7 +133,7 @@ static void multiply_groups(
         for (long i = 0; i < step; i += 64) __builtin_prefetch(ahead + i, 0, 2);
         for (long row = 0; row < WIDTH; row += VECTORS * ROW_LANES) {
             RowInts codes[VECTORS][QUADS];
-            RowFloats scales[VECTORS], minima[VECTORS];
+            RowFloats scales[VECTORS], minima[VECTORS] = {};
             for (int v = 0; v < VECTORS; v++) {
                 block.load(row + v * ROW_LANES, codes[v]);
                 scales[v] = block.scales(row + v * ROW_LANES);
@@ -134,15 +142,69 @@ static void multiply_groups(
             const Group* group = x.at(g, t);
             for (long i = 0; i < m; i++, group++)
                 for (int v = 0; v < VECTORS; v++) {
-                    const RowInts first = RowInts{} + (MINIMUM ? 0 : group->sum);
-                    RowFloats& sum = *(RowFloats*)(sums[i] + row + v * ROW_LANES);
-                    const RowInts products = dot(first, codes[v], group->codes, BITS);
-                    sum += __builtin_convertvector(products, RowFloats) * (scales[v] * group->scale);
-                    if (MINIMUM) sum += minima[v] * std::bit_cast<float>(group->sum);
+                    const RowInts products = dot(RowInts{} + (MINIMUM ? 0 : group->sum), codes[v], group->codes, BITS);
+                    add<MINIMUM>((RowFloats*)(sums[i] + row) + v, products, scales[v], minima[v], *group);
                 }
         }
     }
 }
+
+#ifdef __AMX_INT8__
+constexpr long MIN_TILE_ROWS = 8;  // for fewer, AMX is slower
+
+// `multiply_groups` with AMX. In an iteration, the matrix unit multiplies group g while the other units scale the
+// products of group g - 1 and unpack the codes of group g + 1.
+template <int BITS, bool MINIMUM>
+static void multiply_tiles(
+    const Groups& x, long t, long m, const char* strip, long groups, const char* ahead, long step, Sums sums) {
+    using Codes = Block<BITS, MINIMUM>;
+    alignas(64) RowInts codes[2][2][QUADS], products[2][2][MAX_PRODUCT_ROWS];  // [g % 2][rows of the weight / 16]
+    const auto unpack = [&](long g) {
+        for (long half = 0; half < 2; half++) Codes{strip + g * Codes::SIZE}.load(half * LANES, codes[g % 2][half]);
+    };
+    const long upper = std::min<long>(m, LANES), lower = m - upper;
+    shape.set(upper, lower, QUADS);
+    for (long i = 0; i < m; i++) memset(sums[i], 0, WIDTH * sizeof(float));
+    unpack(0);
+    for (long g = 0; g <= groups; g++, ahead += step) {
+        for (long i = 0; i < step; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+        asm volatile("" ::: "memory");  // GCC does not know that these instructions access memory
+        if (g < groups) {
+            const Group* group = x.at(g, t);
+            _tile_loadd(6, codes[g % 2][0], 64);
+            _tile_loadd(7, codes[g % 2][1], 64);
+            _tile_loadd(4, group, sizeof(Group));
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
+            _tile_stored(0, products[g % 2][0], 64);
+            _tile_stored(1, products[g % 2][1], 64);
+            if (lower) {
+                _tile_loadd(5, group + LANES, sizeof(Group));
+                _tile_zero(2);
+                _tile_zero(3);
+                _tile_dpbsud(2, 5, 6);
+                _tile_dpbsud(3, 5, 7);
+                _tile_stored(2, products[g % 2][0] + LANES, 64);
+                _tile_stored(3, products[g % 2][1] + LANES, 64);
+            }
+        }
+        asm volatile("" ::: "memory");
+        if (g + 1 < groups) unpack(g + 1);
+        if (!g) continue;
+        const Codes block{strip + (g - 1) * Codes::SIZE};
+        const RowFloats scales[] = {block.scales(0), block.scales(LANES)};
+        const RowFloats minima[] = {MINIMUM ? block.minima(0) : scales[0], MINIMUM ? block.minima(LANES) : scales[0]};
+        const Group* group = x.at(g - 1, t);
+        for (long i = 0; i < m; i++, group++)
+            for (int v = 0; v < 2; v++) {
+                const RowInts all = products[(g - 1) % 2][v][i] + (MINIMUM ? 0 : group->sum);
+                add<MINIMUM>((RowFloats*)sums[i] + v, all, scales[v], minima[v], *group);
+            }
+    }
+}
+#endif
 
 // A packed weight and quantized rows of x, as a factor of `product`.
 struct QuantizedFactors {
@@ -152,8 +214,13 @@ struct QuantizedFactors {
     static bool prefetches(long) { return true; }  // 1.4 times as fast for one row
     static long most_rows() { return MAX_PRODUCT_ROWS; }   // amortizes unpacking; the sums stay in the L1 cache
     void multiply(long t, long m, long strip, const char* ahead, long bytes, Sums sums) const {
-        const auto f = w.bits == 4 ? w.has_minima ? multiply_groups<4, true> : multiply_groups<4, false>
-                                   : w.has_minima ? multiply_groups<8, true> : multiply_groups<8, false>;
+        auto f = w.bits == 4 ? w.has_minima ? multiply_groups<4, true> : multiply_groups<4, false>
+                             : w.has_minima ? multiply_groups<8, true> : multiply_groups<8, false>;
+#ifdef __AMX_INT8__
+        if (m >= MIN_TILE_ROWS && has_amx())
+            f = w.bits == 4 ? w.has_minima ? multiply_tiles<4, true> : multiply_tiles<4, false>
+                            : w.has_minima ? multiply_tiles<8, true> : multiply_tiles<8, false>;
+#endif
         const long groups = w.columns / GROUP;
         f(x, t, m, w.strip(strip), groups, ahead, bytes / groups, sums);
     }
