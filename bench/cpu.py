@@ -2,7 +2,8 @@
 
     make peers
     python bench/cpu.py [--parts short sampled long] [--rounds 5] [--prompts 8] [--batch 1 4 16]
-                        [--peers vllm transformers llama.cpp] [--name cpu] [--out bench/results]
+                        [--peers vllm transformers llama.cpp] [--also MODEL[:int8|int4] ...]
+                        [--name cpu] [--out bench/results]
 
 Each system runs in two processes, one without speculation and one with n-gram lookup, on the same prompts.
 The systems alternate after each case, in an order that rotates every round; idle processes sleep. Ratios are
@@ -18,7 +19,8 @@ Requires an otherwise idle machine, and evaluation data that is not part of the 
 in it or next to it: `code_edits.jsonl` (lines with `instruction`, `input`, `output`), `spec_bench.jsonl`
 (Spec-Bench's `question.jsonl`) and, for `long`, `shakespeare.txt`. The environments are in `.peers`, or in
 the folder given by the environment variable PEERS. Transformers and llama.cpp run one request at a time and
-only `short`. `--peers` without a name measures nanospec alone.
+only `short`. `--peers` without a name measures nanospec alone. `--model` may be a GGUF file, which llama.cpp
+runs too; `--also` runs nanospec with the same model in other formats, `:int8` quantizing it while loading.
 """
 
 from __future__ import annotations
@@ -124,19 +126,28 @@ def python_of(system: str) -> Path:
     return python
 
 
+def kind_of(system: str) -> str:
+    """Return the program of a system, which for nanospec may be followed by a model."""
+    return system.partition(" ")[0]
+
+
 class System:
     """A process of a system with one speculation setting (`peers/worker.py`)."""
 
     def __init__(self, lane: Lane, work: Json) -> None:
-        self.name, python = lane[0], python_of(lane[0])
+        self.name = lane[0]
+        kind, _, model = self.name.partition(" ")
+        python, work = python_of(kind), {**work, "setting": lane[1]}
+        if model:
+            work["model"], _, work["quantization"] = model.partition(":")
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
-        (folder / "work.json").write_text(json.dumps({**work, "setting": lane[1]}))
+        (folder / "work.json").write_text(json.dumps(work))
         self._log = (folder / "log").open("w+")
         self._process = subprocess.Popen(
-            [str(python), str(Path(__file__).parent / "peers/worker.py"), lane[0], str(folder / "work.json")],
+            [str(python), str(Path(__file__).parent / "peers/worker.py"), kind, str(folder / "work.json")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=folder,
-            env={**os.environ, **environment(lane[0], python)},
+            env={**os.environ, **environment(kind, python)},
         )  # fmt: skip
         self.about = self._read()
 
@@ -166,19 +177,19 @@ class Race:
 
     def __init__(self, part: str, cases: list[Json], systems: Sequence[str], work: Json) -> None:
         self.cases, self.work = cases, work
-        self.systems = [s for s in systems if s in ("nanospec", "vllm") or part == "short"]
+        self.systems = [s for s in systems if kind_of(s) in ("nanospec", "vllm") or part == "short"]
         self.running: dict[Lane, System] = {}
         self.about: dict[str, Json] = {}
         self.tried: dict[str, dict[str, float]] = {}  # by system and case: tokens per second by setting
         self.best: dict[tuple[str, str], Any] = {}  # by system and case: the fastest setting
 
     def takes_part(self, system: str, case: Json) -> bool:
-        return case["batch"] == 1 or system in ("nanospec", "vllm")
+        return case["batch"] == 1 or kind_of(system) in ("nanospec", "vllm")
 
     def choose(self) -> None:
         """Find the fastest speculation setting of every system for every case."""
         for system in self.systems:
-            settings = SPEC_SETTINGS[system]
+            settings = SPEC_SETTINGS[kind_of(system)]
             cases = [case for case in self.cases if self.takes_part(system, case)]
             for setting in settings:
                 for case in cases if len(settings) > 1 else ():
@@ -268,7 +279,8 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=["short"])
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--gguf", help="model file for llama.cpp (default: the original 4-bit weights)")
+    parser.add_argument("--gguf", help="model file for llama.cpp (default: --model, or the original 4 bits)")
+    parser.add_argument("--also", nargs="*", default=[], metavar="MODEL[:int8|int4]")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=8, help="minimum number of short prompts per case")
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -276,16 +288,17 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=FOLDERS, default=["vllm"])
     parser.add_argument("--name", default="cpu")
     args = parser.parse_args()
-    systems = ["nanospec", *args.peers]
-    for system in systems:
+    systems = ["nanospec", *args.peers, *(f"nanospec {model}" for model in args.also)]
+    for system in args.peers:
         python_of(system)  # fail before the measurement starts
     folder = resolve_model(args.model).resolve()
     tokenizer, file = Tokenizer(folder), args.out / f"{args.name}.json"
     result: Json = json.loads(file.read_text()) if file.is_file() else {}
+    gguf = args.gguf or (str(Path(args.model).resolve()) if args.model.endswith(".gguf") else None)
     for part in args.parts:
         cases = make_cases(part, tokenizer, args)
         longest = max(len(prompt) + case["max_tokens"] for case in cases for prompt in case["prompts"])
-        work = {"model": str(folder), "gguf": args.gguf, "max_num_seqs": max(case["batch"] for case in cases)}
+        work = {"model": str(folder), "gguf": gguf, "max_num_seqs": max(case["batch"] for case in cases)}
         race = Race(part, cases, systems, {**work, "max_model_len": -(-(longest + 32) // 512) * 512})
         race.choose()
         rounds = [race.round(i) for i in range(args.rounds)]

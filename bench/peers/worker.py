@@ -7,8 +7,9 @@ Each line on standard input is a case as JSON: `name`, `prompts` (lists of token
 `outputs`, `peak_mb`. A case first runs with few tokens, so that compilation and measurements at first use are
 not timed.
 
-WORK.json has the settings of the `start` functions: `model`, `gguf`, `setting` (one of `SPEC_SETTINGS`),
-`max_num_seqs`, `max_model_len`. Uses only the standard library until a `start` function imports its system.
+WORK.json has the settings of the `start` functions: `model`, `quantization`, `gguf`, `setting` (one of
+`SPEC_SETTINGS`), `max_num_seqs`, `max_model_len`. Uses only the standard library until a `start` function
+imports its system.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def start_nanospec(work: Json) -> Generate:
     llm = LLM(
         work["model"], spec=spec, dtype="bfloat16", device="cpu", max_model_len=work["max_model_len"],
         max_num_seqs=work["max_num_seqs"], enable_prefix_caching=False,
+        quantization=work.get("quantization") or None,
     )  # fmt: skip
     return lambda prompts, case: [
         output.token_ids for output in llm.generate(prompts, sampling(SamplingParams, prompts, case))

@@ -85,7 +85,11 @@ class CompiledModel(Model):
 
     def _embedding(self) -> Packed:
         table = self.embedding
-        return Packed(table, table.shape) if isinstance(table, Tensor) else table.linear.weight
+        return (
+            Packed(table, (table.shape[0], table.shape[1]))
+            if isinstance(table, Tensor)
+            else table.linear.weight
+        )
 
     def _norm(self, norm: Norm | None) -> Tensor | None:
         """Return the weight of a norm in float32, padded to whole vectors, for structs.h."""

@@ -112,7 +112,7 @@ class Model:
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
         is_tied = config.tie_word_embeddings
         self.lm_head = make_linear(table if is_tied else tensor("lm_head.weight"))
-        self.embedding: Tensor | QuantizedEmbedding = table
+        self.embedding: Any = table  # Tensor, or QuantizedEmbedding
         if isinstance(table, Quantized):
             self.embedding = QuantizedEmbedding(self.lm_head if is_tied else make_linear(table))
         elif is_tied and self.lm_head.unpacked_weight is None:

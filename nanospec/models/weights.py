@@ -17,7 +17,7 @@ from ..kernels.layer.quantized import Quantized, quantize
 from ..text import read_json, shown
 from .config import DTYPES, ModelConfig
 from .cpu import model_class
-from .decoder import Model
+from .decoder import GetWeight, Model
 from .families import read_config
 from .formats import open_checkpoint
 
@@ -75,14 +75,31 @@ def load_model(
     Raises FileNotFoundError if a file is missing, ValueError if one is corrupt, the config is not supported,
     or tensors do not fit it."""
     folder = Path(path)
-    family, config = read_config(folder)
-    dtype = dtype if isinstance(dtype, torch.dtype) else resolve_dtype(dtype, config, device)
-    if max_len is not None and max_len < config.max_position_embeddings:
-        config = replace(config, max_position_embeddings=max_len)
+    config = read_config(folder)[1]
+    if isinstance(dtype, str):
+        dtype = resolve_dtype(dtype, config, device)
+    longest = config.max_position_embeddings
+    config = replace(config, max_position_embeddings=min(max_len or longest, longest))
+    part = None if split is None else split(config)
+    get = open_weights(folder, config, part, device, dtype, quantization)
+    if part is None:
+        return model_class(config, dtype, device)(config, dtype, device, get)
+    return part.joined(Model(part.config, dtype, device, get))
+
+
+def open_weights(
+    folder: Path,
+    config: ModelConfig,
+    part: Split | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    quantization: str | None,
+) -> GetWeight:
+    """Check the checkpoint in `folder` and return a function that reads a weight; see `load_model`."""
+    family = read_config(folder)[0]
     places = family.places(config)
     checkpoint = open_checkpoint(folder, read_json(folder / "config.json"))
     checkpoint.check(family.stored_shapes(config), lambda name: family.is_ignored(name, config))
-    part = None if split is None else split(config)
 
     def get(name: str) -> Tensor | Quantized:
         whole, rows = places[name]
@@ -102,6 +119,4 @@ def load_model(
             raise ValueError("tensor_parallel_size must be 1 for quantized weights, which cannot be split.")
         return weight if multiplies_quantized(device, dtype) else weight.dequantize()
 
-    if part is None:
-        return model_class(config, dtype, device)(config, dtype, device, get)
-    return part.joined(Model(part.config, dtype, device, get))
+    return get

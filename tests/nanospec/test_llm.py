@@ -247,9 +247,11 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
     (NAIVE, {"temperature": 0, "logprobs": 1}),
     ("1, 2, 3, 1, 2, 3, 1,", {"top_p": 0.9, "top_k": 50, "seed": 5, "repetition_penalty": 1.1}),
 ]
-CASES = [  # a method, with "-tree" for trees
+CASES = [  # the dtype, or the quantization with bfloat16; a method, with "-tree" for trees
     ("float32", "ngram-tree"),
     ("bfloat16", "ngram+medusa"),
+    ("int8", "ngram-tree"),
+    ("int4", "ngram+medusa"),
     pytest.param("bfloat16", "draft", marks=pytest.mark.long),
     pytest.param("bfloat16", "medusa-tree", marks=pytest.mark.long),
 ]
@@ -261,9 +263,11 @@ def test_smollm2_output_is_unchanged(smollm2: Path, dtype: str, setup: str) -> N
     """Compare a batch with chunked prompts to each prompt alone, without speculation.
 
     On a CPU, a row's result is independent of other rows and of its chunks in bfloat16, too."""
-    if dtype == "bfloat16" and not fast_in_bfloat16():
+    if dtype != "float32" and not fast_in_bfloat16():
         pytest.skip("this CPU is slow in bfloat16")
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": 256, "max_num_seqs": 4}
+    if dtype.startswith("int"):
+        options |= {"dtype": "bfloat16", "quantization": dtype}
     prompts = [prompt for prompt, _ in JOBS]
     params = [SamplingParams(max_tokens=8, **fields) for _, fields in JOBS]
     plain = LLM(smollm2, spec=SpecConfig("none"), **options)

@@ -130,7 +130,7 @@ class Shard:
         first, group = self.group.rank * self.num_tokens, self.group
         for layer in model.layers:
             layer.o, layer.down = RowParallelLinear(layer.o, group), RowParallelLinear(layer.down, group)
-        model.embedding = VocabParallelEmbedding(model.embedding, group, first)  # type: ignore
+        model.embedding = VocabParallelEmbedding(model.embedding, group, first)
         model.lm_head = ParallelLMHead(model.lm_head, group, self.vocab_size)
         model.num_devices = group.size
         return model

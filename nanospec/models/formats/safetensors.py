@@ -28,7 +28,7 @@ class SafetensorsCheckpoint:
         check_fit(used, shapes, f"The weights in {self.folder} do not fit its config.json")
 
     def get(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)  # type: ignore[no-any-return]
+        return self._files[name].get_tensor(name)
 
 
 def open_files(folder: Path) -> dict[str, Any]:
