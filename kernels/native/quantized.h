@@ -149,18 +149,18 @@ static void multiply_groups(
     }
 }
 
-#ifdef __AMX_INT8__
 constexpr long MIN_TILE_ROWS = 8;  // for fewer, AMX is slower
 
+#ifdef __AMX_INT8__
 // `multiply_groups` with AMX. In an iteration, the matrix unit multiplies group g while the other units scale the
 // products of group g - 1 and unpack the codes of group g + 1.
 template <int BITS, bool MINIMUM>
 static void multiply_tiles(
     const Groups& x, long t, long m, const char* strip, long groups, const char* ahead, long step, Sums sums) {
-    using Codes = Block<BITS, MINIMUM>;
     alignas(64) RowInts codes[2][2][QUADS], products[2][2][MAX_PRODUCT_ROWS];  // [g % 2][rows of the weight / 16]
-    const auto unpack = [&](long g) {
-        for (long half = 0; half < 2; half++) Codes{strip + g * Codes::SIZE}.load(half * LANES, codes[g % 2][half]);
+    const auto block_of = [&](long g) { return Block<BITS, MINIMUM>{strip + g * Block<BITS, MINIMUM>::SIZE}; };
+    const auto unpack = [&](long g) {  // codes of 8 bits are tiles already
+        for (long half = 0; BITS == 4 && half < 2; half++) block_of(g).load(half * LANES, codes[g % 2][half]);
     };
     const long upper = std::min<long>(m, LANES), lower = m - upper;
     shape.set(upper, lower, QUADS);
@@ -171,8 +171,9 @@ static void multiply_tiles(
         asm volatile("" ::: "memory");  // GCC does not know that these instructions access memory
         if (g < groups) {
             const Group* group = x.at(g, t);
-            _tile_loadd(6, codes[g % 2][0], 64);
-            _tile_loadd(7, codes[g % 2][1], 64);
+            const char* tiles = BITS == 4 ? (const char*)codes[g % 2] : block_of(g).data;
+            _tile_loadd(6, tiles, 64);
+            _tile_loadd(7, tiles + QUADS * 64, 64);
             _tile_loadd(4, group, sizeof(Group));
             _tile_zero(0);
             _tile_zero(1);
@@ -193,7 +194,7 @@ static void multiply_tiles(
         asm volatile("" ::: "memory");
         if (g + 1 < groups) unpack(g + 1);
         if (!g) continue;
-        const Codes block{strip + (g - 1) * Codes::SIZE};
+        const auto block = block_of(g - 1);
         const RowFloats scales[] = {block.scales(0), block.scales(LANES)};
         const RowFloats minima[] = {MINIMUM ? block.minima(0) : scales[0], MINIMUM ? block.minima(LANES) : scales[0]};
         const Group* group = x.at(g - 1, t);
@@ -204,47 +205,48 @@ static void multiply_tiles(
             }
     }
 }
+#else
+template <int BITS, bool MINIMUM>
+static void multiply_tiles(const Groups&, long, long, const char*, long, const char*, long, Sums) {}
 #endif
 
-// A packed weight and quantized rows of x, as a factor of `product`.
+// Calls f<BITS, MINIMUM>() for the format of a weight.
+template <class F>
+static void with_format(const Weight& w, F f) {
+    if (w.bits == 4) w.has_minima ? f.template operator()<4, true>() : f.template operator()<4, false>();
+    else w.has_minima ? f.template operator()<8, true>() : f.template operator()<8, false>();
+}
+
+// A packed weight and quantized rows of x, as factors of `product`.
 struct QuantizedFactors {
     const Weight& w;
     Groups x;
 
-    static bool prefetches(long) { return true; }  // 1.4 times as fast for one row
-    static long most_rows() { return MAX_PRODUCT_ROWS; }   // amortizes unpacking; the sums stay in the L1 cache
+    static bool prefetches(long) { return true; }         // 1.4 times as fast for one row
+    static long most_rows() { return MAX_PRODUCT_ROWS; }  // amortizes unpacking; the sums stay in the L1 cache
     void multiply(long t, long m, long strip, const char* ahead, long bytes, Sums sums) const {
-        auto f = w.bits == 4 ? w.has_minima ? multiply_groups<4, true> : multiply_groups<4, false>
-                             : w.has_minima ? multiply_groups<8, true> : multiply_groups<8, false>;
-#ifdef __AMX_INT8__
-        if (m >= MIN_TILE_ROWS && has_amx())
-            f = w.bits == 4 ? w.has_minima ? multiply_tiles<4, true> : multiply_tiles<4, false>
-                            : w.has_minima ? multiply_tiles<8, true> : multiply_tiles<8, false>;
-#endif
         const long groups = w.columns / GROUP;
-        f(x, t, m, w.strip(strip), groups, ahead, bytes / groups, sums);
+        with_format(w, [&]<int BITS, bool MINIMUM>() {
+            const auto f = m >= MIN_TILE_ROWS && has_amx() ? multiply_tiles<BITS, MINIMUM> : multiply_groups<BITS, MINIMUM>;
+            f(x, t, m, w.strip(strip), groups, ahead, bytes / groups, sums);
+        });
     }
 };
 
 // Dequantizes row `id` of a packed weight, times `scale`.
-template <int BITS, bool MINIMUM>
-static void dequantize_row(const Weight& w, long id, float scale, bf16* out) {
-    const long row = id % WIDTH / ROW_LANES * ROW_LANES, lane = id % ROW_LANES, groups = w.columns / GROUP;
-    const float unit = w.factor * 0x1p112;
-    for (long g = 0; g < groups; g++, out += GROUP) {
-        const Block<BITS, MINIMUM> block{w.strip(id / WIDTH) + g * Block<BITS, MINIMUM>::SIZE};
-        RowInts codes[QUADS];
-        block.load(row, codes);
-        const float by = block.scales(row)[lane] * unit, least = MINIMUM ? block.minima(row)[lane] * unit : 0;
-        for (int i = 0; i < GROUP; i++) {
-            const int code = codes[i / 4][lane] >> i % 4 * 8 & 0xFF, offset = MINIMUM ? 0 : 1 << (BITS - 1);
-            out[i] = to_bf16(((code - offset) * by + least) * scale);
-        }
-    }
-}
-
 static inline void dequantize_row(const Weight& w, long id, float scale, bf16* out) {
-    const auto f = w.bits == 4 ? w.has_minima ? dequantize_row<4, true> : dequantize_row<4, false>
-                               : w.has_minima ? dequantize_row<8, true> : dequantize_row<8, false>;
-    f(w, id, scale, out);
+    const long row = id % WIDTH / ROW_LANES * ROW_LANES, lane = id % ROW_LANES;
+    const float unit = w.factor * 0x1p112;
+    with_format(w, [&]<int BITS, bool MINIMUM>() {
+        for (long g = 0; g < w.columns / GROUP; g++) {
+            const Block<BITS, MINIMUM> block{w.strip(id / WIDTH) + g * Block<BITS, MINIMUM>::SIZE};
+            RowInts codes[QUADS];
+            block.load(row, codes);
+            const float by = block.scales(row)[lane] * unit, least = MINIMUM ? block.minima(row)[lane] * unit : 0;
+            for (int i = 0; i < GROUP; i++) {
+                const int code = codes[i / 4][lane] >> i % 4 * 8 & 0xFF, offset = MINIMUM ? 0 : 1 << (BITS - 1);
+                out[g * GROUP + i] = to_bf16(((code - offset) * by + least) * scale);
+            }
+        }
+    });
 }
