@@ -74,8 +74,7 @@ def load_model(
     limits the context length; `dtype` may be a name, see `resolve_dtype`; `quantization` is "int8" or "int4".
     Raises FileNotFoundError if a file is missing, ValueError if one is corrupt, the config is not supported,
     or tensors do not fit it."""
-    folder = Path(path)
-    family, config = read_config(folder)
+    family, config = read_config(folder := Path(path))
     dtype = dtype if isinstance(dtype, torch.dtype) else resolve_dtype(dtype, config, device)
     if max_len is not None and max_len < config.max_position_embeddings:
         config = replace(config, max_position_embeddings=max_len)
@@ -87,14 +86,15 @@ def load_model(
     def get(name: str) -> Tensor | Quantized:
         whole, rows = places[name]
         stored = checkpoint.get(whole)
-        if isinstance(stored, Quantized):
+        if isinstance(stored, Quantized) and part is None:  # a part of columns could begin within a group
             # Families only reorder the rows of matrices.
             order = family.convert(name, torch.arange(len(stored.codes))[rows, None], config)[:, 0]
-            weight = stored.rows(order).to(device, dtype)
-            return weight if multiplies_quantized(device, dtype) else weight.dequantize()
+            quantized = stored.rows(order).to(device, dtype)
+            return quantized if multiplies_quantized(device, dtype) else quantized.dequantize()
+        stored = stored.to("cpu", dtype).dequantize() if isinstance(stored, Quantized) else stored
         stored = stored[rows] if part is None else part.take(name, stored[rows])
-        # Always copy: a view of the memory-mapped file would change if the file does.
-        weight = family.convert(name, stored.to(device=device, dtype=dtype, copy=True), config)
+        stored = stored.to(device=device, dtype=dtype, copy=True)  # a view of a mapped file could change
+        weight = family.convert(name, stored, config)
         if quantization is None or weight.dim() == 1:
             return weight
         return quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
