@@ -87,9 +87,9 @@ def load_model(
         whole, rows = places[name]
         stored = checkpoint.get(whole)
         if isinstance(stored, Quantized) and part is None:  # a part of columns could begin within a group
-            # Families only reorder the rows of matrices.
-            order = family.convert(name, torch.arange(len(stored.codes))[rows, None], config)[:, 0]
-            quantized = stored.rows(order).to(device, dtype)
+            index = torch.arange(len(stored.codes))[rows, None]
+            order = family.convert(name, index, config)  # families only reorder the rows of matrices
+            quantized = stored.rows(rows if order is index else order[:, 0]).to(device, dtype)
             return quantized if multiplies_quantized(device, dtype) else quantized.dequantize()
         stored = stored.to("cpu", dtype).dequantize() if isinstance(stored, Quantized) else stored
         stored = stored[rows] if part is None else part.take(name, stored[rows])
