@@ -31,22 +31,23 @@ def read(path: Path, tensor: StoredTensor, exact: bool = False) -> Tensor | Quan
         if tensor.type in FLOATS:
             raw = _take(file, math.prod(tensor.shape) * size)
             return raw.view(FLOATS[tensor.type]).view(tensor.shape)
-        codes = torch.empty(tensor.shape, dtype=torch.uint8)
-        scales, minima = [], []
-        for part in codes.split(max(1, CHUNK // codes.shape[1])):
-            raw = _take(file, part.numel() // elements * size).view(-1, size)
-            new, scale, minimum = decode(tensor.type, raw)
-            if not exact and scale.shape[1] * GROUP > elements:
-                new, scale = join_groups(new, scale)
-            part.copy_(new.view_as(part))
-            scales.append(scale.view(len(part), -1))
-            minima += [] if minimum is None else [minimum.view(len(part), -1)]
-    scale, minimum = torch.cat(scales), torch.cat(minima) if minima else None
-    total = scale.sum() + (0 if minimum is None else minimum.sum())  # NaN or infinite if one of them is
+        (N, K), group = tensor.shape, 16 if exact and tensor.type == "Q6_K" else GROUP
+        codes, (scale, minimum) = torch.empty(N, K, dtype=torch.uint8), torch.empty(2, N, K // group)
+        for first in range(0, N, step := max(1, CHUNK // K)):
+            rows = slice(first, first + step)
+            raw = _take(file, codes[rows].numel() // elements * size).view(-1, size)
+            new, new_scale, new_minimum = decode(tensor.type, raw)
+            if new_scale.shape[1] * group > elements:
+                new, new_scale = join_groups(new, new_scale)
+            codes[rows], scale[rows] = new.view(-1, K), new_scale.view(-1, K // group)
+            if new_minimum is not None:
+                minimum[rows] = new_minimum.view(-1, K // group)
+    minima = None if new_minimum is None else minimum
+    total = scale.sum() + (0 if minima is None else minima.sum())  # NaN or infinite if one of them is
     if not total.isfinite() or not scale.any():
         problem = f"the scales of tensor {tensor.name} are NaN, infinite or all 0"
         raise GGUFError(f"{problem}; download the file again.")
-    return Quantized(codes, scale, minimum, bits=4 if tensor.type.startswith("Q4") else 8)
+    return Quantized(codes, scale, minima, bits=4 if tensor.type.startswith("Q4") else 8)
 
 
 def _read_with_library(path: Path, tensor: StoredTensor) -> Tensor:
@@ -74,12 +75,12 @@ def join_groups(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Join pairs of groups of 16 codes with the offset 128, [B, elements], and scales [B, groups]. Pairs with
     equal scales keep their values. Others are rounded to 8 bits with the scale max|value| / 127, so the error
     is at most 1/254 of the largest value; rounding to Q6_K has an error of up to 1/64 of it."""
-    values = codes.float().view(len(codes), -1, 2, 16) - 128  # [B, groups / 2, 2, 16], in units of the scale
+    values = codes.float().view(len(codes), -1, 2, 16).sub_(128)  # [B, groups / 2, 2, 16], divided by scales
     pairs = scale.view(len(scale), -1, 2)
     largest = (values.abs().amax(-1) * pairs.abs()).amax(-1)
     new = torch.where(pairs[..., 0] == pairs[..., 1], pairs[..., 0], largest / 127)
     ratio = (pairs / new[..., None]).nan_to_num(0, 0, 0)  # 0 / 0 and x / 0 in groups of zeros
-    return (values * ratio[..., None]).round().add(128).to(torch.uint8).view_as(codes), new
+    return values.mul_(ratio[..., None]).round_().add_(128).to(torch.uint8).view_as(codes), new
 
 
 def _half(raw: Tensor, at: int) -> Tensor:
