@@ -48,7 +48,7 @@ class SpecConfig:
             followed them; "draft" runs a small model with the same vocabulary; "medusa" runs extra heads on
             the target's last hidden state. "ngram+draft" and "ngram+medusa" run the model only where the
             lookup finds no match. "none" disables speculation.
-        draft_model: model for "draft": a local folder, a name under `weights/`, or a Hugging Face Hub id.
+        draft_model: model for "draft": a local folder or GGUF file, a name under `weights/`, or a hub id.
         heads: weights file for "medusa". Defaults to the file in `weights/heads/` named after the target.
         tree_width: maximum number of branches drafted per request; 1 drafts a single chain. K limits the
             drafts of all branches together.

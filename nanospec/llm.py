@@ -31,7 +31,7 @@ class LLM:
     """An LLM for generating text from prompts.
 
     Args:
-        model: a local folder, a name under `weights/`, or a Hugging Face Hub id.
+        model: a local folder or GGUF file, a name under `weights/`, or a Hugging Face Hub id.
         spec: speculative decoding settings. Defaults to n-gram lookup with an automatic number of drafts.
         drafter: a `Drafter` to use instead of `spec.method`, or a list such as ["ngram", drafter], in which
             each drafter proposes for the rows left without drafts. A drafter serves one `LLM` at a time.

@@ -11,23 +11,35 @@ import numpy as np
 
 from tests.tiny import tiny_config
 
-HEADS, KV_HEADS, HEAD_DIM, LAYERS, INTERMEDIATE = 4, 2, 8, 2, 48
-HIDDEN = HEADS * HEAD_DIM
+HEADS, KV_HEADS, LAYERS, INTERMEDIATE = 4, 2, 2, 48
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>"]
 TOKENS = [*SPECIAL, *"abcdefgh0123", "Ġ", "ab", "[PAD]"]
 TYPES = [3, 3, 3, 4, *[1] * 14, 5]
 VOCAB = len(TOKENS)
-NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+OFFSETS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # of float16
 
 
-def tensors(architecture: str, tied: bool) -> dict[str, np.ndarray]:
+def tensors(architecture: str, tied: bool, hidden_size: int, head_dim: int) -> dict[str, np.ndarray]:
     """Return random weights of a tiny model by Hugging Face name."""
     rng = np.random.default_rng(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
-    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "num_layers": LAYERS}
-    config = tiny_config(**sizes, **heads, qkv_bias=architecture == "qwen2", tie_word_embeddings=tied)
-    shapes = config.parameter_shapes()
+    sizes = {"vocab_size": VOCAB, "hidden_size": hidden_size, "intermediate_size": INTERMEDIATE}
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": head_dim, "num_layers": LAYERS}
+    kind = {"qkv_bias": architecture == "qwen2", "qk_norm": architecture == "qwen3"}
+    shapes = tiny_config(**sizes, **heads, **kind, tie_word_embeddings=tied).parameter_shapes()
     return {name: rng.standard_normal(shape).astype(np.float32) * 0.3 for name, shape in shapes.items()}
+
+
+def quantize(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Return blocks of `values`, [N, bytes], or random ones if the library cannot quantize to `kind`."""
+    if kind.name not in OFFSETS:
+        return np.asarray(gguf.quants.quantize(values, kind))
+    rng, (elements, size) = np.random.default_rng(len(values)), gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (values.size // elements, size), dtype=np.uint8)
+    for at in OFFSETS[kind.name]:
+        raw[:, at : at + 2] = (rng.standard_normal((len(raw), 1)) * 1e-3).astype(np.float16).view(np.uint8)
+    if kind.name == "Q6_K":
+        raw[:, 193] = raw[:, 192]  # the first two groups have equal scales
+    return raw.reshape(len(values), -1)
 
 
 def stored_layout(name: str, values: np.ndarray) -> np.ndarray:
@@ -35,7 +47,7 @@ def stored_layout(name: str, values: np.ndarray) -> np.ndarray:
     num_heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
     if num_heads is None:
         return values
-    halves = values.reshape(num_heads, 2, HEAD_DIM // 2, *values.shape[1:])
+    halves = values.reshape(num_heads, 2, -1, *values.shape[1:])  # [H, 2, D / 2, ...]
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
@@ -45,16 +57,21 @@ def write_gguf(
     tied: bool = True,
     pre: str = "smollm",
     edit: Callable[[gguf.GGUFWriter], Any] = lambda writer: None,
-    quantized: bool = False,
+    kind: str = "F32",
 ) -> dict[str, np.ndarray]:
-    """Write a tiny model as a GGUF file and return its weights by Hugging Face name."""
+    """Write a tiny model as a GGUF file and return its weights by Hugging Face name. Matrices are stored as
+    `kind` if their rows are whole blocks."""
+    block, _ = gguf.GGML_QUANT_SIZES[stored := gguf.GGMLQuantizationType[kind]]
+    hidden_size, head_dim = max(32, block), 16 if architecture == "qwen3" else max(32, block) // HEADS
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
     writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
+    writer.add_embedding_length(hidden_size)
     writer.add_feed_forward_length(INTERMEDIATE)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
+    if head_dim * HEADS != hidden_size:
+        writer.add_key_length(head_dim)
     writer.add_rope_freq_base(5000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
@@ -66,15 +83,17 @@ def write_gguf(
     writer.add_eos_token_id(2)
     writer.add_chat_template("{{ messages[0]['content'] }}")
     edit(writer)
-    weights = tensors(architecture, tied)
+    weights = tensors(architecture, tied, hidden_size, head_dim)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], LAYERS)
     for name, values in weights.items():
-        stored = stored_layout(name, values) if architecture == "llama" else values
-        gguf_name = str(NAMES.get_name(name, try_suffixes=(".weight", ".bias")))
-        kind = gguf.GGMLQuantizationType.Q8_0
-        if quantized and values.ndim == 2 and values.shape[1] % 32 == 0:
-            writer.add_tensor(gguf_name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(gguf_name, stored)
+        raw_dtype = None
+        if kind != "F32" and values.ndim == 2 and values.shape[1] % block == 0:
+            raw_dtype, values = stored, quantize(values, stored)
+            weights[name] = gguf.quants.dequantize(values, stored)
+        if architecture == "llama":
+            values = stored_layout(name, values)
+        gguf_name = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
+        writer.add_tensor(gguf_name, values, raw_dtype=raw_dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,7 +12,7 @@ weight is packed, that is, reordered: in bfloat16 for the C++ of `native/packed.
 which is 3 times as fast as `F.linear` for a few fp32 rows.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -124,10 +124,14 @@ class TritonLinear(Linear):
         return new
 
 
-class QuantizedEmbedding(NamedTuple):
-    """The embedding of tokens with a quantized weight, which lm_head may share."""
+class QuantizedEmbedding:
+    """An embedding with a quantized weight, which lm_head may share."""
 
-    linear: Linear
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+
+    def __len__(self) -> int:
+        return int(self.linear.weight.shape[0])
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the rows [T, H] of ids [T]."""

@@ -25,7 +25,7 @@ class Quantized(NamedTuple):
 
     Attributes:
         codes: [N, K] uint8, or float8_e4m3fn with `bits` 8 and no minimum.
-        scale: [N, groups] float32, at least 0.
+        scale: [N, groups] float32; negative in some groups of GGUF files.
         minimum: [N, groups] float32, or None if codes are symmetric around the offset.
         bits: 4 or 8.
         dtype: of the activations that it is multiplied with.

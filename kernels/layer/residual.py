@@ -77,8 +77,13 @@ def embed(
 ) -> Residual:
     """Return the residual stream after the embedding of `ids` [T], each in 0 .. V - 1, times `scale`. `norm`:
     the first norm. `table`: [V, H], or a function that returns the rows [T, H] of ids."""
-    rows = F.embedding(ids, table) if isinstance(table, Tensor) else table(ids)
+    rows = look_up(ids, table)
     return residual_add((rows if scale == 1 else rows * scale)[None], None, norm)
+
+
+def look_up(ids: Tensor, table: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the rows [T, H] of a table [V, H], or of a function that returns them."""
+    return F.embedding(ids, table) if isinstance(table, Tensor) else table(ids)
 
 
 def residual_add(parts: Tensor, x: Tensor | None, next_norm: Norm, out_norm: Norm | None = None) -> Residual:

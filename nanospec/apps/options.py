@@ -145,6 +145,6 @@ def base_parser(full: bool, **options: Any) -> Parser:
     """Return a parser with --model and --help-all; `full` omits the hint at the latter."""
     parser = Parser(epilog="" if full else "Use --help-all to show every option.", **options)
     parser.add_argument("--help-all", action="help", help="show every option and exit")
-    model = "local folder, fetched model, or Hugging Face Hub id"
+    model = "local folder or GGUF file, fetched model, or Hugging Face Hub id"
     parser.add_argument("--model", default="smollm2-135m-instruct", help=model)
     return parser

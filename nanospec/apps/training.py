@@ -280,7 +280,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `nanospec train`. Raises ValueError or OSError with a one-sentence message."""
     text = "Train Medusa heads, which predict several of a model's next tokens at once."
     parser = Parser(prog=f"{program()} train", description=text)
-    parser.add_argument("--model", required=True, help="local folder, name or Hugging Face Hub id")
+    parser.add_argument("--model", required=True, help="local folder, GGUF file, name or hub id")
     parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="training data, JSON Lines")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: weights/heads/NAME.safetensors")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

@@ -2,6 +2,7 @@
 
 A name is looked up, in this order, as a path, in `./weights`, in $NANOSPEC_WEIGHTS, in `weights/` of a source
 checkout, in the user's cache ($XDG_CACHE_HOME/nanospec or ~/.cache/nanospec), and on the Hugging Face Hub.
+The path of a GGUF file gives a folder in the cache with a link to it.
 """
 
 from __future__ import annotations
@@ -50,21 +51,27 @@ def available_models() -> list[str]:
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """Return the folder of a model, given a path, a name in one of `weights_folders()`, or a hub id, which is
-    downloaded to the cache of the hub. Raises FileNotFoundError, or ValueError for other argument types."""
+    """Return the folder of a model, given the path of a folder or GGUF file, a name in `weights_folders()`,
+    or a hub id, which is downloaded to the cache of the hub. Raises FileNotFoundError, or ValueError for
+    other argument types and for GGUF files that are corrupt or not supported."""
     if not isinstance(name_or_path, str | Path) or len(str(name_or_path)) > MAX_NAME:
-        raise ValueError(f"model={shown(name_or_path)} must be a folder, or the name or hub id of a model.")
+        raise ValueError(f"model={shown(name_or_path)} must be a path, or the name or hub id of a model.")
     name, path = str(name_or_path), Path(name_or_path).expanduser()
     for folder in (path, *(parent / name for parent in weights_folders())):
         if name and os.path.isfile(folder / "config.json"):  # False, unlike Path's, if a name is too long
             return folder
     if os.path.isfile(path):
-        convert = f"convert it: {program()} convert FILE FOLDER"
-        hint = convert if path.suffix == ".gguf" else "use the folder that contains it"
-        raise FileNotFoundError(f"{name} is a file, but a model must be a folder; {hint}.")
+        if path.suffix == ".gguf":
+            from .formats.gguf import model_folder  # imports torch, which takes seconds
+
+            return model_folder(path)
+        hint = "a model must be a GGUF file or a folder; use the folder that contains it"
+        raise FileNotFoundError(f"{name} is a file, but {hint}.")
     if name and os.path.isdir(path):
         problem = f"the folder {shown(name)} is not a model, as it has no config.json"
-        raise FileNotFoundError(f"{problem}; a model has config.json, tokenizer.json and *.safetensors.")
+        needed = "a model has config.json, tokenizer.json and *.safetensors"
+        files = sorted(path.glob("*.gguf"))
+        raise FileNotFoundError(f"{problem}; {f'specify its file {files[0]}' if files else needed}.")
     why = f"it is not a folder, not a name in weights/ or {cache_folder()}, and not a hub id 'org/name'"
     if HUB_ID.fullmatch(name):
         try:

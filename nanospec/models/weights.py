@@ -104,19 +104,18 @@ def open_weights(
     def get(name: str) -> Tensor | Quantized:
         whole, rows = places[name]
         weight = checkpoint.get(whole)
-        if isinstance(weight, Quantized):
-            # Families only reorder the rows of a matrix.
-            order = family.convert(name, torch.arange(weight.shape[0])[rows, None], config)[:, 0]
-            weight = weight.rows(order).to(device, dtype)
-        else:
-            weight = weight[rows] if part is None else part.take(name, weight[rows])
-            # Always copy: a view of the memory-mapped file would change if the file does.
-            weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
-            if quantization is None or weight.dim() == 1:
-                return weight
-            weight = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
-        if part is not None:
-            raise ValueError("tensor_parallel_size must be 1 for quantized weights, which cannot be split.")
-        return weight if multiplies_quantized(device, dtype) else weight.dequantize()
+        if isinstance(weight, Quantized) and part is None:
+            index = torch.arange(len(weight.codes))[rows, None]
+            order = family.convert(name, index, config)  # families only reorder the rows of a matrix
+            weight = weight.rows(rows if order is index else order[:, 0]).to(device, dtype)
+            return weight if multiplies_quantized(device, dtype) else weight.dequantize()
+        if isinstance(weight, Quantized):  # a part of its columns could begin within a group
+            weight = weight.to("cpu", dtype).dequantize()
+        weight = weight[rows] if part is None else part.take(name, weight[rows])
+        # Always copy: a view of the memory-mapped file would change if the file does.
+        weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
+        if quantization is None or weight.dim() == 1 or not multiplies_quantized(device, dtype):
+            return weight
+        return quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
 
     return get

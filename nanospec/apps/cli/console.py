@@ -52,7 +52,7 @@ class Console:
 def announce(name: str, folder: Path) -> None:
     """Print the name and size of the model being loaded, if standard error is a terminal."""
     if sys.stderr.isatty():
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        size = sum(path.stat().st_size for path in [*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
         print(f"Loading {name} ({size / 1e9:.2f} GB) ...", file=sys.stderr)
 
 

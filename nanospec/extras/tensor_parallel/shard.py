@@ -18,13 +18,14 @@ heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.layer.linear import Linear
-from ...kernels.layer.residual import Norm, Residual, residual_add, total
+from ...kernels.layer.residual import Norm, Residual, look_up, residual_add, total
 from ...models.config import ModelConfig
 from ...models.decoder import Model
 from .group import Group
@@ -78,14 +79,14 @@ class ParallelLMHead(Linear):
 class VocabParallelEmbedding:
     """The vocabulary-parallel embedding [V, H]. Each rank has a `part`: the rows from `first` on."""
 
-    part: Tensor
+    part: Any
     group: Group
     first: int
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the embeddings [T, H] of ids [T]. Ranks that do not have a row contribute zeros."""
         mine = (ids >= self.first) & (ids < self.first + len(self.part))
-        rows = F.embedding(torch.where(mine, ids - self.first, 0), self.part)
+        rows = look_up(torch.where(mine, ids - self.first, 0), self.part)
         return self.group.all_gather(rows.masked_fill(~mine[:, None], 0)).sum(0)
 
 

@@ -6,6 +6,7 @@ before the first tensor is read; one error lists all mismatches.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,4 +32,9 @@ def open_checkpoint(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     """Open the checkpoint in `folder`, whose config.json is `raw`. Raises FileNotFoundError or ValueError."""
     from .safetensors import SafetensorsCheckpoint
 
+    gguf = folder / "model.gguf"
+    if os.path.lexists(gguf) and not any(folder.glob("*.safetensors")):
+        from .gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(gguf)
     return SafetensorsCheckpoint(folder)

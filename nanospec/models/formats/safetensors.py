@@ -3,7 +3,7 @@ than the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,9 @@ def weight_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} has {len(names)} safetensors files but neither {needed}.")
     elif not names:
         others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
-        hint = f" (found {listed(others)}; convert to safetensors first)" if others else ""
+        hint = (
+            f" (found {listed(others)}; convert them, or specify the path of a GGUF file)" if others else ""
+        )
         raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}; download the model again.")
     return [folder / name for name in sorted(names)]
 
@@ -78,10 +80,15 @@ def open_safetensors(file: Path) -> Any:
 
 
 def check_fit(
-    stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: str, optional: Sequence[str] = ()
+    stored: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    what: str,
+    optional: Sequence[str] = (),
+    known: Collection[str] = STORED,
 ) -> None:
     """Compare `stored`, slices of safetensors files by name, with the expected `shapes`, of which those in
-    `optional` may be missing. Raises ValueError with `what` and a list of all mismatches."""
+    `optional` may be missing, and the `known` dtypes. Raises ValueError with `what` and a list of all
+    mismatches."""
     both = shapes.keys() & stored.keys()
     sizes = {name: (list(stored[name].get_shape()), list(shapes[name])) for name in both}
     dtypes = {name: stored[name].get_dtype() for name in both}
@@ -89,7 +96,7 @@ def check_fit(
         "missing": shapes.keys() - stored.keys() - set(optional),
         "unexpected": stored.keys() - shapes.keys(),
         "of the wrong shape": [f"{n} {it} instead of {our}" for n, (it, our) in sizes.items() if it != our],
-        f"not stored as {', '.join(STORED)}": [f"{n} {it}" for n, it in dtypes.items() if it not in STORED],
+        f"not stored as {', '.join(known)}": [f"{n} {it}" for n, it in dtypes.items() if it not in known],
     }
     parts = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if parts:

@@ -71,16 +71,17 @@ def test_unknown_models_are_reported(folders: dict[str, Path], monkeypatch: pyte
     monkeypatch.setattr(models, "download", lambda name: (_ for _ in ()).throw(OSError("unreachable\nmore")))
     put(folders["named"], "mine")
     (folders["named"] / "empty").mkdir()
-    for file in ("m.gguf", "m.bin"):
+    (folders["named"] / "gguf").mkdir()
+    for file in ("gguf/m.gguf", "m.bin"):
         (folders["named"] / file).touch()
     for name, message in {
         "nothing": r"unknown model 'nothing': it is not a folder, .* Available models: mine\. Download one",
         "org/name": r"unknown model 'org/name': .* downloaded from the hub \(unreachable more\)\. Available",
         str(folders["named"] / "empty"): r"has no config\.json",
-        str(folders["named"] / "m.gguf"): r"is a file, .* convert it: nanospec convert FILE FOLDER",
+        str(folders["named"] / "gguf"): r"has no config\.json; specify its file .*named/gguf/m\.gguf\.$",
         str(folders["named"] / "m.bin"): r"is a file, .* use the folder that contains it",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             resolve_model(name)
-    with pytest.raises(ValueError, match="must be a folder, or the name or hub id of a model"):
+    with pytest.raises(ValueError, match="must be a path, or the name or hub id of a model"):
         resolve_model("x" * 1025)

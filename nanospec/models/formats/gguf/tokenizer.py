@@ -1,0 +1,81 @@
+"""Build the tokenizer that the metadata of a GGUF file describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from ....text import shown
+from .file import GGUFError, GGUFFile
+
+# Pre-tokenizers by the value of `tokenizer.ggml.pre`; they split text before byte-pair merging.
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
+    "smollm": pre_tokenizers.Digits(individual_digits=True),
+    "qwen2": pre_tokenizers.Split(tokenizers.Regex(rf"{WORDS}|\p{{N}}|{OTHERS}"), "isolated"),
+    "llama-bpe": pre_tokenizers.Split(tokenizers.Regex(rf"{WORDS}|\p{{N}}{{1,3}}|{OTHERS}"), "isolated"),
+}
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # `tokenizer.ggml.token_type`
+# A GGUF file names a single end token; as in llama.cpp, control tokens with these names also end a text.
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
+
+
+def token_id(file: GGUFFile, name: str) -> int | None:
+    """Return the id of the special token `name`, such as "bos"."""
+    return file.get(f"tokenizer.ggml.{name}_token_id")
+
+
+def vocabulary(file: GGUFFile) -> list[tuple[str, int]]:
+    """Return (token, type) for each id."""
+    tokens = file["tokenizer.ggml.tokens"]
+    types = file.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    return list(zip(tokens, types, strict=True))
+
+
+def end_ids(file: GGUFFile) -> list[int]:
+    """Return the ids of end-of-sequence tokens, starting with the one that the file declares."""
+    ids = {token: i for i, (token, kind) in enumerate(vocabulary(file)) if kind == CONTROL}
+    ends = [*(token_id(file, name) for name in ("eos", "eot", "eom")), *map(ids.get, END_TOKENS)]
+    return list(dict.fromkeys(i for i in ends if i is not None))
+
+
+def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
+    """Build the byte-level BPE tokenizer described by the metadata."""
+    kind, pre = file["tokenizer.ggml.model"], file.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+        raise GGUFError(
+            f"tokenizer {shown(kind)} with pre-tokenizer {shown(pre)} is not supported; available: 'gpt2' "
+            f"(byte-level BPE) with {', '.join(PRE_TOKENIZERS)}."
+        )
+    tokens = vocabulary(file)
+    vocab = {token: i for i, (token, kind) in enumerate(tokens) if kind != UNUSED}
+    merges = [tuple(merge.split(" ", 1)) for merge in file["tokenizer.ggml.merges"]]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([PRE_TOKENIZERS[pre], to_bytes])
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    bos_id = token_id(file, "bos")
+    if bos_id is not None and file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+        bos = tokens[bos_id][0]
+        begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+        tokenizer.post_processor = begins
+    # Added tokens are already in `vocab`, so they keep their ids.
+    for token, kind in tokens:
+        if kind in (CONTROL, USER_DEFINED):
+            tokenizer.add_tokens([tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)])
+    return tokenizer
+
+
+def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
+    """Return the content of `tokenizer_config.json`."""
+    tokens = file["tokenizer.ggml.tokens"]
+    special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {f"{name}_token": token_id(file, key) for name, key in special.items()}
+    named = {name: tokens[i] for name, i in ids.items() if i is not None}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {**config, "model_max_length": file.hparam("context_length"), **named}

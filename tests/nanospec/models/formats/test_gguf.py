@@ -1,0 +1,239 @@
+"""GGUF files are loaded and converted without loss, except for Q6_K; unsupported files are rejected."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from nanospec.kernels.layer.quantized import Quantized
+from nanospec.models import formats, resolve_model
+from nanospec.models.config import ModelConfig
+from nanospec.models.formats.gguf import GGUFCheckpoint, GGUFError, blocks, convert
+from nanospec.models.weights import load_model
+from tests.gguf_file import VOCAB, write_gguf
+from tests.tiny import ModelRunner
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
+def test_transformers_computes_same_logits(tmp_path: Path, architecture: str, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    weights = write_gguf(tmp_path / "m.gguf", architecture, tied)
+    convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
+    result = load_file(tmp_path / "m" / "model.safetensors")
+    assert result.keys() == weights.keys()
+    for name, values in weights.items():
+        assert np.array_equal(result[name].numpy(), values), name
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    files = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "m").glob("*.json")}
+    assert files["generation_config"] == {"bos_token_id": 1, "eos_token_id": [2, 0]}
+    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "model_max_length": 64}
+    assert files["tokenizer_config"].items() >= named.items()
+    given = {"tie_word_embeddings": tied, "rope_theta": 5000.0, "rms_norm_eps": 1e-5}
+    given |= {"head_dim": 16 if architecture == "qwen3" else 8}
+    given |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "eos_token_id": 2}
+    assert files["config"].items() >= given.items()
+    assert (tmp_path / "m" / "chat_template.jinja").read_text().startswith("{{ messages")
+    # The same model, built from the weights before llama.cpp's reordering.
+    expected = transformers.AutoModelForCausalLM.from_config(loaded.config)
+    state = {name: torch.from_numpy(values) for name, values in weights.items()}
+    assert expected.load_state_dict(state, strict=False).unexpected_keys == []
+    ids = torch.arange(VOCAB)[None]
+    torch.testing.assert_close(loaded(ids).logits, expected(ids).logits, rtol=0, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "nanospec" / "gguf"
+
+
+# bits and whether there are minima
+KINDS = {"Q4_0": (4, False), "Q4_1": (4, True), "Q5_0": (8, False), "Q5_1": (8, True), "Q8_0": (8, False)}
+KINDS |= {"Q4_K": (4, True), "Q5_K": (8, True), "Q6_K": (8, False)}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "F16", "BF16", "Q2_K", "Q3_K"])
+def test_decoded_values(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = write_gguf(tmp_path / "m.gguf", kind=kind)
+    if kind not in ("Q2_K", "Q3_K"):
+        monkeypatch.setitem(sys.modules, "gguf", None)  # not needed
+    convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
+    for name, tensor in load_file(tmp_path / "m" / "model.safetensors").items():
+        assert np.array_equal(tensor.numpy(), weights[name]), name
+    checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+    monkeypatch.setattr(blocks, "CHUNK", 5 * 256)  # several chunks, the last one smaller
+    for name, values in weights.items():
+        stored = checkpoint.get(name)
+        if kind not in KINDS or checkpoint.file.tensors[name].type == "F32":
+            assert isinstance(stored, Tensor)
+            assert np.array_equal(stored.float().numpy(), values)
+            continue
+        assert isinstance(stored, Quantized)
+        assert (stored.group, stored.bits, stored.minimum is not None) == (32, *KINDS[kind])
+        groups = torch.from_numpy(values).unflatten(1, (-1, 32))
+        error = stored.to("cpu", torch.float32).dequantize().view_as(groups) - groups
+        assert (
+            error.abs() <= groups.abs().amax(-1, keepdim=True) * (1.001 / 254 if kind == "Q6_K" else 0)
+        ).all()
+        assert not error[:, ::8].any()  # groups of Q6_K with equal scales
+
+
+def logits(folder: Path, split: Callable[[ModelConfig], Any] | None = None) -> Tensor:
+    model = load_model(folder, "float32", "cpu", split=split)
+    return ModelRunner(model, 1, 32).step({0: torch.arange(VOCAB)})[0]
+
+
+@pytest.mark.parametrize(("architecture", "kind"), [("llama", "Q4_K"), ("qwen2", "Q5_0"), ("qwen3", "Q4_1")])
+def test_logits_equal_those_of_converted_folder(tmp_path: Path, architecture: str, kind: str) -> None:
+    write_gguf(tmp_path / "m.gguf", architecture, kind=kind)
+    convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
+    expected, folder = logits(tmp_path / "m"), resolve_model(tmp_path / "m.gguf")
+    assert torch.equal(logits(folder), expected)
+    taken: dict[str, Tensor] = {}
+
+    def split(config: ModelConfig) -> Any:
+        """Return a shard that is the whole model."""
+        take = lambda name, tensor: taken.setdefault(name, tensor)  # noqa: E731
+        return SimpleNamespace(config=config, take=take, joined=lambda model: model)
+
+    assert torch.equal(logits(folder, split), expected)
+    assert taken.keys() >= {"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"}
+
+
+def test_folder_in_cache(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    folder = resolve_model(path)
+    assert (folder.parent.parent, folder.name) == (cache, "tiny")
+    monkeypatch.setattr(formats.gguf, "GGUFFile", Mock(side_effect=AssertionError))
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("tiny.gguf") == folder  # not written again
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent.parent))
+    (folder / "tokenizer.json").unlink()
+    assert resolve_model(path) == folder
+    assert (folder / "tokenizer.json").is_file()
+    assert os.listdir(folder.parent) == ["tiny"]
+    write_gguf(path, "qwen2")
+    replaced = resolve_model(path)
+    assert json.loads((replaced / "config.json").read_text())["model_type"] == "qwen2"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # cannot have a subfolder
+    temporary = resolve_model(path)
+    assert not temporary.is_relative_to(cache)
+    assert torch.equal(logits(temporary), logits(replaced))
+    path.unlink()
+    with pytest.raises(GGUFError, match=r"tiny.gguf: file not found"):
+        logits(replaced)
+
+
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe"])
+def test_tokenizers(tmp_path: Path, pre: str) -> None:
+    write_gguf(tmp_path / "m.gguf", pre=pre)
+    convert(tmp_path / "m.gguf", tmp_path / "m")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
+    encoded = tokenizer.encode("  ab0123<|im_end|><tool>a")
+    pieces = ["Ġ", "Ġ", "ab", "0", "1", "2", "3", "<|im_end|>", "<tool>", "a"]
+    assert encoded.tokens == (["<|im_start|>", *pieces] if pre == "llama-bpe" else pieces)
+    assert tokenizer.decode(encoded.ids) == "  ab0123<tool>a"  # a user-defined token is not special
+    assert tokenizer.get_vocab_size() == VOCAB - 1  # the unused token is left out
+    assert (tokenizer.normalizer is not None) == (pre == "qwen2")  # NFC
+    assert tokenizer.pre_tokenizer is not None
+    words = [text for text, _ in tokenizer.pre_tokenizer.pre_tokenize_str("a 0123")]
+    assert words == ["a", *(["Ġ", "012", "3"] if pre == "llama-bpe" else ["Ġ", "0", "1", "2", "3"])]
+
+
+UNSUPPORTED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "pre": (lambda w: w.add_tokenizer_pre("gpt-4o"), "'gpt-4o' is not supported"),
+    "tokenizer": (lambda w: w.add_tokenizer_model("llama"), "tokenizer 'llama' with"),
+    "rope-scaling": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "RoPE scaling 'yarn'"),
+    "experts": (lambda w: w.add_expert_count(8), "mixture-of-experts"),
+    "tensor": (lambda w: w.add_tensor("blk.0.ssm.weight", np.ones(4)), "'blk.0.ssm.weight' is not supported"),
+    "architecture": (lambda w: w.add_string("general.architecture", "mamba"), "'mamba' is not supported"),
+    "no-merges": (lambda w: w.kv_data[0].update({"tokenizer.ggml.merges": None}), "merges' is missing"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_file_is_rejected(tmp_path: Path, cache: Path, case: str) -> None:
+    edit, message = UNSUPPORTED[case]
+
+    def edit_again(writer: gguf.GGUFWriter) -> None:
+        """Let `edit` set a key again, which the writer would reject, or remove it."""
+        fields = writer.kv_data[0]
+        writer.kv_data[0] = {}
+        edit(writer)
+        merged = {**fields, **writer.kv_data[0]}
+        writer.kv_data[0] = {key: field for key, field in merged.items() if field}
+
+    write_gguf(tmp_path / "m.gguf", edit=edit_again)
+    with pytest.raises(GGUFError, match=message) as caught:
+        convert(tmp_path / "m.gguf", tmp_path / "m")
+    assert len(str(caught.value)) < 600
+    with pytest.raises(GGUFError, match=message):
+        resolve_model(tmp_path / "m.gguf")
+    assert not list(cache.glob("*/*"))
+
+
+def test_corrupt_file_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    with pytest.raises(GGUFError, match="file not found; specify the path of a GGUF file"):
+        convert(path, tmp_path / "m")
+    write_gguf(path)
+    data, key = path.read_bytes(), b"tokenizer.ggml.merges"
+    at = data.index(key) + len(key) + 8  # after the types of an array and of its elements
+    huge = data[:at] + (2**62).to_bytes(8, "little") + data[at + 8 :]  # the library would loop 2^62 times
+    for content in (b"", data[:100], data[:-1], huge):
+        path.write_bytes(content)
+        with pytest.raises(GGUFError, match=r"not a GGUF file, or corrupt; download it again"):
+            convert(path, tmp_path / "m")
+
+
+BROKEN: dict[str, tuple[int | None, Any, str]] = {
+    "nan-scale": (144, np.array([np.nan], np.float16), r"the scales of tensor blk.1.ffn_up.weight are NaN,"),
+    "infinite-minimum": (
+        2,
+        np.array([np.inf], np.float16),
+        r"the scales of tensor blk.1.ffn_up.weight are NaN,",
+    ),
+    "zeros": (
+        0,
+        np.zeros(48 * 144, np.uint8),
+        r"the scales of tensor blk.1.ffn_up.weight are NaN, infinite or",
+    ),
+    "type": (
+        None,
+        np.array([23], np.int32),
+        r"not stored as F32, .*: model.layers.1.mlp.up_proj.weight IQ4_XS",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_tensor_is_rejected(tmp_path: Path, case: str) -> None:
+    at, content, message = BROKEN[case]
+    write_gguf(tmp_path / "m.gguf", kind="Q4_K")
+    data, name = bytearray((tmp_path / "m.gguf").read_bytes()), b"blk.1.ffn_up.weight"
+    if at is None:
+        begin = data.index(name) + len(name) + 4 + 16  # after the shape
+    else:
+        begin = (
+            at + GGUFCheckpoint(tmp_path / "m.gguf").file.tensors["model.layers.1.mlp.up_proj.weight"].offset
+        )
+    data[begin : begin + content.nbytes] = content.tobytes()
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"m.gguf.*{message}"):
+        logits(resolve_model(tmp_path / "m.gguf"))
