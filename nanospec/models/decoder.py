@@ -92,8 +92,8 @@ class Model:
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight
     ) -> None:
-        """Load each weight once with `get`, in the order of the forward pass. Layers are packed one by one,
-        so at most one layer is in memory twice."""
+        """Load each weight once with `get`: first the vocabulary, which is the largest, then layer by layer, so
+        that little is in memory twice."""
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.weight_bytes = 0
 
@@ -107,16 +107,19 @@ class Model:
             for rope in set(config.ropes)
         }
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
-        table = tensor("model.embed_tokens.weight")
+        self.embedding, self.lm_head = self._load_vocabulary(tensor)
         self.layers = [Layer(config, i, tensor) for i in range(config.num_layers)]
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
-        is_tied = config.tie_word_embeddings
-        self.lm_head = make_linear(table if is_tied else tensor("lm_head.weight"))
-        self.embedding: Any = table  # Tensor, or QuantizedEmbedding
+
+    def _load_vocabulary(self, get: GetWeight) -> tuple[Any, Linear]:
+        """Return the embedding, a Tensor or a QuantizedEmbedding, and lm_head."""
+        table, is_tied = get("model.embed_tokens.weight"), self.config.tie_word_embeddings
+        lm_head = make_linear(table if is_tied else get("lm_head.weight"))
         if isinstance(table, Quantized):
-            self.embedding = QuantizedEmbedding(self.lm_head if is_tied else make_linear(table))
-        elif is_tied and self.lm_head.unpacked_weight is None:
-            self.weight_bytes += self.lm_head.num_bytes
+            return QuantizedEmbedding(lm_head if is_tied else make_linear(table)), lm_head
+        if is_tied and lm_head.unpacked_weight is None:
+            self.weight_bytes += lm_head.num_bytes
+        return table, lm_head
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm, and write its keys and values to

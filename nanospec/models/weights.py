@@ -114,8 +114,9 @@ def open_weights(
         weight = weight[rows] if part is None else part.take(name, weight[rows])
         # Always copy: a view of the memory-mapped file would change if the file does.
         weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
-        if quantization is None or weight.dim() == 1 or not multiplies_quantized(device, dtype):
+        if quantization is None or weight.dim() == 1:
             return weight
-        return quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
+        quantized = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
+        return quantized if multiplies_quantized(device, dtype) else quantized.dequantize()
 
     return get
