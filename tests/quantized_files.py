@@ -41,9 +41,8 @@ def save_quantized(folder: Path, variant: str, config: dict[str, Any], store: St
 
 def assert_loads(folder: Path, variant: str, config: dict[str, Any], store: Store) -> None:
     """Compare logits with those of the dequantized weights. Values agree up to rounding in float32."""
-    models = (load_model(path, torch.float32, "cpu") for path in (
-        save_quantized(folder, variant, config, store), folder / "plain"
-    ))  # fmt: skip
+    folders = save_quantized(folder, variant, config, store), folder / "plain"
+    models = (load_model(path, torch.float32, "cpu") for path in folders)
     actual, expected = (ModelRunner(model, 1, 32).step({0: torch.arange(20)})[0] for model in models)
     assert_close(actual, expected, 1e-5)
 
@@ -51,6 +50,5 @@ def assert_loads(folder: Path, variant: str, config: dict[str, Any], store: Stor
 def pack(codes: Tensor, bits: int, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """Return int32 with 32 / bits adjacent codes of a dimension each, from the lowest bits in an `order`."""
     values = codes.long().movedim(dim, -1).unflatten(-1, (-1, 32 // bits))
-    places = order[: 32 // bits]
-    words = torch.stack([values[..., i] << (bits * place) for place, i in enumerate(places)]).sum(0)
-    return words.to(torch.int32).movedim(-1, dim)
+    words = sum(values[..., order[place]] << (bits * place) for place in range(32 // bits))
+    return torch.as_tensor(words).to(torch.int32).movedim(-1, dim)

@@ -38,7 +38,5 @@ class Gptq:
             return columns._replace(dtype=torch.float32).dequantize()
 
         sizes = {"qweight": (k * bits // 32, n), "qzeros": (groups, -(-n * bits // 32)), "g_idx": (k,)}
-        parts = {
-            name: (size, ("I32",)) for name, size in sizes.items() if name != "g_idx" or name in module.stored
-        }
+        parts = {name: (sizes[name], ("I32",)) for name in sizes if name != "g_idx" or name in module.stored}
         return {**parts, "scales": ((groups, n), STORED)}, decode
