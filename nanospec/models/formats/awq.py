@@ -5,9 +5,10 @@
 https://arxiv.org/abs/2306.00978
 """
 
+import torch
 from torch import Tensor
 
-from .quantized import STORED, Config, Layout, Module, Quantized, make_quantized, option, parse_block, unpack
+from .quantized import STORED, Config, Layout, Module, Quantized, make_quantized, option, parse_block
 
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of columns 0 to 7 in an int32
 
@@ -23,9 +24,11 @@ class Awq:
         groups = module.grid(self._block)[1]
 
         def decode(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Quantized:
-            numbers = (unpack(packed, 4).unflatten(1, (-1, 8)) for packed in (qweight, qzeros))
-            codes, zero = (places[..., PLACES].flatten(1)[:, :n].T for places in numbers)
-            return make_quantized(codes.contiguous(), scales.T, self._block, zero, 4)
+            codes, zero = (  # [N, K], [N, groups]
+                torch.stack([(words >> 4 * place & 15).to(torch.uint8) for place in PLACES], 1).flatten(0, 1)
+                for words in (qweight.T.contiguous(), qzeros.T.contiguous())
+            )
+            return make_quantized(codes[:n], scales.T, self._block, zero[:n], 4)
 
         sizes = {"qweight": (k, -(-n // 8)), "qzeros": (groups, -(-n // 8))}
         parts = {name: (size, ("I32",)) for name, size in sizes.items()}
