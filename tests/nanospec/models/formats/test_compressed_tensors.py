@@ -29,7 +29,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # variant, format, target
     "fp8-one-scale-llama": ("llama", "float", {LINEAR: FP8 | {"strategy": "tensor"}}),
     "fp8-rows-phi3": ("phi3-window11", "float", {LINEAR: FP8 | {"strategy": "channel"}}),
     "fp8-blocks-qwen2": ("qwen2-tied", "float", {LINEAR: FP8 | BLOCKS}),
-    "several-targets": ("llama", "pack", {LINEAR: INT4, MLP: INT8, UP: INT4 | ASYMMETRIC}),
+    "fp8-group32-llama": ("llama", "float", {LINEAR: FP8 | {"strategy": "group", "group_size": 32}}),
+    "several-targets": ("llama", "pack", {LINEAR: INT4, MLP: INT8, UP: INT4 | ASYMMETRIC, "model": INT8}),
 }  # fmt: skip
 
 

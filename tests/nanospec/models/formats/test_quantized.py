@@ -88,7 +88,7 @@ FILES: list[
     tuple[dict[str, Any], str, Callable[[Tensor], Tensor], str]
 ] = [  # a tensor of UP, the change to it
     *((GPTQ, "scales", last(value), SCALE) for value in (NAN, float("inf"), -0.01, 0.0)),
-    (FP8, "weight", last(NAN), f"{UP}.weight in .* has a value that is NaN"),
+    (FP8, "weight", last(-NAN), f"{UP}.weight in .* has a value that is NaN"),
     (GPTQ, "g_idx", last(2), f"{UP}.weight in .* has a g_idx outside 0 to 1"),
     (GPTQ, "qweight", lambda it: it.long(), f"not stored as I32: {UP}.qweight I64"),
     (GPTQ, "qzeros", lambda it: it[:1], rf"wrong shape: {UP}.qzeros \[1, 12\] instead of \[2, 12\]"),
