@@ -92,8 +92,8 @@ class Model:
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight
     ) -> None:
-        """Load each weight once with `get`: first the vocabulary, which is the largest, then layer by layer, so
-        that little is in memory twice."""
+        """Load each weight once with `get`: first the vocabulary, which is the largest, then layer by layer,
+        so that little is in memory twice."""
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.weight_bytes = 0
 

@@ -2,8 +2,8 @@
 
 A `Family` that only defines `config` is complete if the names of its tensors are those of
 `ModelConfig.parameter_shapes`; `docs/extend-model.md` shows how to write one. Optional values have the
-defaults of their family. Features that the decoder does not support (a variant of RoPE, an activation,
-quantization) raise ValueError; none is approximated.
+defaults of their family. Features that the decoder does not support (a variant of RoPE, an activation) raise
+ValueError; none is approximated. `formats/` reads the `quantization_config`.
 """
 
 from __future__ import annotations
@@ -123,11 +123,6 @@ def read_config(folder: str | Path) -> tuple[Family, ModelConfig]:
 def build_config(raw: Raw, *, act: str = "silu", act_key: str = "hidden_act", **fields: Any) -> ModelConfig:
     """Return a config from the keys that all families share and `fields`, which take precedence. `act` is
     the only supported value of `raw[act_key]`, as named by transformers."""
-    if raw.get("quantization_config") is not None:
-        raise ValueError(
-            "Quantized checkpoints (with a quantization_config) are not supported; use one in float32, "
-            "bfloat16 or float16."
-        )
     if (given := raw.get(act_key) or act) != act:
         raise ValueError(f"{act_key}={shown(given)} is not supported; only {act!r} is.")
     hidden_size, num_heads = get_value(raw, "hidden_size", int), get_value(raw, "num_attention_heads", int)

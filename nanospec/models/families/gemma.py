@@ -74,7 +74,7 @@ class Gemma3WithImages(Gemma3):
         text = raw.get("text_config")
         if not isinstance(text, dict):
             raise ValueError("'text_config' is missing or not an object.")
-        shared = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if raw.get(key)}
+        shared = {key: raw[key] for key in ("dtype", "torch_dtype") if raw.get(key)}
         return super().config({**text, **shared})
 
     def stored_name(self, name: str) -> str:

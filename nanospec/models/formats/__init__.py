@@ -7,13 +7,16 @@ before the first tensor is read; one error lists all mismatches.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ...kernels.layer.quantized import Quantized
+from ...text import reason, shown
 
 Shapes = Mapping[str, tuple[int, ...]]  # by the names of a family's checkpoints
 
@@ -28,8 +31,13 @@ class Checkpoint(Protocol):
         """Return a tensor on the CPU. Raises ValueError if its values are invalid, such as NaN scales."""
 
 
+# Classes by `quant_method` in config.json, in files of the same name with "_"; imported on use.
+QUANTIZED = {"awq": "Awq", "compressed-tensors": "CompressedTensors", "fp8": "Fp8", "gptq": "Gptq"}
+
+
 def open_checkpoint(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     """Open the checkpoint in `folder`, whose config.json is `raw`. Raises FileNotFoundError or ValueError."""
+    from .quantized import QuantizedCheckpoint
     from .safetensors import SafetensorsCheckpoint
 
     gguf = folder / "model.gguf"
@@ -37,4 +45,17 @@ def open_checkpoint(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
         from .gguf import GGUFCheckpoint
 
         return GGUFCheckpoint(gguf)
-    return SafetensorsCheckpoint(folder)
+    config: Any = raw.get("quantization_config") or raw.get("compression_config")
+    if config is None and isinstance(text := raw.get("text_config"), dict):
+        config = text.get("quantization_config")
+    if not config:
+        return SafetensorsCheckpoint(folder)
+    try:
+        if (name := config.get("quant_method")) not in QUANTIZED:
+            raise ValueError(f"quant_method={shown(name)} is not supported; use {' or '.join(QUANTIZED)}.")
+        format = getattr(import_module(f".{name.replace('-', '_')}", __name__), QUANTIZED[name])(config)
+    except (ValueError, AttributeError, KeyError, TypeError, re.error) as error:  # JSON of other types
+        problem = f"quantization_config={shown(config)} is not valid ({reason(error)})."
+        problem = str(error) if isinstance(error, ValueError) else problem
+        raise ValueError(f"{folder / 'config.json'}: {problem}") from None
+    return QuantizedCheckpoint(folder, format.layout)

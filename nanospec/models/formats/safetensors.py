@@ -3,13 +3,14 @@ than the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...kernels.layer.quantized import Quantized
 from ...text import read_json, reason, shown
 from . import Shapes
 
@@ -27,7 +28,7 @@ class SafetensorsCheckpoint:
         used = {n: file.get_slice(n) for n, file in self._files.items() if not is_ignored(n)}
         check_fit(used, shapes, f"The weights in {self.folder} do not fit its config.json")
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str) -> Tensor | Quantized:
         return self._files[name].get_tensor(name)
 
 
@@ -84,20 +85,22 @@ def check_fit(
     shapes: Mapping[str, tuple[int, ...]],
     what: str,
     optional: Sequence[str] = (),
-    known: Collection[str] = STORED,
+    dtypes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Compare `stored`, slices of safetensors files by name, with the expected `shapes`, of which those in
-    `optional` may be missing, and the `known` dtypes. Raises ValueError with `what` and a list of all
-    mismatches."""
-    both = shapes.keys() & stored.keys()
-    sizes = {name: (list(stored[name].get_shape()), list(shapes[name])) for name in both}
-    dtypes = {name: stored[name].get_dtype() for name in both}
+    `optional` may be missing, and `dtypes` (default: `STORED`). Raises ValueError with `what` and a list of
+    all mismatches."""
     problems = {
-        "missing": shapes.keys() - stored.keys() - set(optional),
-        "unexpected": stored.keys() - shapes.keys(),
-        "of the wrong shape": [f"{n} {it} instead of {our}" for n, (it, our) in sizes.items() if it != our],
-        f"not stored as {', '.join(known)}": [f"{n} {it}" for n, it in dtypes.items() if it not in known],
+        "missing": list(shapes.keys() - stored.keys() - set(optional)),
+        "unexpected": list(stored.keys() - shapes.keys()),
+        "of the wrong shape": [],
     }
+    for name in shapes.keys() & stored.keys():
+        (shape, dtype), expected = (stored[name].get_shape(), stored[name].get_dtype()), list(shapes[name])
+        if shape != expected:
+            problems["of the wrong shape"].append(f"{name} {shape} instead of {expected}")
+        if dtype not in (allowed := (dtypes or {}).get(name, STORED)):
+            problems.setdefault(f"not stored as {', '.join(allowed)}", []).append(f"{name} {dtype}")
     parts = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if parts:
         raise ValueError(f"{what}: {'; '.join(parts)}.")

@@ -117,7 +117,6 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"head_dim": 15}, "head_dim=15 must be even"),
     ("Phi4Mini", {"head_dim": 15, "partial_rotary_factor": 0.4}, "head_dim=15 must be even"),
     ("Llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only 'silu'"),
-    ("Llama", {"quantization_config": {"bits": 4}}, "Quantized checkpoints .* not supported"),
     ("Llama", {"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn' must be one of float32"),
     ("Llama", {"rope_scaling": {"type": "yarn", "factor": 2}}, "RoPE type 'yarn' is not supported"),
     ("Llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor=1.0 must be below"),

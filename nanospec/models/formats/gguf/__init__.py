@@ -50,7 +50,8 @@ class GGUFCheckpoint:
 
     def check(self, shapes: Shapes, is_ignored: Callable[[str], bool]) -> None:
         used = {name: tensor for name, tensor in self.file.tensors.items() if not is_ignored(name)}
-        check_fit(used, shapes, f"The weights in {self.file.path} do not fit its metadata", known=BLOCKS)
+        what = f"The weights in {self.file.path} do not fit its metadata"
+        check_fit(used, shapes, what, dtypes=dict.fromkeys(shapes, tuple(BLOCKS)))
 
     def get(self, name: str, exact: bool = False) -> Tensor | Quantized:
         """With `exact`, see `blocks.read`."""
