@@ -1,8 +1,6 @@
 """A tiny checkpoint that spells the alphabet: "c" follows "ab", and EOS follows the last letter. One token is
 "!" with the first half of "é", the next one the other half."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

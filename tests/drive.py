@@ -1,7 +1,5 @@
 """Engines on tiny models and shared test helpers: drafters, random requests, comparisons."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple

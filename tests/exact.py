@@ -4,8 +4,6 @@ This file is independent of the engine: it reads `SamplingParams` and reimplemen
 numpy and float64. The model is a function: output so far -> logits.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

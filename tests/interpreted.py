@@ -1,7 +1,5 @@
 """Import this before triton to run kernels in Triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,8 +1,6 @@
 """Patch Triton's interpreter: cache types, accept scalar masks, run programs in random order, and detect
 out-of-bounds accesses."""
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator

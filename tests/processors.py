@@ -3,8 +3,6 @@
 Import the fixtures by name; `other_library` replaces the library that the package calls.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

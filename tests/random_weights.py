@@ -1,7 +1,5 @@
 """Random weights for tests and benchmarks, created on the device."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Run tensor-parallel ranks as threads. Rank 0 runs in the test's thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

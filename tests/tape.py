@@ -6,8 +6,6 @@ to the captured outputs. As in a real graph, values computed on the host are fro
 host is an error, and outputs are overwritten by the next replay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

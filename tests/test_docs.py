@@ -7,8 +7,6 @@ The python blocks of a document run in order as one program. Their output must m
 block, if any. A block that begins with `# needs the model` is skipped without it.
 """
 
-from __future__ import annotations
-
 import builtins
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Tables of measurements in the documents match the committed JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

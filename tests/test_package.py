@@ -1,7 +1,5 @@
 """The wheel contains everything the installed program needs, and only the top-level package `nanospec`."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """The simulation of `campaigns/simulate` finds planted defects and is reproducible; the engine passes it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -7,8 +7,6 @@
 * `ModelRunner`: runs a model without the engine, on a KV cache of random values with shuffled blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

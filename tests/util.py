@@ -1,7 +1,5 @@
 """Comparison of tensors for all tests."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ other copies from pageable memory, which `torch.cuda.set_sync_debug_mode` does n
 (from pinned memory), `to_host` (waits only for the step that is due), and replaying a captured step.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The diagrams of docs/reading.md match the source code."""
 
-from __future__ import annotations
-
 from bench import diagrams
 
 

@@ -3,8 +3,6 @@
 They are skipped together with tests/kernels, which enables Triton's interpreter for the whole process.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

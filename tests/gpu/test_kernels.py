@@ -3,8 +3,6 @@
 `bench/gpu.py kernels` compares all kernels with `naive` for the shapes of real models.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Tables, batches and logits for tests of sampling and speculation, here and in tests/gpu."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Compilation (`test_compile.py`) needs the real compiler and runs in a subprocess.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"

@@ -1,7 +1,5 @@
 """Linear layers with random weights, for the tests of `linear.py` here and in tests/gpu."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Compares the K/V of every position, not only tokens, in the interpreter with sum
 cores.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """threads.h: every task runs once despite slow threads and several callers, and idle threads help others."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Settings reject invalid values with a message that names the value and the limit."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ windows, more drafts than fit, sampling parameters at their limits.
 `EXTREMES=1000` sets the number of random engines; each has its number as seed and test id.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

@@ -4,8 +4,6 @@ Most tests run the checkpoint of `tests/alphabet.py`. Prompts contain the alphab
 accepted. The last tests run SmolLM2.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

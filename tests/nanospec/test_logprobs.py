@@ -1,7 +1,5 @@
 """Log-probabilities match transformers in float64, with and without speculation, in a mixed batch."""
 
-from __future__ import annotations
-
 import random
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counters add up, and ratios are defined before the first step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nanospec.outputs import Metrics, SpecStats

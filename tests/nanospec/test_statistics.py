@@ -5,8 +5,6 @@ The target and its noisy copy, the draft model, have 5 tokens. All requests have
 output tokens: few enough to count all outputs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence

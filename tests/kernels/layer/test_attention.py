@@ -1,7 +1,5 @@
 """Paged attention: results match `naive`, and are bitwise independent of everything but the text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Weights split among ranks, which run in one process here."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -2,8 +2,6 @@
 exact rows keep their targets.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

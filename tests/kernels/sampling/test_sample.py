@@ -1,7 +1,5 @@
 """The target's token at every position, compared with a per-row reference in float64."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

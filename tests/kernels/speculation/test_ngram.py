@@ -1,7 +1,5 @@
 """N-gram lookup: comparison with a plain Python reference."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Laying out steps: comparison with `naive`, and examples."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

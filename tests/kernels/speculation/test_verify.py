@@ -1,7 +1,5 @@
 """Verification: comparison with a plain loop over drafts that appends token by token."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Training Medusa heads: initialization, loss, learning, measurement, saving, and the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

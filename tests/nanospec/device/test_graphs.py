@@ -1,7 +1,5 @@
 """Captured steps: buckets, padding, uploads and timing."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from typing import Any

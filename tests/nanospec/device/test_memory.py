@@ -1,7 +1,5 @@
 """Unused memory is not resident; the memory of steps is estimated before they run, and captures share it."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

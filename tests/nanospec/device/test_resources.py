@@ -1,7 +1,5 @@
 """Choice of device, number of threads under quotas, and out-of-memory errors."""
 
-from __future__ import annotations
-
 import errno
 import math
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Captured Triton steps in a running engine: the host never waits for the device, in admissions or anywhere
 else, and no value of the host is frozen into a capture."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Automatic K in the running engine: it exploits repetition, drops failing drafts, and keeps outputs."""
 
-from __future__ import annotations
-
 import json
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """Every drafter leaves the output unchanged and proposes the expected drafts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The policy verifies drafts that save time, learns online, and costs little where drafts are rejected."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import accumulate, product

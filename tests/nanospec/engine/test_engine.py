@@ -4,8 +4,6 @@ The reference runs every request alone, without drafts, prefix cache, chunked pr
 arrivals, aborts and faults are simulated in `campaigns/simulate`, with a mock model.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

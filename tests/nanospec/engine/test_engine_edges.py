@@ -4,8 +4,6 @@ Most tests run `cycle_model`, whose output is known: t + 1 follows t. Prompts co
 step accepts all its drafts, and every limit and stop lies inside an accepted run.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

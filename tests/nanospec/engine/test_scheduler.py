@@ -1,7 +1,5 @@
 """The scheduler and its block pool, without a model. `campaigns/simulate` checks the contents of blocks."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

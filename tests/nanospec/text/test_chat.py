@@ -1,7 +1,5 @@
 """Chat templates: where they are found, their features, and their errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arbitrary values passed to settings and `LLM` give a correct result or a short one-line error."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import fields

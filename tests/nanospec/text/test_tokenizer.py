@@ -1,8 +1,6 @@
 """Tokenizer: encoding, decoding, special tokens, missing and broken files. Incremental detokenization: pieces
 join to the text, hold complete characters, and take bounded time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

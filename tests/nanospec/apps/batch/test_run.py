@@ -1,7 +1,5 @@
 """Batch files: parsing of lines, existing and torn results, and errors found before a model is loaded."""
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import io

@@ -1,7 +1,5 @@
 """Interactive chat: conversation history, commands, terminal input and colors."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import sys

@@ -1,7 +1,5 @@
 """The modes of the command line: prompt, chat, batch, demo and explain, with `--json` and `--trace`."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

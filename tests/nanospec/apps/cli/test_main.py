@@ -1,7 +1,5 @@
 """The options of the command line, and its errors and exit statuses; `test_process.py` runs a process."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import subprocess

@@ -1,7 +1,5 @@
 """Choice of the replica for a request."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

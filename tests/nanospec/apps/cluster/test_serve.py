@@ -1,7 +1,5 @@
 """The server as a Ray Serve application, end to end (`make test-ray`)."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

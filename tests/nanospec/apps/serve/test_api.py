@@ -1,7 +1,5 @@
 """The HTTP API, through OpenAI's client and with plain requests."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

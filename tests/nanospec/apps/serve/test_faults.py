@@ -1,8 +1,6 @@
 """Misbehaving clients and failures inside the server: afterwards no row or block is leaked and the next
 request is answered. `Served.gate` stops the engine, so that no test depends on its speed."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """The engine's thread: metrics add up, and every job ends with a result or an error."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading

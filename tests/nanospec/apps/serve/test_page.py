@@ -1,7 +1,5 @@
 """The server's page in a browser: rendering of responses, and buttons."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

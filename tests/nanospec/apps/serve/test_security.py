@@ -1,7 +1,5 @@
 """API keys, host checks, prefix-cache isolation between clients, page policy, and secrets in logs."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Structured outputs follow their grammar and do not depend on speculation."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Communication between ranks over gloo. Ranks are threads here, since groups are not tied to processes."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Failures that end a job, and their messages."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """The part of a model on each rank."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model split among ranks generates the output of the whole model, with every drafter."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Traces record the steps that ran, and tracing does not change the output."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A trace as data and as a file: text is escaped, and only trace files are overwritten."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
