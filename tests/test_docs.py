@@ -66,7 +66,7 @@ def file_is_missing(text: str, near: Path) -> bool:
         return not any(ROOT.glob(name)) and name not in files()
     if FILE.fullmatch(text.rsplit("/", 1)[-1]):  # relative to another folder
         return not (near.parent / text).exists() and not any(
-            f"/{known}".endswith(f"/{text}") for known in files()
+            f"/{name}".endswith(f"/{text}") for name in files()
         )
     return False
 

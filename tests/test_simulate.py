@@ -111,9 +111,7 @@ def test_shrunk_scenario_fails_in_the_same_place() -> None:
     assert smaller.threads == 0
 
 
-def test_flaky_failure_is_reported_and_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flaky_failure_is_reported_and_saved(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert report_failure(5, "engine", "AssertionError: once\n") == 1
     message = capsys.readouterr().err

@@ -31,9 +31,7 @@ def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    def create_dot(
-        self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
-    ) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         left, right = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
         out = d.data.copy()
         for k in range(left.shape[1]):

@@ -60,10 +60,7 @@ void several_callers() {
     for (auto& caller : callers) caller.join();
 }
 
-int main() {
-    every_task_runs_once();
-    several_callers();
-}
+int main() { every_task_runs_once(), several_callers(); }
 """
 
 

@@ -152,9 +152,8 @@ def engine_for(models: Models, name: str, **options: Any) -> Engine:
     elif method:
         spec["method"] = method
     min_n = 3 if method and (custom or "+" in method) else 1
-    return make_engine(
-        models.model, k, min_n=min_n, spec=spec, **given, max_num_seqs=256, max_model_len=32, **options
-    )
+    options |= {"max_num_seqs": 256, "max_model_len": 32}
+    return make_engine(models.model, k, min_n=min_n, spec=spec, **given, **options)
 
 
 class Drawn(NamedTuple):

@@ -186,10 +186,8 @@ def test_naive_avoids_small_products(monkeypatch: pytest.MonkeyPatch, softcap: f
     texts, parts = requests([(7, 1)], (2, 1, 16))
     batch, q = texts.batch(parts, padded=False)
     given = q.bfloat16(), texts.cache.nan_to_num().bfloat16(), AttentionMetadata(batch), 0.25, softcap
-    multiply, add = (
-        mock.patch.object(torch, name, wraps=getattr(torch, name)) for name in ("bmm", "baddbmm")
-    )
-    with multiply as bmm, add as baddbmm:
+    product, add = (mock.patch.object(torch, name, wraps=getattr(torch, name)) for name in ("bmm", "baddbmm"))
+    with product as bmm, add as baddbmm:
         one = attention.naive(*given)
     calls = [call.args for call in (*bmm.call_args_list, *baddbmm.call_args_list)]
     assert len(calls) == 2

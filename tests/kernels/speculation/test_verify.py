@@ -85,16 +85,14 @@ def random_table(rng: random.Random) -> Table:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @settings(max_examples=70)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 1 << 30), st.booleans(), st.booleans()
 )
 @example([64, 0, 63, 1], 3, False, True)
 @example([64, 0, 63, 1], 3, True, True)
-def test_matches_reference(
-    implementation: str, q_len: list[int], seed: int, tree: bool, uniform: bool
-) -> None:
+def test_matches_reference(name: str, q_len: list[int], seed: int, tree: bool, uniform: bool) -> None:
     """Random tokens are from a small set, so that drafts are accepted."""
     rng = random.Random(seed)
     batch = make_batch(q_len, uniform=uniform, tree=tree)
@@ -113,7 +111,7 @@ def test_matches_reference(
     B, k = len(q_len), batch.max_q_len - 1 + rng.choice([0, 0, 3])
     columns = (B, k), (B,), (B, k), (B,), (B,)
     proposal = Proposal(*(torch.randint(99, shape, dtype=torch.int32) for shape in columns))
-    verdict = IMPLEMENTATIONS[implementation](targets, batch, table, proposal)
+    verdict = IMPLEMENTATIONS[name](targets, batch, table, proposal)
     assert all(part.dtype == torch.int32 for part in verdict)
     assert verdict.path.shape == emitted(verdict).shape == (B, batch.max_q_len)
     reports = report.decode(verdict.report.tolist())
@@ -133,5 +131,5 @@ def test_matches_reference(
         drafted, accepted = max(n - 1, 0), max(len(path) - 1, 0)
         row_report = RowReport(run[:kept], drafted, accepted, by, match_len, code, source[:kept])
         assert reports[b] == row_report
-    for name, actual in table._asdict().items():
-        assert not isinstance(actual, Tensor) or torch.equal(actual, getattr(expected, name)), name
+    for column, actual in table._asdict().items():
+        assert not isinstance(actual, Tensor) or torch.equal(actual, getattr(expected, column)), column

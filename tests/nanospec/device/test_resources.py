@@ -15,15 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanospec import SamplingParams
 from nanospec.config import EngineConfig
 from nanospec.device import resources
-from nanospec.device.resources import (
-    OutOfMemory,
-    cpu_quota,
-    explain_oom,
-    is_oom,
-    oom_remedy,
-    resolve_device,
-    use_threads,
-)
+from nanospec.device.resources import cpu_quota, explain_oom, is_oom, resolve_device, use_threads
 from nanospec.kernels import launch
 from tests.drive import Job, K, make_engine, run
 from tests.tiny import tiny_model
@@ -144,10 +136,12 @@ def test_out_of_memory_errors_are_explained() -> None:
         assert caught.value is other
     explained = r"^Ran out of memory for rows \('first'\); lower it\.$"
     with (
-        pytest.raises(OutOfMemory, match=explained),
+        pytest.raises(resources.OutOfMemory, match=explained),
         explain_oom("a step", "wait"),  # explained once
         explain_oom("rows", "lower it"),
     ):
         raise python
     config = EngineConfig(max_num_batched_tokens=64, max_num_seqs=2, kv_cache_memory=None, max_model_len=9)
-    assert oom_remedy(config) == "lower max_num_batched_tokens=64, max_num_seqs=2 or max_model_len=9"
+    assert (
+        resources.oom_remedy(config) == "lower max_num_batched_tokens=64, max_num_seqs=2 or max_model_len=9"
+    )

@@ -150,9 +150,7 @@ def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_draft_model_computes_prompts_cached_without_it(
-    model: Model, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_model_computes_prompts_cached_without_it(model: Model, mode: str, monkeypatch: Any) -> None:
     """The draft model computes prompts in chunks, also in blocks it filled for an earlier request."""
     options = {"num_blocks": 8, "max_num_batched_tokens": 16, **MODES[mode]}
     engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options)

@@ -162,10 +162,8 @@ def test_every_plan_is_valid_for_random_requests(**limits: int) -> None:
     for _ in range(40):
         event = rng.random() if host.requests else 0.0
         if event < 0.3:
-            prompt, salt = (
-                rng.choices((0, 1), k=rng.randint(1, host.window - 1)),
-                rng.choice((b"", b"", b"x")),
-            )
+            prompt = rng.choices((0, 1), k=rng.randint(1, host.window - 1))
+            salt = rng.choice((b"", b"", b"x"))
             for _ in range(rng.randint(1, 2)):
                 host.add(prompt, rng.randint(1, 30), salt)
         elif event < 0.9:

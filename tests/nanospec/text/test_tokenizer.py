@@ -107,10 +107,8 @@ def test_ids_and_chat_match_transformers(name: str) -> None:
     options: dict[str, Any] = {"tools": tools} if "qwen" in name else {}
     chat = [{"role": role, "content": "é"} for role in ("user", "assistant", "user")]
     for prompt in (True, False):
-        expected = reference.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=prompt, **options
-        )
-        assert tokenizer.apply_chat_template(chat, prompt, **options) == expected
+        wanted = reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **options)
+        assert tokenizer.apply_chat_template(chat, prompt, **options) == wanted
     assert tokenizer.eos_token_ids[0] == reference.eos_token_id
     assert tokenizer.vocab_size == len(reference)
 

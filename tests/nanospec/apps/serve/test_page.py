@@ -59,10 +59,8 @@ def show(browser: Any) -> Iterator[Open]:
             given = answers[len(requests)]
             requests.append(route.request.post_data_json)
             if isinstance(given, tuple):
-                status, message = given
-                route.fulfill(
-                    status=status, json={"error": {"message": message}}, headers={"retry-after": "3"}
-                )
+                status, text = given
+                route.fulfill(status=status, json={"error": {"message": text}}, headers={"retry-after": "3"})
             else:
                 parts = [f"data: {json.dumps(chunk)}\n\n" for chunk in given if chunk is not None]
                 last = "" if given[-1] is None else "data: [DONE]\n\n"
