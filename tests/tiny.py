@@ -127,12 +127,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def checkpoint(
-    folder: Path,
-    variant: str,
-    dtype: torch.dtype = torch.float32,
-    max_shard_size: str = "1GB",
+    folder: Path, variant: str, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB",
     **changes: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write the random checkpoint `variant`, with `changes` to its config, to `folder` and return it."""
     import transformers
 

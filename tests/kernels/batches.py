@@ -46,13 +46,9 @@ def make_table(V: int, num_rows: int = S, block_size: int = 16, **columns: Any) 
 
 
 def make_batch(
-    q_len: Sequence[int],
-    base_len: Sequence[int] | None = None,
-    uniform: bool = True,
-    tree: bool = False,
-    parents: Sequence[int] | None = None,
-    **tensors: Tensor,
-) -> Batch:
+    q_len: Sequence[int], base_len: Sequence[int] | None = None, uniform: bool = True, tree: bool = False,
+    parents: Sequence[int] | None = None, **tensors: Tensor,
+) -> Batch:  # fmt: skip
     """Return a batch of chains, random trees or trees with the given `parents` (by flat index), without
     blocks. Batch row b belongs to request row b, and all tokens are 0, unless `tensors` override them."""
     B, widest = len(q_len), max([1, *q_len])

@@ -77,13 +77,10 @@ class Texts:
             q[start : start + n] = self.q[r, j]
             slots[start : start + n] = self.block_table[r, j // block_size] * block_size + j % block_size
         batch = replace(
-            batch,
-            rows=torch.where(batch.q_len > 0, ints(*requests), -1),
-            slots=slots,
-            block_table=self.block_table[requests],
-            max_kv_len=max(base + n for _, base, n in parts),
+            batch, rows=torch.where(batch.q_len > 0, ints(*requests), -1), slots=slots,
+            block_table=self.block_table[requests], max_kv_len=max(base + n for _, base, n in parts),
             prefill=widest > MAX_QUERIES,
-        )
+        )  # fmt: skip
         return batch, q
 
     def attend(

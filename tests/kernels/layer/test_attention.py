@@ -95,13 +95,9 @@ def test_kernels_match_naive(name: str) -> None:
 
 
 def check_independence(
-    texts: Texts,
-    first: int,
-    window: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str | torch.device = "cpu",
-    cached_before: Sequence[int] = (28,),
-) -> None:
+    texts: Texts, first: int, window: int | None, monkeypatch: pytest.MonkeyPatch,
+    device: str | torch.device = "cpu", cached_before: Sequence[int] = (28,),
+) -> None:  # fmt: skip
     """Compare queries `first` to `first + 7` of the second text alone, in a batch, with K = 0, when verifying
     drafts, as a tree, and in prompt chunks with each number of earlier tokens in `cached_before`."""
 

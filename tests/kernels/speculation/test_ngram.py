@@ -115,12 +115,10 @@ def test_matches_reference(implementation: str, batch: list[Request], k: int, rn
     names = ("min_n", "max_n", "max_k", "tree_width", "finished")
     columns: dict[str, Any] = {name: [getattr(each, name) for each in batch] for name in names}
     table = make_table(
-        1,
-        tokens=[((each.text or [7]) * capacity + [7])[:capacity] for each in batch],
-        num_tokens=[len(each.text) for each in batch],
-        max_len=[len(each.text) + each.room for each in batch],
+        1, tokens=[((each.text or [7]) * capacity + [7])[:capacity] for each in batch],
+        num_tokens=[len(each.text) for each in batch], max_len=[len(each.text) + each.room for each in batch],
         **columns,
-    )
+    )  # fmt: skip
     with mock.patch.object(ngram, "BLOCK", rng.choice([16, 4096])):
         result = IMPLEMENTATIONS[implementation](table, ints(*rows), k, max(columns["max_n"]), max_width)
     assert result[6:] == (None, None)

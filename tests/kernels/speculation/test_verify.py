@@ -74,14 +74,12 @@ def random_table(rng: random.Random) -> Table:
     lengths = [rng.randint(1, CAPACITY) for _ in range(S)]
     rest, stops = [-1] * (MAX_STOP_IDS - 2), [[-1, -1], [3, -1], [0, 7], [7, 2]]
     return make_table(
-        V,
-        tokens=torch.full((S, CAPACITY), 99),
-        num_tokens=lengths,
+        V, tokens=torch.full((S, CAPACITY), 99), num_tokens=lengths,
         max_len=[min(n + rng.randint(-1, 8), CAPACITY) for n in lengths],
         finished=[rng.choice([0, 0, 0, 1, 2]) for _ in range(S)],
         stop_ids=[[first, *rest, last] for first, last in rng.choices(stops, k=S)],
         output_counts=[[rng.randrange(3) for _ in range(V)] for _ in range(S)],
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -31,14 +31,9 @@ SETUPS: dict[str, dict[str, Any]] = {
     "grammar": {"method": "ngram"},
 }
 OPTIONS: dict[str, Any] = {
-    "max_num_seqs": 2,
-    "num_blocks": 3,
-    "max_model_len": 48,
-    "max_num_batched_tokens": 16,
-    "enforce_eager": False,
-    "async_scheduling": True,
-    "trace": True,
-}
+    "max_num_seqs": 2, "num_blocks": 3, "max_model_len": 48, "max_num_batched_tokens": 16,
+    "enforce_eager": False, "async_scheduling": True, "trace": True,
+}  # fmt: skip
 
 
 @pytest.mark.slow

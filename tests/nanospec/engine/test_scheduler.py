@@ -22,15 +22,9 @@ class Host:
     lag a step behind, as on a GPU: it gets the results of a step only after it has planned the next one."""
 
     def __init__(
-        self,
-        window: int,
-        extra_blocks: int,
-        num_rows: int,
-        max_tokens: int,
-        k: int,
-        lag: int = 0,
+        self, window: int, extra_blocks: int, num_rows: int, max_tokens: int, k: int, lag: int = 0,
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.window, self.num_rows, self.max_tokens, self.k, self.lag = window, num_rows, max_tokens, k, lag
         self.rng = random.Random(seed)
         self.scheduler = Scheduler(-(-window // SIZE) + extra_blocks, SIZE, num_rows, max_tokens, k, lag)
@@ -147,14 +141,10 @@ def chunks(plan: Plan) -> list[int]:
 
 @settings(max_examples=150)
 @given(
-    window=st.integers(2, 24),
-    extra_blocks=st.integers(0, 4),
-    num_rows=st.integers(1, 4),
-    max_tokens=st.sampled_from((1, 2, 5, 16, 100)),
-    k=st.sampled_from((0, 1, 3, 9)),
-    lag=st.integers(0, 1),
+    window=st.integers(2, 24), extra_blocks=st.integers(0, 4), num_rows=st.integers(1, 4),
+    max_tokens=st.sampled_from((1, 2, 5, 16, 100)), k=st.sampled_from((0, 1, 3, 9)), lag=st.integers(0, 1),
     seed=st.integers(0, 1 << 30),
-)
+)  # fmt: skip
 def test_every_plan_is_valid_for_random_requests(**limits: int) -> None:
     """Requests arrive and are aborted at any time, under tight limits of every kind."""
     host = Host(**limits)
