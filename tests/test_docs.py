@@ -4,8 +4,7 @@ Checks text in backticks and code blocks of README.md, CONTRIBUTING.md and docs/
 and files of models are ignored.
 
 The python blocks of a document run in order as one program. Their output must match the following ```output
-block, if any. A block that begins with `# needs the model` is skipped without it.
-"""
+block, if any. A block that begins with `# needs the model` is skipped without it."""
 
 import builtins
 import re

@@ -4,8 +4,7 @@
 * `tiny_tokenizer`: bytes, and some longer tokens that cross JSON's syntax.
 * `checkpoint`: a Hugging Face checkpoint written by `transformers` (a test dependency), with biases,
   norms, caps and RoPE that affect the output, one for each entry of `VARIANTS`.
-* `ModelRunner`: runs a model without the engine, on a KV cache of random values with shuffled blocks.
-"""
+* `ModelRunner`: runs a model without the engine, on a KV cache of random values with shuffled blocks."""
 
 import math
 from collections.abc import Mapping

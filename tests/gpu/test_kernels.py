@@ -1,7 +1,6 @@
 """Layer kernels on a GPU: bitwise independence of other rows, and comparison with float64.
 
-`bench/gpu.py kernels` compares all kernels with `naive` for the shapes of real models.
-"""
+`bench/gpu.py kernels` compares all kernels with `naive` for the shapes of real models."""
 
 import pytest
 import torch

@@ -32,8 +32,7 @@ def ints(*values: int) -> Tensor:
 def make_table(V: int, num_rows: int = S, block_size: int = 16, **columns: Any) -> Table:
     """Return a table of requests with default parameters, and the given columns: one value or one per row.
 
-    `tokens` determine its size; `stop_ids` may be fewer than the maximum.
-    """
+    `tokens` determine its size; `stop_ids` may be fewer than the maximum."""
     tokens = torch.as_tensor(columns.get("tokens", [[0]] * num_rows))
     table = Table.empty(len(tokens), tokens.shape[1], block_size, V, "cpu")
     table.seed[:], table.stop_ids[:] = torch.arange(len(tokens)), -1

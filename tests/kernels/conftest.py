@@ -1,7 +1,6 @@
 """Kernels run in Triton's interpreter here, which must be selected before triton is imported.
 
-Compilation (`test_compile.py`) needs the real compiler and runs in a subprocess.
-"""
+Compilation (`test_compile.py`) needs the real compiler and runs in a subprocess."""
 
 import os
 
@@ -27,8 +26,7 @@ def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulate `tl.dot` on tensor cores: add onto the accumulator in ascending k for any tile width.
 
     The interpreter uses numpy, whose summation order depends on the tile. tests/gpu checks that real
-    instructions keep their order for wider tiles.
-    """
+    instructions keep their order for wider tiles."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:

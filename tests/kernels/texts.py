@@ -1,8 +1,7 @@
 """Requests with known keys, values and queries at every position, for tests of attention.
 
 A request can be computed alone or in a batch, with any numbers of cached tokens and queries; the result at a
-position must be the same.
-"""
+position must be the same."""
 
 from __future__ import annotations
 

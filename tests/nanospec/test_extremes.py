@@ -1,8 +1,7 @@
 """Extreme models and requests: shapes that are not powers of two, a vocabulary of one token, full context
 windows, more drafts than fit, sampling parameters at their limits.
 
-`EXTREMES=1000` sets the number of random engines; each has its number as seed and test id.
-"""
+`EXTREMES=1000` sets the number of random engines; each has its number as seed and test id."""
 
 import os
 import random

@@ -1,8 +1,7 @@
 """The `LLM` class: stop strings, streams, chat, errors and interruptions.
 
 Most tests run the checkpoint of `tests/alphabet.py`. Prompts contain the alphabet, so that long drafts are
-accepted. The last tests run SmolLM2.
-"""
+accepted. The last tests run SmolLM2."""
 
 import json
 import re
@@ -71,14 +70,6 @@ def test_ends_of_text(folder: Path, k: Any) -> None:
         assert "".join(chunks) == ended[0].text == text
     assert outputs[0].token_ids == list(range(4, TOKENS.index(EOS) + 1))
     check_idle(llm)
-
-
-def test_interleaved_streams(llm: LLM) -> None:
-    """A stream also returns text that was generated while another stream was read."""
-    slow, fast = llm.stream(after("ab"), greedy()), llm.stream(after("b"), greedy())
-    begin = next(slow)
-    assert "".join(fast) == ALPHABET[2:]
-    assert begin + "".join(slow) == ALPHABET[2:]
 
 
 def test_outputs_in_prompt_order_with_callbacks_as_they_finish(folder: Path) -> None:

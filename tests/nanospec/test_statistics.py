@@ -2,8 +2,7 @@
 drafting setups, all sampling parameters.
 
 The target and its noisy copy, the draft model, have 5 tokens. All requests have the same prompt and at most 4
-output tokens: few enough to count all outputs.
-"""
+output tokens: few enough to count all outputs."""
 
 import itertools
 from collections import Counter

@@ -1,6 +1,5 @@
 """Acceptance rules: rejection sampling keeps the distribution, typical acceptance follows its definition, and
-exact rows keep their targets.
-"""
+exact rows keep their targets."""
 
 import math
 import random

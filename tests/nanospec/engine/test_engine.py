@@ -1,8 +1,7 @@
 """Speculation never changes the output: tokens, finish reasons and logprobs.
 
 The reference runs every request alone, without drafts, prefix cache, chunked prefill or preemption. Random
-arrivals, aborts and faults are simulated in `campaigns/simulate`, with a mock model.
-"""
+arrivals, aborts and faults are simulated in `campaigns/simulate`, with a mock model."""
 
 import random
 from collections.abc import Callable
@@ -117,19 +116,6 @@ def test_output_is_that_of_each_request_alone(
     assert metrics.num_preemptions == sum(r.num_preemptions for r in all_requests)
     assert (metrics.num_preemptions > 0) == ("num_blocks" in options)
     assert (metrics.num_finished, metrics.num_aborted) == (len(requests), 1)
-
-
-def test_perfect_drafts_are_all_accepted_with_bonus_token(model: Model) -> None:
-    k, count = 4, 50  # 10 steps of k + 1 tokens
-    for temperature in (0.0, 1.0):
-        job = Job([1, 2, 3], SamplingParams(temperature=temperature, seed=5, max_tokens=count))
-        [wanted] = run_alone(model, [job])
-        engine = make_engine(model, k, drafter=known_text_drafter([job.prompt + wanted.token_ids]))
-        [request] = run(engine, [job])
-        assert request.output_ids == wanted.token_ids
-        assert request.stats.tokens_per_step == k + 1
-        assert request.stats.acceptance_rate == request.stats.efficiency == 1
-        assert request.stats.accepted_by_position == [count // (k + 1)] * k
 
 
 def test_drafts_of_repetitive_text_are_accepted() -> None:

@@ -1,8 +1,7 @@
 """Ends of requests and failures: limits, stops, NaN, aborts, prompts of extreme length.
 
 Most tests run `cycle_model`, whose output is known: t + 1 follows t. Prompts contain the cycle, so every
-step accepts all its drafts, and every limit and stop lies inside an accepted run.
-"""
+step accepts all its drafts, and every limit and stop lies inside an accepted run."""
 
 import random
 from dataclasses import replace

@@ -49,8 +49,7 @@ def show(browser: Any) -> Iterator[Open]:
     """Open the page of a server; errors and requests to other servers fail the test.
 
     If there are `answers`, the nth one is the response to the nth chat request: chunks of a stream, which is
-    incomplete if the last one is None, or a status and an error message. `requests` collects the requests.
-    """
+    incomplete if the last one is None, or a status and an error message. `requests` collects the requests."""
     wrong: list[str] = []
     context = browser.new_context()
 
