@@ -29,7 +29,7 @@ from tests.random_weights import random_heads
 from tests.ranks import MakeDrafter, Weights, groups_of, part_of, split_engine, together, weights_of
 from tests.tiny import tiny_config, tiny_model
 
-VOCAB = 64
+VOCAB = 62  # not divisible by four ranks
 
 
 class Full(NamedTuple):
@@ -40,7 +40,7 @@ class Full(NamedTuple):
 
 @cache
 def full(heads: int = 4, kv_heads: int = 2) -> Full:
-    config = tiny_config(num_heads=heads, num_kv_heads=kv_heads)
+    config = tiny_config(vocab_size=VOCAB, num_heads=heads, num_kv_heads=kv_heads)
     weights = weights_of(config)
     return Full(config, weights, Model(config, torch.float32, "cpu", weights.__getitem__))
 
@@ -50,7 +50,7 @@ def make_drafters(options: EngineConfig) -> MakeDrafter:
     spec = options.spec
 
     def make(model: Model, group: Group) -> Sequence[Drafter]:
-        draft = ModelDrafter(spec, tiny_model(num_layers=1), VOCAB)
+        draft = ModelDrafter(spec, tiny_model(num_layers=1, vocab_size=VOCAB), VOCAB)
         heads = MedusaDrafter(spec, random_heads(model, 3, vocab=50), model)
         return drafters_of(spec, Target(model), {"draft": draft, "medusa": heads})
 
