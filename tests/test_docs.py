@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bench import diagrams
 from nanospec import llm
 from nanospec.apps.cli.parser import parse
 
@@ -120,6 +121,12 @@ def test_links_and_pictures_of_a_document_exist(document: Path) -> None:
         assert not heading or heading in anchors, f"{name}#{heading}"
     if document == ROOT / "docs" / "README.md":
         assert {path.name for path in (ROOT / "docs").glob("[!R]*.md")} <= set(links)
+
+
+def test_committed_diagrams_are_current() -> None:
+    for draw in (diagrams.architecture, diagrams.request):
+        committed = diagrams.ROOT / "docs" / "pictures" / f"{draw.__name__}.svg"
+        assert committed.read_text(encoding="utf-8") == draw(), "run `python -m bench.diagrams`"
 
 
 def snippets(document: Path) -> list[tuple[str, str]]:

@@ -72,8 +72,9 @@ def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: str(resolve_device(name)) for name in names} == names
     with pytest.raises(ValueError, match="device='cuda:7' does not exist; the last GPU is 'cuda:1'"):
         resolve_device("cuda:7")
-    with pytest.raises(ValueError, match="device='cuda:123' is not supported; use 'auto', 'cpu' or 'cuda'"):
-        resolve_device("cuda:123")
+    for name in ("cuda:123", "cuda:x", "gpu"):
+        with pytest.raises(ValueError, match=f"device='{name}' is not supported; use 'auto', 'cpu' or"):
+            resolve_device(name)
     gpus |= {"device_count": 1, "current_device": 0}
     with pytest.raises(ValueError, match="device='cuda:1' does not exist; the last GPU is 'cuda:0'"):
         resolve_device("cuda:1")

@@ -5,11 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nanospec import SamplingParams
-from nanospec.extras.tracing.recorder import MAX_REQUESTS, Recorder, find_recorder, walk
+from nanospec.extras.tracing.recorder import MAX_REQUESTS, Recorder, find_recorder
 from nanospec.outputs import RequestOutput
 from tests.drive import MODES, Job, cycle_model, finish, make_engine, random_jobs, run
 from tests.nanospec.extras.tracing.records import check, record_of
@@ -84,18 +82,3 @@ def test_latest_requests_are_kept_if_enabled() -> None:
     for ask in (output.trace, lambda: find_recorder(engine.extensions)):
         with pytest.raises(ValueError, match=r"No trace was recorded; .*trace=True"):
             ask()
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 7)), max_size=8), st.data())
-def test_walk_follows_tree(nodes: list[tuple[int, int]], data: st.DataObject) -> None:
-    drafts, parents = [draft for draft, _ in nodes], [parent % (i + 1) for i, (_, parent) in enumerate(nodes)]
-    tokens = data.draw(st.lists(st.integers(0, 2), max_size=9))
-    verified = data.draw(st.integers(0, len(drafts)))
-    expected, node = list[int](), 0
-    for token in tokens:
-        below = [i for i in range(verified) if parents[i] == node and drafts[i] == token]
-        if not below:
-            break
-        node = below[0] + 1
-        expected.append(node)
-    assert walk(tokens, drafts[:verified], parents) == expected
