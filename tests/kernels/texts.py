@@ -83,12 +83,9 @@ class Texts:
         return batch, q
 
     def attend(
-        self,
-        parts: Sequence[Part],
-        window: int | None = None,
-        device: str | torch.device = "cpu",
+        self, parts: Sequence[Part], window: int | None = None, device: str | torch.device = "cpu",
         **layout: object,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the kernel's output without padding, on the CPU."""
         batch, q = self.batch(parts, **layout)  # type: ignore[arg-type]
         metadata = AttentionMetadata(on(batch, device), window)

@@ -106,19 +106,13 @@ class Setup(NamedTuple):
 
 
 SETUPS: dict[str, Setup] = {
-    "none": Setup(k=None),
-    "ngram": Setup("ngram", "auto"),
-    "ngram tree": Setup("ngram", 6, 3),
-    "draft": Setup("draft"),
-    "medusa": Setup("medusa"),
-    "medusa tree": Setup("medusa", 6, 3),
-    "ngram+draft": Setup("ngram+draft"),
-    "ngram tree+draft": Setup("ngram+draft", 4, 2),
-    "ngram tree+medusa tree": Setup("ngram+medusa", 5, 2),
-    "custom": Setup(custom=BigramDrafter),
+    "none": Setup(k=None), "ngram": Setup("ngram", "auto"), "ngram tree": Setup("ngram", 6, 3),
+    "draft": Setup("draft"), "medusa": Setup("medusa"), "medusa tree": Setup("medusa", 6, 3),
+    "ngram+draft": Setup("ngram+draft"), "ngram tree+draft": Setup("ngram+draft", 4, 2),
+    "ngram tree+medusa tree": Setup("ngram+medusa", 5, 2), "custom": Setup(custom=BigramDrafter),
     "custom sampling": Setup(custom=SamplingDrafter),
     "ngram+custom sampling": Setup("ngram", custom=SamplingDrafter),
-}
+}  # fmt: skip
 SAMPLING: dict[str, dict[str, Any]] = {  # parameters other than temperature
     "nothing": {},
     "filters": {"top_k": 4, "top_p": 0.9, "min_p": 0.03},

@@ -1,7 +1,6 @@
 """N-gram lookup: comparison with a plain Python reference."""
 
 import random
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -11,16 +10,11 @@ from hypothesis import strategies as st
 
 from nanospec.kernels import LENGTH, RUNNING
 from nanospec.kernels.speculation import ngram
-from nanospec.kernels.speculation.proposal import Proposal
 from tests.kernels.batches import compiled, ints, make_table
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-IMPLEMENTATIONS: dict[str, Callable[..., Proposal]] = {
-    "naive": ngram.naive,
-    **compiled(native=ngram.native),
-    "kernel": ngram.launch,
-}
+IMPLEMENTATIONS = {"naive": ngram.naive, **compiled(native=ngram.native), "kernel": ngram.launch}
 
 
 class Node(NamedTuple):

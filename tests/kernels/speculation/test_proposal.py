@@ -1,5 +1,7 @@
 """Laying out steps: comparison with `naive`, and examples."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ def test_lay_out_matches_naive(B: int, k: int, size: int, tree: bool, implementa
     # Lengths around block boundaries, the shortest and the longest
     lengths = torch.tensor([1, size, size + 1, max(size - k // 2, 1), 129, 65, 128])
     pages = random_ints(S, -(-length // size))
-    texts = {"tokens": random_ints(S, length), "num_tokens": lengths, "block_table": pages}
+    texts: dict[str, Any] = {"tokens": random_ints(S, length), "num_tokens": lengths, "block_table": pages}
     table = make_table(1000, block_size=size, **texts)
     rows, proposal = torch.randperm(S)[:B].int(), random_proposal(B, k, tree)
     if B == 6:

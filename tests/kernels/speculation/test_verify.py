@@ -1,7 +1,6 @@
 """Verification: comparison with a plain loop over drafts that appends token by token."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,11 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.kernels import FROM_TARGET, LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
-from nanospec.kernels.batch import Batch
 from nanospec.kernels.speculation import report, verify
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import RowReport
-from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 from tests.kernels.batches import compiled, emitted, ints, make_batch, make_table
 
@@ -23,11 +20,7 @@ S, V, CAPACITY = 6, 12, 20
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Batch, Table, Proposal], Verdict]] = {
-    "naive": verify.naive,
-    **compiled(native=verify.native),
-    "kernel": verify.launch,
-}
+IMPLEMENTATIONS = {"naive": verify.naive, **compiled(native=verify.native), "kernel": verify.launch}
 
 
 def walk(x: list[int], ids: list[int], parent: list[int]) -> list[int]:

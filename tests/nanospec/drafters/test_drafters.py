@@ -34,14 +34,12 @@ from tests.tiny import tiny_model
 VOCAB = 64
 FEW = {1: 200.0, 2: 200.0, 3: 200.0}
 SETUPS: dict[str, dict[str, Any]] = {
-    "ngram-tree": {"method": "ngram", "tree_width": 3},
-    "draft": {"method": "draft"},
-    "medusa": {"method": "medusa"},
-    "medusa-tree": {"method": "medusa", "tree_width": 3},
+    "ngram-tree": {"method": "ngram", "tree_width": 3}, "draft": {"method": "draft"},
+    "medusa": {"method": "medusa"}, "medusa-tree": {"method": "medusa", "tree_width": 3},
     "ngram+draft": {"method": "ngram+draft"},
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2, "acceptance": "rejection"},
     "ngram-tree+medusa-tree": {"method": "ngram+medusa", "tree_width": 2, "acceptance": "typical"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def test_broken_file_is_rejected(tmp_path: Path, name: str, content: str, words:
     assert len(str(caught.value)) < len(str(tmp_path)) + 400
 
 
-def test_missing_or_inconsistent_tokenizer_is_rejected(tmp_path: Path) -> None:
+def test_missing_inconsistent_or_large_file_is_rejected(tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json; save"):
         Tokenizer(tmp_path)
     with pytest.raises(ValueError, match="it has no tokens"):
@@ -50,10 +50,7 @@ def test_missing_or_inconsistent_tokenizer_is_rejected(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer .*; download it again"):
         Tokenizer(tmp_path)
-
-
-def test_size_of_files_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(byte_level(), tmp_path) / "tokenizer.json"
+    save(byte_level(), tmp_path)
     monkeypatch.setattr(texts, "MAX_FILE", path.stat().st_size)
     assert Tokenizer(tmp_path).vocab_size == 265
     path.write_text(path.read_text() + " ")
@@ -70,6 +67,9 @@ def test_special_tokens(tmp_path: Path) -> None:
     assert plain.vocab_size == 2 + 256 + 6 + 1  # including those of `add_tokens`
     assert plain.decode(plain.encode("x<call>")) == "x<call>"  # added, but not special
     assert len(plain.encode("abcdefgh")) == 9  # BOS included; neither truncated nor padded
+    assert plain.encode_prompt("<call>" * 2, 2, add_special_tokens=False) == [264, 264]
+    with pytest.raises(ValueError, match="The prompt has 13 characters, too many for max_model_len=2"):
+        plain.encode_prompt("<call>" * 2 + "a", 2)
     ends: dict[str, dict[str, Any]] = {
         "generation_config": {"eos_token_id": [7, 5]},
         "config": {"eos_token_id": 5},
@@ -84,13 +84,6 @@ def test_text_of_token(tmp_path: Path, default: Tokenizer) -> None:
     assert [spaces.text_of(i) for i in (1, 259, 261, 263, 264)] == ["<s>", " ", "a", " a", "ab"]
     ids = default.encode("🤗")[0], *default.encode("<|im_end|> x")
     assert [default.text_of(i) for i in ids] == ["\ufffd", "<|im_end|>", " x"]
-
-
-def test_longest_prompt_is_encoded(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(save(byte_level(), tmp_path))
-    assert tokenizer.encode_prompt("<call>" * 2, 2, add_special_tokens=False) == [264, 264]
-    with pytest.raises(ValueError, match="The prompt has 13 characters, too many for max_model_len=2"):
-        tokenizer.encode_prompt("<call>" * 2 + "a", 2)
 
 
 @pytest.mark.parametrize(

@@ -151,14 +151,12 @@ def test_torn_result_is_truncated(tmp_path_factory: pytest.TempPathFactory, leng
 
 
 NO_RESULTS = {
-    "text": "my only notes",
-    "text-after-results": result(numbered(1)[0]) + "my notes",
-    "same-twice": result(numbered(1)[0]) * 2,
-    "not-whole": result_prefix(numbered(1)[0]).decode() + "\n",
+    "text": "my only notes", "text-after-results": result(numbered(1)[0]) + "my notes",
+    "same-twice": result(numbered(1)[0]) * 2, "not-whole": result_prefix(numbered(1)[0]).decode() + "\n",
     "no-key": '{"index": 0, "text": "", "token_ids": [], "finish_reason": "stop"}\n',
     "another-key": result(Task(0, GREEDY, key="f" * 16)),
     "torn-of-another": result(Task(0, GREEDY, key="f" * 16))[:60],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NO_RESULTS)

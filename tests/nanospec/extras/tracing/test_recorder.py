@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanospec import SamplingParams
-from nanospec.extras.tracing.recorder import MAX_REQUESTS, Recorder, find_recorder
+from nanospec.extras.tracing.recorder import MAX_REQUESTS, Recorder, find_recorder, walk
 from nanospec.outputs import RequestOutput
 from tests.drive import MODES, Job, cycle_model, finish, make_engine, random_jobs, run
 from tests.nanospec.extras.tracing.records import check, record_of
@@ -44,6 +44,7 @@ def test_steps_add_up_to_the_output_and_tracing_does_not_change_it(setup: dict[s
     assert not few or engine.metrics.num_preemptions > 0
     steps = [step for r in requests for step in record_of(r).steps]
     assert any(step.parents != [*range(len(step.parents))] for step in steps) == tree
+    assert walk([5, 9, 6], [5, 6], [0, 1]) == [1], "the walk must end at a mismatch"
 
 
 def test_reason_for_number_of_drafts() -> None:
