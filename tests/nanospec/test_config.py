@@ -78,7 +78,10 @@ def test_invalid_settings_are_rejected(kind: type, options: dict[str, Any], sent
 def test_shorthands_and_numeric_types_are_converted_and_copied() -> None:
     bias: Any = {np.int32(4): np.float32(2), "12": 1}
     other = SamplingParams(max_tokens=np.int64(5), stop_token_ids=[np.int64(3)], logit_bias=bias)
-    bias.clear()
+    plain: Any = {1: 2.0}
+    copied = SamplingParams(logit_bias=plain)
+    plain.clear()
+    assert copied.logit_bias == {1: 2.0}
     assert SamplingParams(stop="end").stop == ("end",)
     empty = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
     assert empty == SamplingParams()
