@@ -10,8 +10,6 @@ turns; medians and ranges over the rounds are reported. The exit status is 1 if 
 checkouts or between n-gram and plain. Requires an otherwise idle machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

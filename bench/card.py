@@ -1,7 +1,5 @@
 """The GPU of `bench/gpu.py`, and the shapes of models that fit in its memory."""
 
-from __future__ import annotations
-
 import math
 import os
 from concurrent.futures import ProcessPoolExecutor

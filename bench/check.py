@@ -4,8 +4,6 @@ A case is built twice with the same seed, and run by the kernel, with poisoned o
 values that `naive` returns are compared, and the tensors in the closures, which a call may modify in place.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

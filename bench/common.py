@@ -1,7 +1,5 @@
 """Helpers shared by all benchmarks: machine information, evaluation prompts, medians, JSON results."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -100,9 +98,6 @@ def is_looping(tokens: Sequence[int], period: int = 32, repeats: int = 4) -> boo
         and all(tokens[-i] == tokens[-i - p] for i in range(1, p * (repeats - 1) + 1))
         for p in range(1, period + 1)
     )
-
-
-# ---- prompts, as user messages -----------------------------------------------------------------
 
 
 def _read(name: str) -> str:

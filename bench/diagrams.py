@@ -6,8 +6,6 @@ The layers' files and the arrows between layers are read from the import stateme
 included; an import of a higher layer is an error, as is a name in the life of a request that does not exist.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import pkgutil

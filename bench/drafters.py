@@ -12,8 +12,6 @@ The last part compares the acceptance rules at temperature 1. Requires the evalu
 idle machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

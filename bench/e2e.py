@@ -9,8 +9,6 @@ is a word or a punctuation mark. K = 0, fixed K and automatic K alternate; speed
 per round. Before, the model's own outputs with and without speculation are compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """GPU timing with device events and CUDA graphs, and measurement of the memory bandwidth and FLOP rate."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 

@@ -12,8 +12,6 @@ append rows to DIR/PART.jsonl and print to DIR/PART-GROUP.log, so that an interr
 is 1 if a test failed, a result was wrong, or a group did not complete. `--cpu` is a dry run with tiny shapes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -80,8 +78,6 @@ class Outcome:
     why: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-
-# ---- groups --------------------------------------------------------------------------------------
 
 TESTS = ROOT / "tests" / "gpu"
 FIRST = "--only ^attention-qwen3-.*-q[15]- qwen3-.*-T\\d ^ngram- ^(layout|verify|rope|rms) ."
@@ -155,9 +151,6 @@ def test_groups(tests: Sequence[str], limit: float) -> list[Group]:
     for test in tests:
         found.setdefault(re.sub(r".*::|\[.*", "", test), []).append(f"{TESTS}/{test}")
     return [Group(n, ("-m", "pytest", *own, *plugin), limit, alone=False) for n, own in found.items()]
-
-
-# ---- processes -----------------------------------------------------------------------------------
 
 
 def run_group(group: Group, part: str, out: Path, until: float, cpu: bool = False) -> Outcome:

@@ -4,8 +4,6 @@ Tests that an earlier process of the group has started are skipped, so that a re
 crash. A test that takes more than `EACH` seconds, or leaves the GPU unusable, also ends the process.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 from collections import Counter

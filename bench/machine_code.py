@@ -15,8 +15,6 @@ Reads SASS (the output of `cuobjdump -sass`), not PTX, since ptxas moves, merges
 Order and loops are by address, so code that the compiler moved out of line counts at its new place.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -12,8 +12,6 @@ by their number of drafts. `python -m bench.pictures` draws the results. To meas
 `--ks 0 auto --batches 1 4 16 64 --name automatic`. Requires the evaluation data.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise, zip_longest

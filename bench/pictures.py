@@ -6,8 +6,6 @@ All numbers come from the JSON. Text stays text in the SVG, which has a backgrou
 pages. The output is deterministic.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -5,8 +5,6 @@ and a `text` to display; the summary of a run shows the rows with `headline`. A 
 and writes a row for each item that it skipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

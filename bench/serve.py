@@ -16,8 +16,6 @@ further token is at most `TOKEN`. Requires an otherwise idle machine. `bench/cpu
 data and vLLM's environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -67,9 +65,6 @@ class Answer(NamedTuple):
     def per_token(self) -> float:
         """The mean time per token after the first."""
         return (self.last - self.first) / max(self.tokens - 1, 1)
-
-
-# ---- requests ------------------------------------------------------------------------------------------
 
 
 def times(load: str, capacity: float, count: int, seed: int) -> list[float]:
@@ -131,9 +126,6 @@ def send(port: int, texts: Sequence[str], at: Sequence[float], max_tokens: int) 
         return list(pool.map(run, range(len(at))))
 
 
-# ---- servers -------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def server(system: str, setting: Any, model: Path) -> Iterator[None]:
     """Start a server, wait until /health answers, and stop it at the end of the context."""
@@ -177,9 +169,6 @@ def answers() -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-# ---- figures -------------------------------------------------------------------------------------------
 
 
 def figures(found: Sequence[Answer], at: Sequence[float]) -> Json:

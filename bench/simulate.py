@@ -16,8 +16,6 @@ requests: B requests start together, and the time is measured until the last has
 of the roofline with launches (`roofline.py`) for an H200 at a context of 1024, and for the CPU the measured
 times of SmolLM2-135M on two cores in bf16."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from itertools import chain
@@ -65,9 +63,6 @@ def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> d
     }  # fmt: skip
 
 
-# ---- costs -------------------------------------------------------------------------------------
-
-
 def packed_costs(model: str, B: int, machine: roofline.Machine) -> StepCosts:
     """Return the roofline costs of packed steps of B rows, by number of tokens."""
     config = roofline.MODELS[model]
@@ -85,9 +80,6 @@ def _ms(config: Any, B: int, K: float, machine: roofline.Machine) -> float:
     low, part = int(K), K - int(K)
     below = roofline.account(config, B, low).estimate(machine)
     return below + part * (roofline.account(config, B, low + 1).estimate(machine) - below) if part else below
-
-
-# ---- results -----------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> None:

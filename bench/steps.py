@@ -9,8 +9,6 @@ programmatic dependent launch) and `eager` (kernels launched one by one). Times 
 the limit is that of `bench/roofline.py` at the measured bandwidth and FLOP rate.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -57,15 +55,12 @@ def cache_bytes(model: Model, batch: int, window: int) -> int:
 
 def engine_config(model: Model, batch: int, window: int, k: int | str, lazy: bool = True) -> EngineConfig:
     """Return a config whose KV cache fits `batch` rows of `window` tokens."""
+    spec = SpecConfig(num_speculative_tokens=k)  # type: ignore[arg-type]
+    memory = cache_bytes(model, batch, window)
     return EngineConfig(
-        spec=SpecConfig(num_speculative_tokens=k),  # type: ignore[arg-type]
-        max_num_seqs=batch,
-        max_model_len=window,
-        kv_cache_memory=cache_bytes(model, batch, window),
-        enable_prefix_caching=False,
-        enforce_eager=False,
-        lazy_capture=lazy,
-    )
+        spec=spec, max_num_seqs=batch, max_model_len=window, kv_cache_memory=memory,
+        enable_prefix_caching=False, enforce_eager=False, lazy_capture=lazy,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -5,8 +5,6 @@ packed steps, each row costs as much as its own drafts; in recorded steps, all r
 results are known one step later. See `simulate.py`.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from abc import ABC, abstractmethod

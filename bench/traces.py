@@ -10,8 +10,6 @@ after the first three quarters. The last three continue human text, which repeat
 any phrases: the worst case. `answers` are outputs of a model.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,9 +45,6 @@ class Trace:
     def drafts(self, position: int, k: int) -> int:
         """Return the number of drafts at a position: 0 without a match and at the last token."""
         return min(k, len(self.match) - position - 1) if self.match[position] else 0
-
-
-# ---- from text ---------------------------------------------------------------------------------
 
 
 def replay(text: Text, min_n: int, max_n: int) -> Trace:
@@ -116,9 +111,6 @@ def answers(name: str, count: int, max_tokens: int = 96) -> dict[str, list[Text]
         outputs = llm.generate(prompts, params)
         found[kind] = [(prompt, out.token_ids) for prompt, out in zip(prompts, outputs, strict=True)]
     return found
-
-
-# ---- synthetic ---------------------------------------------------------------------------------
 
 
 def synthetic(acceptance: float, match: float, tokens: int, seed: int = 0) -> Trace:

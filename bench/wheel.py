@@ -11,8 +11,6 @@ environment's python, to test the wheel with its packages.
 builds it twice into dist/, and fails if the two wheels differ.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

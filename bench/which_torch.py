@@ -7,8 +7,6 @@ for a CPU-only build in pip's configured indexes and then in PyTorch's index. If
 pyproject.toml permits (or of VERSION), PyPI's build is used. Requires only pip.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

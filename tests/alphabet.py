@@ -1,8 +1,6 @@
 """A tiny checkpoint that spells the alphabet: "c" follows "ab", and EOS follows the last letter. One token is
 "!" with the first half of "é", the next one the other half."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -27,18 +25,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alphabet")
     config, weights = cycle_weights(len(TOKENS))
     described = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
+        "architectures": ["LlamaForCausalLM"], "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings, "rms_norm_eps": config.rms_norm_eps,
         "eos_token_id": TOKENS.index(EOS),
-    }
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(described))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     save_file(weights, folder / "model.safetensors")

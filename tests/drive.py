@@ -1,7 +1,5 @@
 """Engines on tiny models and shared test helpers: drafters, random requests, comparisons."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -55,18 +53,10 @@ class Outcome(NamedTuple):
 
 
 def make_engine(
-    model: Model,
-    k: K = 4,
-    *,
-    num_blocks: int | None = None,
-    min_n: int = 1,
-    spec: dict[str, Any] | None = None,
-    draft_model: Model | None = None,
-    heads: Heads | None = None,
-    drafter: Drafters | None = None,
-    tokenizer: Tokenizer | None = None,
-    **options: Any,
-) -> Engine:
+    model: Model, k: K = 4, *, num_blocks: int | None = None, min_n: int = 1,
+    spec: dict[str, Any] | None = None, draft_model: Model | None = None, heads: Heads | None = None,
+    drafter: Drafters | None = None, tokenizer: Tokenizer | None = None, **options: Any,
+) -> Engine:  # fmt: skip
     """Return an engine with k drafts per step (None: method "none") and `num_blocks` blocks. `spec` has
     further fields of its `SpecConfig`; `drafter` is as in `LLM`."""
     spec_config = make_spec(k, min_n, **(spec or {}))
@@ -256,18 +246,12 @@ def _params(rng: random.Random, vocab_size: int, max_tokens: int) -> SamplingPar
 
     limit = rng.randint(1, max_tokens)
     return SamplingParams(
-        temperature=rng.choice((0.0, 0.0, 0.3, 1.0)),
-        top_p=some(rng.uniform(0.3, 1.0), 1.0),
-        top_k=some(rng.randint(1, 10), 0),
-        min_p=some(rng.uniform(0.0, 0.3), 0.0),
-        seed=rng.randrange(-(2**63), 2**63),
-        max_tokens=some(None, limit),
-        min_tokens=some(rng.randint(0, limit), 0),
-        stop_token_ids=some([token() for _ in range(3)], ()),
-        logprobs=some(rng.randint(0, 5)),
-        presence_penalty=some(rng.uniform(-1, 1), 0.0),
-        frequency_penalty=some(rng.uniform(-1, 1), 0.0),
-        repetition_penalty=some(rng.uniform(0.7, 1.5), 1.0),
+        temperature=rng.choice((0.0, 0.0, 0.3, 1.0)), top_p=some(rng.uniform(0.3, 1.0), 1.0),
+        top_k=some(rng.randint(1, 10), 0), min_p=some(rng.uniform(0.0, 0.3), 0.0),
+        seed=rng.randrange(-(2**63), 2**63), max_tokens=some(None, limit),
+        min_tokens=some(rng.randint(0, limit), 0), stop_token_ids=some([token() for _ in range(3)], ()),
+        logprobs=some(rng.randint(0, 5)), presence_penalty=some(rng.uniform(-1, 1), 0.0),
+        frequency_penalty=some(rng.uniform(-1, 1), 0.0), repetition_penalty=some(rng.uniform(0.7, 1.5), 1.0),
         logit_bias=some({token(): rng.uniform(-3, 5) for _ in range(3)}, {}),
         num_speculative_tokens=rng.choice((0, 1, 5, None, None, None)),
-    )
+    )  # fmt: skip

@@ -1,7 +1,5 @@
 """Run steps on `meta` tensors, to measure memory without computing anything."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

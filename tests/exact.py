@@ -1,10 +1,7 @@
 """Exact distributions of outputs, by enumerating a small vocabulary, and goodness-of-fit tests.
 
 This file is independent of the engine: it reads `SamplingParams` and reimplements the documented sampling in
-numpy and float64. The model is a function: output so far -> logits.
-"""
-
-from __future__ import annotations
+numpy and float64. The model is a function: output so far -> logits."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,6 @@
 """The C++ library compiled for other processors, and run where this one has the instructions.
 
-Import the fixtures by name; `other_library` replaces the library that the package calls.
-"""
-
-from __future__ import annotations
+Import the fixtures by name; `other_library` replaces the library that the package calls."""
 
 import ctypes
 import fcntl

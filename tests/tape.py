@@ -3,10 +3,7 @@
 During capture, every PyTorch operation and every Triton launch (in the interpreter) is put on a tape with its
 arguments: the tensors themselves, and the current host values. A replay runs the tape and writes the results
 to the captured outputs. As in a real graph, values computed on the host are frozen, reading a tensor on the
-host is an error, and outputs are overwritten by the next replay.
-"""
-
-from __future__ import annotations
+host is an error, and outputs are overwritten by the next replay."""
 
 from collections.abc import Callable
 from typing import Any

@@ -4,10 +4,7 @@ Checks text in backticks and code blocks of README.md, CONTRIBUTING.md and docs/
 and files of models are ignored.
 
 The python blocks of a document run in order as one program. Their output must match the following ```output
-block, if any. A block that begins with `# needs the model` is skipped without it.
-"""
-
-from __future__ import annotations
+block, if any. A block that begins with `# needs the model` is skipped without it."""
 
 import builtins
 import re
@@ -18,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bench import diagrams
 from nanospec import llm
 from nanospec.apps.cli.parser import parse
 
@@ -68,7 +66,7 @@ def file_is_missing(text: str, near: Path) -> bool:
         return not any(ROOT.glob(name)) and name not in files()
     if FILE.fullmatch(text.rsplit("/", 1)[-1]):  # relative to another folder
         return not (near.parent / text).exists() and not any(
-            f"/{known}".endswith(f"/{text}") for known in files()
+            f"/{name}".endswith(f"/{text}") for name in files()
         )
     return False
 
@@ -123,6 +121,12 @@ def test_links_and_pictures_of_a_document_exist(document: Path) -> None:
         assert not heading or heading in anchors, f"{name}#{heading}"
     if document == ROOT / "docs" / "README.md":
         assert {path.name for path in (ROOT / "docs").glob("[!R]*.md")} <= set(links)
+
+
+def test_committed_diagrams_are_current() -> None:
+    for draw in (diagrams.architecture, diagrams.request):
+        committed = diagrams.ROOT / "docs" / "pictures" / f"{draw.__name__}.svg"
+        assert committed.read_text(encoding="utf-8") == draw(), "run `python -m bench.diagrams`"
 
 
 def snippets(document: Path) -> list[tuple[str, str]]:

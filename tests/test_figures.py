@@ -1,7 +1,5 @@
 """Tables of measurements in the documents match the committed JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -77,21 +75,14 @@ def test_gpu_figures_match_results() -> None:
         assert shown == [f"{plain['ms']:.2f}", f"{100 * plain['share']:.0f}", f"{k4['ms']:.2f}"]
     gpus = SPEED.partition("## GPUs")[2].replace("\n", " ")
     gains = {(row["case"], row["system"]): row["speedup"]["median"] for row in read("e2e") if "system" in row}
-    cases = [
-        f"{model} {case}"
-        for model in ("qwen3-0.6b", "qwen3-8b")
-        for case in ("code edits B=1", "code edits B=64", "prose B=1")
-    ]
-    for case, system in [
-        *((case, "auto") for case in cases),
-        *(("qwen3-0.6b prose B=64", k) for k in ("auto", "K=4")),
-    ]:
+    models, kinds = ("qwen3-0.6b", "qwen3-8b"), ("code edits B=1", "code edits B=64", "prose B=1")
+    cases = [(f"{model} {kind}", "auto") for model in models for kind in kinds]
+    for case, system in [*cases, *(("qwen3-0.6b prose B=64", k) for k in ("auto", "K=4"))]:
         assert f" {gains[case, system]:.2f}x" in gpus, (case, system)
 
 
 def test_result_files_are_referenced() -> None:
     pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "bench").rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
-    assert [
-        path.name for path in RESULTS.glob("*.json") if not re.search(rf"\b{path.stem}(\.json|\")", text)
-    ] == []
+    stems = [path.stem for path in RESULTS.glob("*.json")]
+    assert [stem for stem in stems if not re.search(rf"\b{stem}(\.json|\")", text)] == []

@@ -1,7 +1,5 @@
 """The wheel contains everything the installed program needs, and only the top-level package `nanospec`."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -21,10 +19,8 @@ FOR_WORK_ON_IT = {"test", "lint", "plot"}  # extras the installed program does n
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Return the files in a wheel built without a network; those that describe it are in "about/"."""
     path = build_wheel(tmp_path_factory.mktemp("wheel"), "--no-build-isolation", "--no-index")
-    with zipfile.ZipFile(path) as archive:
-        return {
-            re.sub(r"^[^/]*dist-info/", "about/", name): archive.read(name) for name in archive.namelist()
-        }
+    with zipfile.ZipFile(path) as files:
+        return {re.sub(r"^[^/]*dist-info/", "about/", name): files.read(name) for name in files.namelist()}
 
 
 @pytest.mark.slow

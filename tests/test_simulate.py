@@ -1,7 +1,5 @@
 """The simulation of `campaigns/simulate` finds planted defects and is reproducible; the engine passes it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -26,34 +24,20 @@ from nanospec.engine.engine import Engine
 NUM_SEEDS = 300
 QUICK = (1, 4, 5, 9, 14, 18, 23, 28, 67)  # seeds that cover all features
 CHUNKS = 10
-FOUND_BY = {  # seeds of small scenarios
-    "reallocated block keeps its hash": 10,
-    "one block too many counts as cached": 0,
-    "block is registered too early": 0,
-    "no slots for queued steps": 3,
-    "too few slots with async_scheduling": 22,
-    "last draft is not verified": 1,
-    "accepted tree nodes are not moved": 59,
-    "stop string across tokens is missed": 28,
-    "outputs are aborted without cause": 1,
-    "steps with two requests fail": 1,
-    "interrupted step aborts no requests": 6,
-    "end of chunk is not computed": 0,
-    "min_tokens is off by one": 4,
-    "top_p is ignored": 33,
-    "held-back text is lost": 6,
-    "prefix cache never hits": 2,
-    "no drafts after preemption": 116,
-    "last request is admitted first": 2,
-    "short request is admitted first": 25,
-    "panic aborts no requests": 87,
-    "end of stream is lost": 1,
-    "salts are ignored": 0,
-    "preempted request counts its own blocks as cached": 4,
-    "abort is not counted": 5,
-    "decoding request is preempted": 0,
-    "released blocks are lost": 0,
-}
+# Seeds of small scenarios
+FOUND_BY = {
+    "reallocated block keeps its hash": 10, "one block too many counts as cached": 0,
+    "block is registered too early": 0, "no slots for queued steps": 3,
+    "too few slots with async_scheduling": 22, "last draft is not verified": 1,
+    "accepted tree nodes are not moved": 59, "stop string across tokens is missed": 28,
+    "outputs are aborted without cause": 1, "steps with two requests fail": 1,
+    "interrupted step aborts no requests": 6, "end of chunk is not computed": 0,
+    "min_tokens is off by one": 4, "top_p is ignored": 33, "held-back text is lost": 6,
+    "prefix cache never hits": 2, "no drafts after preemption": 116, "last request is admitted first": 2,
+    "short request is admitted first": 25, "panic aborts no requests": 87, "end of stream is lost": 1,
+    "salts are ignored": 0, "preempted request counts its own blocks as cached": 4, "abort is not counted": 5,
+    "decoding request is preempted": 0, "released blocks are lost": 0,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -113,9 +97,7 @@ def test_shrunk_scenario_fails_in_the_same_place() -> None:
     assert smaller.threads == 0
 
 
-def test_flaky_failure_is_reported_and_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flaky_failure_is_reported_and_saved(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert report_failure(5, "engine", "AssertionError: once\n") == 1
     message = capsys.readouterr().err

@@ -4,10 +4,7 @@
 * `tiny_tokenizer`: bytes, and some longer tokens that cross JSON's syntax.
 * `checkpoint`: a Hugging Face checkpoint written by `transformers` (a test dependency), with biases,
   norms, caps and RoPE that affect the output, one for each entry of `VARIANTS`.
-* `ModelRunner`: runs a model without the engine, on a KV cache of random values with shuffled blocks.
-"""
-
-from __future__ import annotations
+* `ModelRunner`: runs a model without the engine, on a KV cache of random values with shuffled blocks."""
 
 import math
 from collections.abc import Mapping
@@ -129,12 +126,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def checkpoint(
-    folder: Path,
-    variant: str,
-    dtype: torch.dtype = torch.float32,
-    max_shard_size: str = "1GB",
+    folder: Path, variant: str, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB",
     **changes: Any,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write the random checkpoint `variant`, with `changes` to its config, to `folder` and return it."""
     import transformers
 

@@ -1,7 +1,5 @@
 """Comparison of tensors for all tests."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -17,8 +15,7 @@ def error_ratio(actual: Tensor, expected: Tensor) -> float:
 def assert_close(actual: Tensor, expected: Tensor, tol: float, what: str = "tensors") -> float:
     """Fail unless shapes agree, both are finite and `error_ratio` is at most `tol`.
 
-    Return the largest absolute difference, for tests that also bound it.
-    """
+    Return the largest absolute difference, for tests that also bound it."""
     assert actual.shape == expected.shape, f"{what}: {actual.shape} instead of {expected.shape}"
     if actual.numel() == 0:
         return 0.0

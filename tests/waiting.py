@@ -6,10 +6,7 @@
 Rejects operations that read results on the host or have data-dependent sizes (`item`, `nonzero`, boolean
 masks, ...), tensors created from Python numbers, which are copied from pageable memory, and on a GPU all
 other copies from pageable memory, which `torch.cuda.set_sync_debug_mode` does not detect. Allows `upload`
-(from pinned memory), `to_host` (waits only for the step that is due), and replaying a captured step.
-"""
-
-from __future__ import annotations
+(from pinned memory), `to_host` (waits only for the step that is due), and replaying a captured step."""
 
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ architectures, and `bench/kernels.py` times them on the local GPU.
 To add a kernel, add its cases to `cases()` of a module.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The kernels of a decoder layer at the shapes of real models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

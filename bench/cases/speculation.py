@@ -1,7 +1,5 @@
 """The kernels of speculative decoding: propose, sample, accept, commit, and the layout of a batch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

@@ -105,13 +105,9 @@ def choice(url: str, done: Completion, number: int | None, tokenizer: Tokenizer)
 
 
 def logprobs(
-    url: str,
-    positions: Sequence[Mapping[int, Logprob]],
-    pieces: Sequence[Piece],
-    number: int | None,
-    tokenizer: Tokenizer,
-    offset: int = 0,
-) -> dict[str, Any] | None:
+    url: str, positions: Sequence[Mapping[int, Logprob]], pieces: Sequence[Piece], number: int | None,
+    tokenizer: Tokenizer, offset: int = 0,
+) -> dict[str, Any] | None:  # fmt: skip
     """Return the log-probabilities of the sampled tokens, first in each of `positions`, and of the `number`
     most likely ones; None if `number` is None. `pieces` are the tokens' texts, which start at `offset`."""
     if number is None:

@@ -31,12 +31,9 @@ class Task:
 
 
 def parse_task(
-    request: Mapping[str, Any],
-    params: SamplingParams,
-    system: str | None = None,
-    raw: bool = False,
+    request: Mapping[str, Any], params: SamplingParams, system: str | None = None, raw: bool = False,
     known: tuple[str, ...] = (),
-) -> Task:
+) -> Task:  # fmt: skip
     """Parse a request; `params` holds the defaults of its sampling fields. Raises ValueError, which for an
     unknown field may suggest one of `known`."""
     if ("prompt" in request) == ("messages" in request):

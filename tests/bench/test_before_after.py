@@ -1,7 +1,5 @@
 """`bench/before_after.py` computes ratios within a round and detects a single differing token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bench import before_after

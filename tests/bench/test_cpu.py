@@ -1,7 +1,5 @@
 """CPU comparisons (`bench/cpu.py`, `bench/serve.py`): alternation, ratios in a round, parsing of answers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

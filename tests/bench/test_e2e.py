@@ -1,7 +1,5 @@
 """`ReplayWorker` outputs the reference text, with and without drafts, in packed and captured steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.e2e import ReplayWorker

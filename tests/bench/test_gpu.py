@@ -1,8 +1,6 @@
 """`bench/gpu.py`: groups suit the card, and failing ones do not affect others; and its benchmarks on tiny
 shapes with a mock of `torch.cuda`."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess
@@ -101,8 +99,6 @@ def test_smoke_selects_existing_items() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *nodes]
     assert f"{len(nodes)} tests collected" in subprocess.check_output(command, cwd=gpu.ROOT, text=True)
 
-
-# ---- benchmarks on tiny shapes -------------------------------------------------------------------
 
 GRID = ["--shape", "tiny", "--batches", "1", "2", "1000000", "--repeats", "1"]  # the last one does not fit
 

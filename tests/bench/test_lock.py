@@ -1,7 +1,5 @@
 """CI dependencies are pinned and hashed, and match pyproject.toml; CI actions are pinned too."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

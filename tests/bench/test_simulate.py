@@ -1,7 +1,5 @@
 """The simulator: traces match n-gram lookup, and automatic K is nearly as fast as the best fixed K."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

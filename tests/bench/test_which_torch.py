@@ -1,7 +1,5 @@
 """`make` installs the right build of torch."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

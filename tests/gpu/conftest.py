@@ -1,9 +1,6 @@
 """These tests need a GPU and compiled kernels: run `pytest tests/gpu` separately (`make gpu`).
 
-They are skipped together with tests/kernels, which enables Triton's interpreter for the whole process.
-"""
-
-from __future__ import annotations
+They are skipped together with tests/kernels, which enables Triton's interpreter for the whole process."""
 
 import os
 from collections.abc import Iterator

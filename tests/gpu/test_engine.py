@@ -1,7 +1,5 @@
 """The engine on a GPU in bf16: outputs are bitwise identical with and without speculation."""
 
-from __future__ import annotations
-
 import gc
 import random
 from pathlib import Path

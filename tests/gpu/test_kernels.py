@@ -1,9 +1,6 @@
 """Layer kernels on a GPU: bitwise independence of other rows, and comparison with float64.
 
-`bench/gpu.py kernels` compares all kernels with `naive` for the shapes of real models.
-"""
-
-from __future__ import annotations
+`bench/gpu.py kernels` compares all kernels with `naive` for the shapes of real models."""
 
 import pytest
 import torch
@@ -38,10 +35,8 @@ def test_attention_is_bitwise_independent_of_the_batch(
     check_independence(texts, 2980, window, monkeypatch, gpu, cached_before=(10, 30, 180))
 
 
-def products_of(
-    widths: tuple[int, int], kind: str, T: int, dtype: torch.dtype, gpu: torch.device
-) -> Products:
-    hidden, inner = widths
+def products_of(sizes: tuple[int, int], kind: str, T: int, dtype: torch.dtype, gpu: torch.device) -> Products:
+    hidden, inner = sizes
     N, K = (hidden, inner) if kind == "linear_add" else (2 * inner, hidden)
     return Products(T, N, K, dtype, gpu)
 

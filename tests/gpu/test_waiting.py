@@ -1,7 +1,5 @@
 """On a GPU, the host waits only for results that are due."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

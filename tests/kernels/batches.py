@@ -1,7 +1,5 @@
 """Tables, batches and logits for tests of sampling and speculation, here and in tests/gpu."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -34,8 +32,7 @@ def ints(*values: int) -> Tensor:
 def make_table(V: int, num_rows: int = S, block_size: int = 16, **columns: Any) -> Table:
     """Return a table of requests with default parameters, and the given columns: one value or one per row.
 
-    `tokens` determine its size; `stop_ids` may be fewer than the maximum.
-    """
+    `tokens` determine its size; `stop_ids` may be fewer than the maximum."""
     tokens = torch.as_tensor(columns.get("tokens", [[0]] * num_rows))
     table = Table.empty(len(tokens), tokens.shape[1], block_size, V, "cpu")
     table.seed[:], table.stop_ids[:] = torch.arange(len(tokens)), -1
@@ -48,13 +45,9 @@ def make_table(V: int, num_rows: int = S, block_size: int = 16, **columns: Any) 
 
 
 def make_batch(
-    q_len: Sequence[int],
-    base_len: Sequence[int] | None = None,
-    uniform: bool = True,
-    tree: bool = False,
-    parents: Sequence[int] | None = None,
-    **tensors: Tensor,
-) -> Batch:
+    q_len: Sequence[int], base_len: Sequence[int] | None = None, uniform: bool = True, tree: bool = False,
+    parents: Sequence[int] | None = None, **tensors: Tensor,
+) -> Batch:  # fmt: skip
     """Return a batch of chains, random trees or trees with the given `parents` (by flat index), without
     blocks. Batch row b belongs to request row b, and all tokens are 0, unless `tensors` override them."""
     B, widest = len(q_len), max([1, *q_len])

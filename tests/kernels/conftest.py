@@ -1,9 +1,6 @@
 """Kernels run in Triton's interpreter here, which must be selected before triton is imported.
 
-Compilation (`test_compile.py`) needs the real compiler and runs in a subprocess.
-"""
-
-from __future__ import annotations
+Compilation (`test_compile.py`) needs the real compiler and runs in a subprocess."""
 
 import os
 
@@ -29,13 +26,10 @@ def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulate `tl.dot` on tensor cores: add onto the accumulator in ascending k for any tile width.
 
     The interpreter uses numpy, whose summation order depends on the tile. tests/gpu checks that real
-    instructions keep their order for wider tiles.
-    """
+    instructions keep their order for wider tiles."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    def create_dot(
-        self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
-    ) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         left, right = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
         out = d.data.copy()
         for k in range(left.shape[1]):

@@ -1,7 +1,5 @@
 """Linear layers with random weights, for the tests of `linear.py` here and in tests/gpu."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -51,9 +49,8 @@ class Products:
         if kind in ("linear_add", "residual_add"):
             norm = Norm(bias, 1e-5)
             out_norm = Norm(1 + bias.to(torch.promote_types(dtype, torch.float32)), 1e-5)
-            new = linear.add_to(
-                residual_of(residual, norm), x, norm, out_norm if kind == "residual_add" else None
-            )
+            given = out_norm if kind == "residual_add" else None
+            new = linear.add_to(residual_of(residual, norm), x, norm, given)
             return torch.cat((new.x, normed(new)), 1)
         source = residual_of(x, Norm(scale, 1e-5))
         if kind == "norm_linear":

@@ -1,7 +1,5 @@
 """Batches of request rows' texts: tokens, positions and slots in every layout. Host writes into rows."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

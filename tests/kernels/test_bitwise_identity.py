@@ -2,10 +2,7 @@
 concurrent prompt's chunks, and which requests are preempted and recomputed.
 
 Compares the K/V of every position, not only tokens, in the interpreter with sums in the order of tensor
-cores.
-"""
-
-from __future__ import annotations
+cores."""
 
 import random
 from typing import Any

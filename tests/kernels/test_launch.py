@@ -1,7 +1,5 @@
 """Launch kernels through Triton's launcher, up to the call of the GPU's driver."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """threads.h: every task runs once despite slow threads and several callers, and idle threads help others."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -62,10 +60,7 @@ void several_callers() {
     for (auto& caller : callers) caller.join();
 }
 
-int main() {
-    every_task_runs_once();
-    several_callers();
-}
+int main() { every_task_runs_once(), several_callers(); }
 """
 
 

@@ -1,8 +1,7 @@
 """Requests with known keys, values and queries at every position, for tests of attention.
 
 A request can be computed alone or in a batch, with any numbers of cached tokens and queries; the result at a
-position must be the same.
-"""
+position must be the same."""
 
 from __future__ import annotations
 
@@ -77,22 +76,16 @@ class Texts:
             q[start : start + n] = self.q[r, j]
             slots[start : start + n] = self.block_table[r, j // block_size] * block_size + j % block_size
         batch = replace(
-            batch,
-            rows=torch.where(batch.q_len > 0, ints(*requests), -1),
-            slots=slots,
-            block_table=self.block_table[requests],
-            max_kv_len=max(base + n for _, base, n in parts),
+            batch, rows=torch.where(batch.q_len > 0, ints(*requests), -1), slots=slots,
+            block_table=self.block_table[requests], max_kv_len=max(base + n for _, base, n in parts),
             prefill=widest > MAX_QUERIES,
-        )
+        )  # fmt: skip
         return batch, q
 
     def attend(
-        self,
-        parts: Sequence[Part],
-        window: int | None = None,
-        device: str | torch.device = "cpu",
+        self, parts: Sequence[Part], window: int | None = None, device: str | torch.device = "cpu",
         **layout: object,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the kernel's output without padding, on the CPU."""
         batch, q = self.batch(parts, **layout)  # type: ignore[arg-type]
         metadata = AttentionMetadata(on(batch, device), window)

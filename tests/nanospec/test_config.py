@@ -1,8 +1,7 @@
 """Settings reject invalid values with a message that names the value and the limit."""
 
-from __future__ import annotations
-
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 from nanospec import LLM
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
-from nanospec.device.resources import resolve_device
 from nanospec.drafters.methods import resolve_drafters
 from nanospec.kernels import MAX_STOP_IDS
 
@@ -73,34 +71,24 @@ INVALID: list[tuple[type, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "options", "sentence"), INVALID, ids=lambda value: str(value)[:60])
 def test_invalid_settings_are_rejected(kind: type, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
         resolve_drafters(kind(**options), None) if kind is SpecConfig else kind(**options)
-    assert sentence in str(caught.value)
 
 
-def test_params_copy_their_arguments() -> None:
-    bias = {1: 2.0}
-    params = SamplingParams(logit_bias=bias)
-    bias[2] = 1.0
-    assert params.logit_bias == {1: 2.0}
-
-
-def test_shorthands_and_numeric_types_are_converted() -> None:
+def test_shorthands_and_numeric_types_are_converted_and_copied() -> None:
+    bias: Any = {np.int32(4): np.float32(2), "12": 1}
+    other = SamplingParams(max_tokens=np.int64(5), stop_token_ids=[np.int64(3)], logit_bias=bias)
+    plain: Any = {1: 2.0}
+    copied = SamplingParams(logit_bias=plain)
+    plain.clear()
+    assert copied.logit_bias == {1: 2.0}
     assert SamplingParams(stop="end").stop == ("end",)
     empty = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
     assert empty == SamplingParams()
-    bias: Any = {np.int32(4): np.float32(2), "12": 1}
-    other = SamplingParams(max_tokens=np.int64(5), stop_token_ids=[np.int64(3)], logit_bias=bias)
     numbers = other.max_tokens, *other.stop_token_ids, *other.logit_bias, other.logit_bias[4]
     assert numbers == (5, 3, 4, 12, 2.0)
     assert [type(number) for number in numbers] == [int, int, int, int, float]
     SamplingParams(max_tokens=None, min_tokens=BIG, stop_token_ids=range(MAX_STOP_IDS - 8))
-
-
-def test_unknown_devices_are_rejected() -> None:
-    for name in ("gpu", "mps", "cuda:x"):
-        with pytest.raises(ValueError, match=r"use 'auto', 'cpu' or 'cuda'"):
-            resolve_device(name)
 
 
 def test_memory_units() -> None:
@@ -135,6 +123,5 @@ def test_options_of_vllm_are_converted() -> None:
     ],
 )
 def test_unknown_options_and_wrong_types_are_rejected(refused: Any, sentence: str) -> None:
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match=re.escape(sentence)):
         refused()
-    assert sentence in str(caught.value)

@@ -1,10 +1,7 @@
 """Extreme models and requests: shapes that are not powers of two, a vocabulary of one token, full context
 windows, more drafts than fit, sampling parameters at their limits.
 
-`EXTREMES=1000` sets the number of random engines; each has its number as seed and test id.
-"""
-
-from __future__ import annotations
+`EXTREMES=1000` sets the number of random engines; each has its number as seed and test id."""
 
 import os
 import random
@@ -29,19 +26,15 @@ def random_model(rng: random.Random, window: int) -> Model:
     """Return a random small model, half of them in bfloat16, which run in C++ if the shape is supported."""
     layers, kv_heads = rng.choice((1, 2)), rng.choice((1, 2, 3))
     return tiny_model(
-        rng.randrange(1 << 30),
-        rng.choice((torch.float32, torch.bfloat16)),
+        rng.randrange(1 << 30), rng.choice((torch.float32, torch.bfloat16)),
         vocab_size=rng.choice((1, 1, 2, 3, 5, 63, 64, 65, 127, 4097)),
         hidden_size=rng.choice((2, 6, 10, 32, 50, 62, 96)),
-        intermediate_size=rng.choice((1, 2, 7, 31, 32, 33, 64, 96)),
-        num_layers=layers,
-        num_heads=kv_heads * rng.choice((1, 2, 3, 5)),
-        num_kv_heads=kv_heads,
+        intermediate_size=rng.choice((1, 2, 7, 31, 32, 33, 64, 96)), num_layers=layers,
+        num_heads=kv_heads * rng.choice((1, 2, 3, 5)), num_kv_heads=kv_heads,
         head_dim=rng.choice((2, 4, 6, 10, 16, 24, 32, 34, 48, 80, 96)),
         windows=tuple(rng.choice((None, 1, 2, 9, 16, 17, 33)) for _ in range(layers)),
-        max_position_embeddings=window + rng.choice((0, 7)),
-        qk_norm=rng.random() < 0.5,
-    )
+        max_position_embeddings=window + rng.choice((0, 7)), qk_norm=rng.random() < 0.5,
+    )  # fmt: skip
 
 
 def random_job(rng: random.Random, vocab_size: int, window: int) -> Job:
@@ -51,16 +44,12 @@ def random_job(rng: random.Random, vocab_size: int, window: int) -> Job:
     params = SamplingParams(
         temperature=rng.choice((0.0, 1.0, 1.0, 1e-5, 1e-7, LEAST, 100.0)),
         top_k=rng.choice((0, 0, 1, vocab_size, vocab_size + 1, MOST)),
-        top_p=rng.choice((1.0, 1.0, LEAST, 1 - 2**-24, 0.5)),
-        min_p=rng.choice((0.0, 0.0, 1.0, LEAST)),
-        seed=rng.choice((-(2**63), 2**63 - 1)),
-        max_tokens=rng.choice((None, 1, window, MOST)),
-        logprobs=rng.choice((None, 0, 20)),
-        presence_penalty=rng.choice((0, 0, 2, -2)),
-        frequency_penalty=rng.choice((0, 0, 2, -2)),
-        repetition_penalty=rng.choice((1, 1, 0.01, 100)),
+        top_p=rng.choice((1.0, 1.0, LEAST, 1 - 2**-24, 0.5)), min_p=rng.choice((0.0, 0.0, 1.0, LEAST)),
+        seed=rng.choice((-(2**63), 2**63 - 1)), max_tokens=rng.choice((None, 1, window, MOST)),
+        logprobs=rng.choice((None, 0, 20)), presence_penalty=rng.choice((0, 0, 2, -2)),
+        frequency_penalty=rng.choice((0, 0, 2, -2)), repetition_penalty=rng.choice((1, 1, 0.01, 100)),
         logit_bias=rng.choice(({}, {}, {0: 1e6}, {vocab_size - 1: -1e6}, several)),
-    )
+    )  # fmt: skip
     return Job([rng.randrange(min(vocab_size, distinct)) for _ in range(length)], params)
 
 

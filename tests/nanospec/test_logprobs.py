@@ -1,7 +1,5 @@
 """Log-probabilities match transformers in float64, with and without speculation, in a mixed batch."""
 
-from __future__ import annotations
-
 import random
 from functools import lru_cache
 from pathlib import Path
@@ -21,11 +19,10 @@ from tests.tiny import checkpoint, reference_logits
 LENGTH = 12
 TOLERANCE = 2e-4  # log-probabilities of these models reach -15
 SETUPS: dict[str, dict[str, Any]] = {
-    "trees": {"method": "ngram", "tree_width": 3},
-    "draft": {"method": "draft"},
+    "trees": {"method": "ngram", "tree_width": 3}, "draft": {"method": "draft"},
     "drafts rejected": {"method": "draft", "acceptance": "rejection"},
     "heads in trees": {"method": "medusa", "tree_width": 3},
-}
+}  # fmt: skip
 
 
 def jobs() -> list[Job]:

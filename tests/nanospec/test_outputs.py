@@ -1,7 +1,5 @@
 """Counters add up, and ratios are defined before the first step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nanospec.outputs import Metrics, SpecStats
@@ -22,9 +20,6 @@ def test_counters_and_ratios_include_steps_without_drafts() -> None:
         },
     }  # fmt: skip
     assert metrics.to_dict().items() >= expected.items()
-
-
-def test_ratios_of_no_and_one_step() -> None:
     stats, plain, drafts = SpecStats(), SpecStats(), SpecStats()
     plain.record(0, 0, 1, "ngram")
     drafts.record(1, 1, 2, "ngram")

@@ -2,10 +2,7 @@
 drafting setups, all sampling parameters.
 
 The target and its noisy copy, the draft model, have 5 tokens. All requests have the same prompt and at most 4
-output tokens: few enough to count all outputs.
-"""
-
-from __future__ import annotations
+output tokens: few enough to count all outputs."""
 
 import itertools
 from collections import Counter
@@ -109,19 +106,13 @@ class Setup(NamedTuple):
 
 
 SETUPS: dict[str, Setup] = {
-    "none": Setup(k=None),
-    "ngram": Setup("ngram", "auto"),
-    "ngram tree": Setup("ngram", 6, 3),
-    "draft": Setup("draft"),
-    "medusa": Setup("medusa"),
-    "medusa tree": Setup("medusa", 6, 3),
-    "ngram+draft": Setup("ngram+draft"),
-    "ngram tree+draft": Setup("ngram+draft", 4, 2),
-    "ngram tree+medusa tree": Setup("ngram+medusa", 5, 2),
-    "custom": Setup(custom=BigramDrafter),
+    "none": Setup(k=None), "ngram": Setup("ngram", "auto"), "ngram tree": Setup("ngram", 6, 3),
+    "draft": Setup("draft"), "medusa": Setup("medusa"), "medusa tree": Setup("medusa", 6, 3),
+    "ngram+draft": Setup("ngram+draft"), "ngram tree+draft": Setup("ngram+draft", 4, 2),
+    "ngram tree+medusa tree": Setup("ngram+medusa", 5, 2), "custom": Setup(custom=BigramDrafter),
     "custom sampling": Setup(custom=SamplingDrafter),
     "ngram+custom sampling": Setup("ngram", custom=SamplingDrafter),
-}
+}  # fmt: skip
 SAMPLING: dict[str, dict[str, Any]] = {  # parameters other than temperature
     "nothing": {},
     "filters": {"top_k": 4, "top_p": 0.9, "min_p": 0.03},
@@ -154,9 +145,8 @@ def engine_for(models: Models, name: str, **options: Any) -> Engine:
     elif method:
         spec["method"] = method
     min_n = 3 if method and (custom or "+" in method) else 1
-    return make_engine(
-        models.model, k, min_n=min_n, spec=spec, **given, max_num_seqs=256, max_model_len=32, **options
-    )
+    options |= {"max_num_seqs": 256, "max_model_len": 32}
+    return make_engine(models.model, k, min_n=min_n, spec=spec, **given, **options)
 
 
 class Drawn(NamedTuple):

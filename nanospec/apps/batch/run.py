@@ -89,12 +89,9 @@ class Batch:
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of this run."""
         return {
-            "requests": len(self.tasks),
-            "done_before": len(self.done),
-            "seconds": round(self.seconds, 3),
-            "tokens": self.tokens,
-            "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
-        }
+            "requests": len(self.tasks), "done_before": len(self.done), "seconds": round(self.seconds, 3),
+            "tokens": self.tokens, "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
+        }  # fmt: skip
 
 
 def result_prefix(task: Task) -> bytes:

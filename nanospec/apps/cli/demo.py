@@ -85,15 +85,10 @@ def _row(name: str, plain: RequestOutput, spec: RequestOutput) -> tuple[str, ...
     before, after = decode_rate(plain), decode_rate(spec)
     stats = spec.stats
     return (
-        name,
-        str(len(spec.token_ids)),
-        f"{before:.1f}",
-        f"{after:.1f}",
-        f"{after / before:.2f}x",
-        f"{stats.tokens_per_step:.2f}",
-        f"{stats.acceptance_rate:.0%}" if stats.num_drafted else "-",
+        name, str(len(spec.token_ids)), f"{before:.1f}", f"{after:.1f}", f"{after / before:.2f}x",
+        f"{stats.tokens_per_step:.2f}", f"{stats.acceptance_rate:.0%}" if stats.num_drafted else "-",
         "yes" if plain.token_ids == spec.token_ids else "NO",
-    )
+    )  # fmt: skip
 
 
 def decode_rate(output: RequestOutput) -> float:

@@ -65,12 +65,9 @@ def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
 def build_parser(full: bool = False) -> Parser:
     """Return the parser. With `full`, its help lists every option."""
     parser = base_parser(
-        full,
-        prog=program(),
-        usage=f"{program()} MODE [OPTIONS]\n       {program()} COMMAND [OPTIONS]",
-        description=DESCRIPTION.format(program()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+        full, prog=program(), usage=f"{program()} MODE [OPTIONS]\n       {program()} COMMAND [OPTIONS]",
+        description=DESCRIPTION.format(program()), formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"nanospec {__version__}")
     add = parser.add_argument_group("mode (exactly one is required)").add_argument
     add("--prompt", metavar="TEXT", help="answer a prompt; - reads it from standard input")

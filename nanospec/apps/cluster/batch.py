@@ -73,12 +73,9 @@ def run_lines(
     from ray.util import ActorPool
 
     replica = ray.remote(LineEngine).options(
-        num_cpus=bundle.cpus,
-        num_gpus=bundle.gpus,
-        max_restarts=RESTARTS,
-        max_task_retries=RETRIES,
+        num_cpus=bundle.cpus, num_gpus=bundle.gpus, max_restarts=RESTARTS, max_task_retries=RETRIES,
         max_concurrency=at_once,
-    )
+    )  # fmt: skip
     actors = [replica.remote(*settings) for _ in range(replicas)]
     pool = ActorPool(actors * at_once)  # contains each actor once per concurrent line
     try:

@@ -138,25 +138,19 @@ def application(
     low, high = scale
     bounds = {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": rows}
     scaling: dict[str, Any] = {"autoscaling_config": bounds} if low < high else {"num_replicas": low}
+    router_options = {"slack": max(rows // 4, 1)}
+    router = RequestRouterConfig(request_router_class=ToReplica, request_router_kwargs=router_options)
     engines = serve.deployment(
-        ServingEngine,
-        **scaling,
-        max_ongoing_requests=rows + config.max_queue + OTHER_REQUESTS,
-        ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus},
-        request_router_config=RequestRouterConfig(
-            request_router_class=ToReplica, request_router_kwargs={"slack": max(rows // 4, 1)}
-        ),
-        graceful_shutdown_timeout_s=config.drain_timeout,
-        max_constructor_retry_count=TRIES,
+        ServingEngine, **scaling, max_ongoing_requests=rows + config.max_queue + OTHER_REQUESTS,
+        ray_actor_options={"num_cpus": bundle.cpus, "num_gpus": bundle.gpus}, request_router_config=router,
+        graceful_shutdown_timeout_s=config.drain_timeout, max_constructor_retry_count=TRIES,
         logging_config=QUIET,
-    )
+    )  # fmt: skip
     ingress = serve.deployment(
-        serve.ingress()(Ingress),
-        max_ongoing_requests=config.max_connections,
-        ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=config.drain_timeout + LINGER,
+        serve.ingress()(Ingress), max_ongoing_requests=config.max_connections,
+        ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=config.drain_timeout + LINGER,
         logging_config=QUIET,
-    )
+    )  # fmt: skip
     return ingress.bind(engines.bind(load, config), config, *args)
 
 

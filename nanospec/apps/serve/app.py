@@ -34,12 +34,9 @@ READERS = 2  # threads that parse requests, since chat templates and tokenizers 
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
 PAGE_HEADERS = {
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "x-frame-options": "DENY",
-    "cache-control": "no-cache",
-}
+    "content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY", "cache-control": "no-cache",
+}  # fmt: skip
 
 
 class App:
@@ -139,14 +136,10 @@ class App:
         engine, spec = self.llm.engine, self.llm.config.spec
         drafts = {"max_tokens": engine.worker.max_k, "tokens": spec.num_speculative_tokens}
         entry = {
-            "id": self.model,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "nanospec",
-            "max_model_len": engine.max_model_len,
-            "structured_output": find_spec("llguidance") is not None,
+            "id": self.model, "object": "model", "created": self.created, "owned_by": "nanospec",
+            "max_model_len": engine.max_model_len, "structured_output": find_spec("llguidance") is not None,
             "speculation": {"method": spec.method, **drafts},
-        }
+        }  # fmt: skip
         return JSONResponse(entry if name is not None else {"object": "list", "data": [entry]})
 
     async def health(self, request: Request) -> Response:

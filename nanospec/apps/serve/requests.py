@@ -65,9 +65,7 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
         tasks = [parse_task(each, defaults, known=KNOWN) for each in requests]
         params = tasks[0].params
         if len(params.stop) > MAX_STOP or any(len(stop) > MAX_STOP_LENGTH for stop in params.stop):
-            raise ValueError(
-                f"stop must have at most {MAX_STOP} strings of up to {MAX_STOP_LENGTH} characters."
-            )
+            raise ValueError(f"stop is limited to {MAX_STOP} strings of {MAX_STOP_LENGTH} characters.")
         if (count := len(params.logit_bias)) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
         request = APIRequest(url, [], params, *_read_server_fields(server_fields))

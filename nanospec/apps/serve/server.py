@@ -68,19 +68,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: App) -> None:
         settings = uvicorn.Config(
-            app.asgi(),
-            http=type("LimitedProtocol", (Protocol,), {"limits": app.config}),
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=int(app.config.drain_timeout + LINGER),
-            h11_max_incomplete_event_size=MAX_HEADERS,
-            proxy_headers=False,
-        )
+            app.asgi(), http=type("LimitedProtocol", (Protocol,), {"limits": app.config}), ws="none",
+            lifespan="off", access_log=False, log_config=None, log_level="warning", server_header=False,
+            timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=int(app.config.drain_timeout + LINGER),
+            h11_max_incomplete_event_size=MAX_HEADERS, proxy_headers=False,
+        )  # fmt: skip
         super().__init__(settings)
         self._app = app
 

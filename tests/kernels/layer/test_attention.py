@@ -1,7 +1,5 @@
 """Paged attention: results match `naive`, and are bitwise independent of everything but the text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -97,13 +95,9 @@ def test_kernels_match_naive(name: str) -> None:
 
 
 def check_independence(
-    texts: Texts,
-    first: int,
-    window: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str | torch.device = "cpu",
-    cached_before: Sequence[int] = (28,),
-) -> None:
+    texts: Texts, first: int, window: int | None, monkeypatch: pytest.MonkeyPatch,
+    device: str | torch.device = "cpu", cached_before: Sequence[int] = (28,),
+) -> None:  # fmt: skip
     """Compare queries `first` to `first + 7` of the second text alone, in a batch, with K = 0, when verifying
     drafts, as a tree, and in prompt chunks with each number of earlier tokens in `cached_before`."""
 
@@ -188,10 +182,8 @@ def test_naive_avoids_small_products(monkeypatch: pytest.MonkeyPatch, softcap: f
     texts, parts = requests([(7, 1)], (2, 1, 16))
     batch, q = texts.batch(parts, padded=False)
     given = q.bfloat16(), texts.cache.nan_to_num().bfloat16(), AttentionMetadata(batch), 0.25, softcap
-    multiply, add = (
-        mock.patch.object(torch, name, wraps=getattr(torch, name)) for name in ("bmm", "baddbmm")
-    )
-    with multiply as bmm, add as baddbmm:
+    product, add = (mock.patch.object(torch, name, wraps=getattr(torch, name)) for name in ("bmm", "baddbmm"))
+    with product as bmm, add as baddbmm:
         one = attention.naive(*given)
     calls = [call.args for call in (*bmm.call_args_list, *baddbmm.call_args_list)]
     assert len(calls) == 2

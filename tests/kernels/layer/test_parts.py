@@ -1,17 +1,15 @@
 """Weights split among ranks, which run in one process here."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
 from nanospec.extras.tensor_parallel import shard
 from nanospec.extras.tensor_parallel.group import Group
-from nanospec.extras.tensor_parallel.shard import ParallelLMHead, RowParallelLinear, VocabParallelEmbedding
+from nanospec.extras.tensor_parallel.shard import RowParallelLinear
 from nanospec.kernels.launch import Backend, forced
 from nanospec.kernels.layer.linear import make_linear
-from nanospec.kernels.layer.residual import Norm, embed
+from nanospec.kernels.layer.residual import Norm
 from tests.kernels.products import residual_of
 from tests.ranks import together
 from tests.util import assert_close
@@ -46,21 +44,3 @@ def test_row_parallel_weight_matches_whole_weight(
                 assert ranks < 3 or count == messages
     assert all(torch.equal(result, results[0]) for result in results)
     assert_close(results[0], x + h @ weight.T + bias, 1e-5)
-
-
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_split_vocabulary_matches_whole(ranks: int) -> None:
-    V, H, ids, x = 50, 16, torch.tensor([0, 49, 24, 25, 24], dtype=torch.int32), normal(3, 16, seed=5)
-    whole, width, norm = normal(V, H), -(-V // ranks), Norm(torch.ones(H), 1e-5)
-    padded = torch.cat([whole, torch.zeros(ranks * width - V, H)]).split(width)
-
-    def run(group: Group) -> None:
-        part = padded[group.rank]
-        table = VocabParallelEmbedding(part, group, group.rank * width)
-        assert torch.equal(embed(ids, table, norm, 3.0).x, 3 * whole[ids.long()])
-        head, out = ParallelLMHead(make_linear(part), group, V), torch.full((3, V), float("nan"))
-        assert head(x, out) is out
-        assert_close(out, x @ whole.T, 1e-6)
-        assert torch.equal(head(x), out)
-
-    together(ranks, run)

@@ -1,7 +1,5 @@
 """The residual stream and RMSNorm: comparison of kernels with `naive`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Per-head norm, RoPE and cache write: comparison with `naive`, bitwise independence, non-finite values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,5 @@
 """Acceptance rules: rejection sampling keeps the distribution, typical acceptance follows its definition, and
-exact rows keep their targets.
-"""
-
-from __future__ import annotations
+exact rows keep their targets."""
 
 import math
 import random
@@ -21,16 +18,7 @@ from nanospec.kernels.sampling.scores import penalize
 from nanospec.kernels.speculation import verify
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
-from tests.kernels.batches import (
-    S,
-    ints,
-    make_batch,
-    make_table,
-    proposal_of,
-    random_logits,
-    random_table,
-    real,
-)
+from tests.kernels.batches import ints, make_batch, make_table, proposal_of, random_logits, random_table, real
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -67,7 +55,7 @@ def random_case(seed: int, V: int, form: str, dtype: torch.dtype = torch.float32
     q_len = [n if s >= 0 else 0 for n, s in zip([4, 2, 3, 5, 3], rows)]
     base_len = [rng.randint(0, 20) for _ in rows]
     batch = make_batch(q_len, base_len, form != "packed", form == "tree", rows=ints(*rows))
-    table = random_table(rng, V)
+    table, S = random_table(rng, V), 4
     table.temperature[:] = torch.tensor(rng.sample([0.0, 0.5, 1.0, 1.0, 1.7], S))
     table.top_k[:] = torch.tensor(rng.choices([0, 0, V // 2, 5], k=S))
     table.min_p[:] = torch.tensor(rng.choices([0.0, 0.0, 0.05], k=S))

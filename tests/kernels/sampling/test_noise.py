@@ -1,7 +1,5 @@
 """The noise is exponential, independent, and a function of its arguments only."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

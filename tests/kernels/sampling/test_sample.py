@@ -1,7 +1,5 @@
 """The target's token at every position, compared with a per-row reference in float64."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any
@@ -22,9 +20,7 @@ from tests.kernels.batches import S, compiled, ints, make_batch, make_table, ran
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def reference_token(
-    x: np.ndarray, drafts: list[int], s: int, position: int, table: Table
-) -> tuple[int, bool]:
+def target_token(x: np.ndarray, drafts: list[int], s: int, position: int, table: Table) -> tuple[int, bool]:
     """Return the token that request row s draws from logits [V] after these drafts, and whether rounding
     could change it."""
     columns = {name: value for name, value in table._asdict().items() if isinstance(value, Tensor)}
@@ -104,7 +100,7 @@ def check(
         for place in path:
             t, drafts = row.start + place, row.drafts_to(place)
             scores, position = logits[t].double().numpy(), int(batch.positions[t]) + 1
-            expected, close = reference_token(scores, drafts, row.request, position, table)
+            expected, close = target_token(scores, drafts, row.request, position, table)
             assert close or int(targets[t]) == expected, f"token {t}"
         if which == "native":
             own = targets[row.start : row.start + len(row.ids)].tolist()

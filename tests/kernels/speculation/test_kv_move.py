@@ -1,7 +1,5 @@
 """Moving accepted tree nodes into place."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

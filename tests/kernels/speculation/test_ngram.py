@@ -1,9 +1,6 @@
 """N-gram lookup: comparison with a plain Python reference."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,16 +10,11 @@ from hypothesis import strategies as st
 
 from nanospec.kernels import LENGTH, RUNNING
 from nanospec.kernels.speculation import ngram
-from nanospec.kernels.speculation.proposal import Proposal
 from tests.kernels.batches import compiled, ints, make_table
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-IMPLEMENTATIONS: dict[str, Callable[..., Proposal]] = {
-    "naive": ngram.naive,
-    **compiled(native=ngram.native),
-    "kernel": ngram.launch,
-}
+IMPLEMENTATIONS = {"naive": ngram.naive, **compiled(native=ngram.native), "kernel": ngram.launch}
 
 
 class Node(NamedTuple):
@@ -117,12 +109,10 @@ def test_matches_reference(implementation: str, batch: list[Request], k: int, rn
     names = ("min_n", "max_n", "max_k", "tree_width", "finished")
     columns: dict[str, Any] = {name: [getattr(each, name) for each in batch] for name in names}
     table = make_table(
-        1,
-        tokens=[((each.text or [7]) * capacity + [7])[:capacity] for each in batch],
-        num_tokens=[len(each.text) for each in batch],
-        max_len=[len(each.text) + each.room for each in batch],
+        1, tokens=[((each.text or [7]) * capacity + [7])[:capacity] for each in batch],
+        num_tokens=[len(each.text) for each in batch], max_len=[len(each.text) + each.room for each in batch],
         **columns,
-    )
+    )  # fmt: skip
     with mock.patch.object(ngram, "BLOCK", rng.choice([16, 4096])):
         result = IMPLEMENTATIONS[implementation](table, ints(*rows), k, max(columns["max_n"]), max_width)
     assert result[6:] == (None, None)

@@ -1,6 +1,6 @@
 """Laying out steps: comparison with `naive`, and examples."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 import torch
@@ -9,21 +9,14 @@ from torch import Tensor
 from nanospec.kernels import STOPPED
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import forced
-from nanospec.kernels.speculation.proposal import (
-    Proposal,
-    launch,
-    lay_out_text,
-    merge,
-    naive,
-    native,
-    parents_of,
-)
+from nanospec.kernels.speculation import proposal as module
+from nanospec.kernels.speculation.proposal import Proposal, lay_out_text, merge, naive, parents_of
 from tests.kernels.batches import compiled, ints, make_table
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 LEAST, MOST = -(2**31), 2**31 - 1
-IMPLEMENTATIONS = {"naive": naive, **compiled(native=native), "kernel": launch}
+IMPLEMENTATIONS = {"naive": naive, **compiled(native=module.native), "kernel": module.launch}
 
 
 def random_ints(*shape: int, high: int = 1000) -> Tensor:
@@ -51,18 +44,15 @@ def assert_same(actual: Batch, expected: Batch, block_size: int = 16) -> None:
 
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS][1:])
-@pytest.mark.parametrize(
-    ("B", "k", "block_size", "tree"), [(1, 1, 16, False), (6, 7, 32, True), (2, 63, 16, True)]
-)
-def test_lay_out_matches_naive(B: int, k: int, block_size: int, tree: bool, implementation: str) -> None:
+@pytest.mark.parametrize(("B", "k", "size", "tree"), [(1, 1, 16, False), (6, 7, 32, True), (2, 63, 16, True)])
+def test_lay_out_matches_naive(B: int, k: int, size: int, tree: bool, implementation: str) -> None:
     torch.manual_seed(B + k)
     S, length = 7, 130 + k
     # Lengths around block boundaries, the shortest and the longest
-    lengths = torch.tensor([1, block_size, block_size + 1, max(block_size - k // 2, 1), 129, 65, 128])
-    pages = random_ints(S, -(-length // block_size))
-    table = make_table(
-        1000, block_size=block_size, tokens=random_ints(S, length), num_tokens=lengths, block_table=pages
-    )
+    lengths = torch.tensor([1, size, size + 1, max(size - k // 2, 1), 129, 65, 128])
+    pages = random_ints(S, -(-length // size))
+    texts: dict[str, Any] = {"tokens": random_ints(S, length), "num_tokens": lengths, "block_table": pages}
+    table = make_table(1000, block_size=size, **texts)
     rows, proposal = torch.randperm(S)[:B].int(), random_proposal(B, k, tree)
     if B == 6:
         rows[1], table.finished[rows[0]] = -1, STOPPED
@@ -72,9 +62,9 @@ def test_lay_out_matches_naive(B: int, k: int, block_size: int, tree: bool, impl
     expected = naive(table, rows, proposal)
     batch = IMPLEMENTATIONS[implementation](table, rows, proposal)
     assert (batch.max_q_len, batch.max_kv_len) == (k + 1, length)
-    assert_same(batch, expected, block_size)
+    assert_same(batch, expected, size)
     if implementation == "native":
-        assert_same(native(table, rows, proposal, packed=True), expected.to_packed(), block_size)
+        assert_same(module.native(table, rows, proposal, packed=True), expected.to_packed(), size)
     assert (batch.parents is not None) == (batch.ancestors is not None) == tree
 
 
@@ -82,7 +72,7 @@ def test_block_table_longer_than_one_program_copies() -> None:
     length, tokens, pages_of = 16 * 1024 + 3, random_ints(2, 16 * 1100), random_ints(2, 1100)
     table = make_table(1000, tokens=tokens, num_tokens=[length, 5], max_len=length + 5, block_table=pages_of)
     proposal = random_proposal(2, 4)._replace(num_drafts=ints(4, 4))
-    batch = launch(table, ints(0, 1), proposal)
+    batch = module.launch(table, ints(0, 1), proposal)
     assert torch.equal(batch.block_table[0, :1025], table.block_table[0, :1025])
     assert torch.equal(batch.block_table[1, :1], table.block_table[1, :1])
 

@@ -1,7 +1,5 @@
 """Log-probabilities: comparison with float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,9 +1,6 @@
 """Verification: comparison with a plain loop over drafts that appends token by token."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,11 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanospec.kernels import FROM_TARGET, LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
-from nanospec.kernels.batch import Batch
 from nanospec.kernels.speculation import report, verify
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import RowReport
-from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 from tests.kernels.batches import compiled, emitted, ints, make_batch, make_table
 
@@ -25,11 +20,7 @@ S, V, CAPACITY = 6, 12, 20
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-IMPLEMENTATIONS: dict[str, Callable[[Tensor, Batch, Table, Proposal], Verdict]] = {
-    "naive": verify.naive,
-    **compiled(native=verify.native),
-    "kernel": verify.launch,
-}
+IMPLEMENTATIONS = {"naive": verify.naive, **compiled(native=verify.native), "kernel": verify.launch}
 
 
 def walk(x: list[int], ids: list[int], parent: list[int]) -> list[int]:
@@ -76,27 +67,23 @@ def random_table(rng: random.Random) -> Table:
     lengths = [rng.randint(1, CAPACITY) for _ in range(S)]
     rest, stops = [-1] * (MAX_STOP_IDS - 2), [[-1, -1], [3, -1], [0, 7], [7, 2]]
     return make_table(
-        V,
-        tokens=torch.full((S, CAPACITY), 99),
-        num_tokens=lengths,
+        V, tokens=torch.full((S, CAPACITY), 99), num_tokens=lengths,
         max_len=[min(n + rng.randint(-1, 8), CAPACITY) for n in lengths],
         finished=[rng.choice([0, 0, 0, 1, 2]) for _ in range(S)],
         stop_ids=[[first, *rest, last] for first, last in rng.choices(stops, k=S)],
         output_counts=[[rng.randrange(3) for _ in range(V)] for _ in range(S)],
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @settings(max_examples=70)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 1 << 30), st.booleans(), st.booleans()
 )
 @example([64, 0, 63, 1], 3, False, True)
 @example([64, 0, 63, 1], 3, True, True)
-def test_matches_reference(
-    implementation: str, q_len: list[int], seed: int, tree: bool, uniform: bool
-) -> None:
+def test_matches_reference(name: str, q_len: list[int], seed: int, tree: bool, uniform: bool) -> None:
     """Random tokens are from a small set, so that drafts are accepted."""
     rng = random.Random(seed)
     batch = make_batch(q_len, uniform=uniform, tree=tree)
@@ -115,7 +102,7 @@ def test_matches_reference(
     B, k = len(q_len), batch.max_q_len - 1 + rng.choice([0, 0, 3])
     columns = (B, k), (B,), (B, k), (B,), (B,)
     proposal = Proposal(*(torch.randint(99, shape, dtype=torch.int32) for shape in columns))
-    verdict = IMPLEMENTATIONS[implementation](targets, batch, table, proposal)
+    verdict = IMPLEMENTATIONS[name](targets, batch, table, proposal)
     assert all(part.dtype == torch.int32 for part in verdict)
     assert verdict.path.shape == emitted(verdict).shape == (B, batch.max_q_len)
     reports = report.decode(verdict.report.tolist())
@@ -135,5 +122,5 @@ def test_matches_reference(
         drafted, accepted = max(n - 1, 0), max(len(path) - 1, 0)
         row_report = RowReport(run[:kept], drafted, accepted, by, match_len, code, source[:kept])
         assert reports[b] == row_report
-    for name, actual in table._asdict().items():
-        assert not isinstance(actual, Tensor) or torch.equal(actual, getattr(expected, name)), name
+    for column, actual in table._asdict().items():
+        assert not isinstance(actual, Tensor) or torch.equal(actual, getattr(expected, column)), column

@@ -1,7 +1,5 @@
 """JSON from users is parsed as Python parses it, or rejected with a one-line message."""
 
-from __future__ import annotations
-
 import json
 from codecs import BOM_UTF8
 from typing import Any

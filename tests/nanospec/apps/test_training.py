@@ -1,7 +1,5 @@
 """Training Medusa heads: initialization, loss, learning, measurement, saving, and the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,9 +50,7 @@ def test_compute_data_is_independent_of_batching(model: Model, monkeypatch: pyte
     assert data.num_following.tolist() == [left for ids in texts for left in reversed(range(len(ids)))]
 
 
-def test_head_is_initialized_to_the_target_lm_head(
-    model: Model, data: tuple[Data, Data], tmp_path: Path
-) -> None:
+def test_heads_start_as_the_target_lm_head(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:
     HeadsInTraining(model, Settings(3, 2, vocab=0), data[0].tokens).save(tmp_path / "heads.safetensors", {})
     saved = Heads.load(tmp_path / "heads.safetensors", model)
     own = model.logits(data[1].hidden)
@@ -110,9 +106,8 @@ def test_train_command_writes_working_heads(
     text, out = tmp_path / "text.jsonl", tmp_path / "heads.safetensors"
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     lines = [{"text": f"abc\u2028 {'def' * i}"} for i in range(17)]  # U+2028 does not end a line
-    text.write_text(
-        "".join(json.dumps(line) + "\n" for line in (*lines, {"text": "a"}, {"messages": messages}))
-    )
+    every = *lines, {"text": "a"}, {"messages": messages}
+    text.write_text("".join(json.dumps(line) + "\n" for line in every))
     tokenizer = Tokenizer(folder)
     monkeypatch.setattr(tokenizer, "encode", Mock(wraps=tokenizer.encode))
     texts = training.read_texts(text, tokenizer, 99)

@@ -1,7 +1,5 @@
 """The compiled CPU step, in bfloat16 from the first layer to the committed tokens."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

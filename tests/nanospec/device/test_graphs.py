@@ -1,22 +1,14 @@
 """Captured steps: buckets, padding, uploads and timing."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
-from typing import Any
 from unittest.mock import Mock
 
-import pytest
 import torch
-from torch import Tensor
 
 from nanospec import SamplingParams
-from nanospec.device import graphs
 from nanospec.device.graphs import MAX_STEP_TOKENS, Bucket, StepGraphs, batch_sizes
-from nanospec.device.step import StepResult
 from nanospec.device.timing import dummy_rows, replay_ms
-from nanospec.kernels.transfer import upload
 from tests.drive import Job, make_engine, run_and_compare
 from tests.tiny import tiny_model
 
@@ -37,33 +29,6 @@ def test_bucket_for() -> None:
         assert bucket in actual
         assert bucket.batch_size >= rows
         assert bucket.k <= k
-
-
-def test_rows_are_uploaded_only_on_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All buckets share the uploaded rows. A capture runs without rows."""
-    stepped, sent = list[list[int]](), Mock(wraps=upload)
-
-    def step(rows: Tensor, k: int, requested: Any) -> StepResult:
-        stepped.append(rows.tolist())
-        return StepResult(rows[:, None].clone(), rows[:, None].clone(), rows.clone(), rows[:, None].clone())
-
-    monkeypatch.setattr(graphs, "upload", sent)
-    steps = StepGraphs(step, torch.device("cpu"), 4, [1], lazy=True)
-    for rows, k, again in (
-        ([2, 0, 1], 0, True),
-        ([2, 0, 1], 0, False),
-        ([2, 0, 1, 3], 0, True),
-        ([2, 0], 0, True),  # a new bucket
-        ([2, 0], 0, False),
-        ([2, 0], 1, True),  # a new bucket
-    ):
-        stepped.clear()
-        sent.reset_mock()
-        assert steps.run(rows, steps.bucket_for(len(rows), k)).report.flatten().tolist() == rows
-        padded = rows + [-1] * (4 * (len(rows) > 2) - len(rows))
-        assert [call.args[0] for call in sent.call_args_list] == [padded] * again
-        assert stepped.pop() == padded
-        assert all(row == -1 for captured in stepped for row in captured)
 
 
 def test_replay_ms_leaves_state_unchanged() -> None:

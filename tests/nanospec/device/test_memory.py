@@ -1,7 +1,5 @@
 """Unused memory is not resident; the memory of steps is estimated before they run, and captures share it."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -26,15 +24,11 @@ from tests.dry import DryRun, meta_step
 from tests.tiny import tiny_config, tiny_model
 
 MIB = 1 << 20
-QWEN3 = tiny_config(  # two layers with the sizes of Qwen3-0.6B
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
+# Two layers with the sizes of Qwen3-0.6B
+QWEN3 = tiny_config(
+    hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128, vocab_size=151936,
     max_position_embeddings=40960,
-)
+)  # fmt: skip
 
 
 def resident() -> int:

@@ -1,7 +1,5 @@
 """Writing a request's row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Timing steps leaves state unchanged and covers only possible step sizes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from itertools import count

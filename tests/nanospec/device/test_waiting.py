@@ -1,8 +1,6 @@
 """Captured Triton steps in a running engine: the host never waits for the device, in admissions or anywhere
 else, and no value of the host is frozen into a capture."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,14 +31,9 @@ SETUPS: dict[str, dict[str, Any]] = {
     "grammar": {"method": "ngram"},
 }
 OPTIONS: dict[str, Any] = {
-    "max_num_seqs": 2,
-    "num_blocks": 3,
-    "max_model_len": 48,
-    "max_num_batched_tokens": 16,
-    "enforce_eager": False,
-    "async_scheduling": True,
-    "trace": True,
-}
+    "max_num_seqs": 2, "num_blocks": 3, "max_model_len": 48, "max_num_batched_tokens": 16,
+    "enforce_eager": False, "async_scheduling": True, "trace": True,
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Every drafter leaves the output unchanged and proposes the expected drafts."""
 
-from __future__ import annotations
-
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,31 +13,33 @@ import pytest
 import torch
 
 from nanospec import SamplingParams
+from nanospec.device.step import _truncate
 from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.estimates import RowProposal
 from nanospec.drafters.medusa import CONTENDERS, Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
-from nanospec.kernels import FROM_TARGET, GENERATED
+from nanospec.engine.locking import SharedEngine
+from nanospec.kernels import FROM_TARGET, GENERATED, NO_DRAFTER
 from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.sampling import noise
+from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from tests.drive import MODES, Job, K, cycle, cycle_model, make_engine, random_jobs, run, run_and_compare
-from tests.kernels.batches import make_batch, proposal_of
+from tests.kernels.batches import ints, make_batch, proposal_of
 from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
 VOCAB = 64
 FEW = {1: 200.0, 2: 200.0, 3: 200.0}
 SETUPS: dict[str, dict[str, Any]] = {
-    "ngram-tree": {"method": "ngram", "tree_width": 3},
-    "draft": {"method": "draft"},
-    "medusa": {"method": "medusa"},
-    "medusa-tree": {"method": "medusa", "tree_width": 3},
+    "ngram-tree": {"method": "ngram", "tree_width": 3}, "draft": {"method": "draft"},
+    "medusa": {"method": "medusa"}, "medusa-tree": {"method": "medusa", "tree_width": 3},
     "ngram+draft": {"method": "ngram+draft"},
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2, "acceptance": "rejection"},
     "ngram-tree+medusa-tree": {"method": "ngram+medusa", "tree_width": 2, "acceptance": "typical"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +153,7 @@ def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_draft_model_computes_prompts_cached_without_it(
-    model: Model, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_model_computes_prompts_cached_without_it(model: Model, mode: str, monkeypatch: Any) -> None:
     """The draft model computes prompts in chunks, also in blocks it filled for an earlier request."""
     options = {"num_blocks": 8, "max_num_batched_tokens": 16, **MODES[mode]}
     engine = make_engine(model, 4, spec=SETUPS["draft"], draft_model=model, **options)
@@ -281,3 +280,24 @@ def test_missing_and_unsuitable_weights_are_rejected(model: Model) -> None:
     drafter, _ = medusa_of(model)
     with pytest.raises(ValueError, match="medusa has runs_model=True, so it must be the last drafter"):
         make_engine(model, 3, drafter=[drafter, "ngram"])
+
+
+@pytest.mark.usefixtures("steady")
+@pytest.mark.parametrize("eager", [True, False], ids=["packed", "captured"])
+def test_automatic_k_speculates_without_changing_output(model: Model, eager: bool) -> None:
+    jobs = [
+        Job([3, 1, 3, 1], SamplingParams(temperature=0, max_tokens=80, logit_bias={7: 60.0})),
+        Job([2, 9, 4], SamplingParams(temperature=1.0, seed=2, max_tokens=60)),
+    ]
+    engine = make_engine(model, "auto", max_num_seqs=2, enforce_eager=eager)
+    requests = run_and_compare(engine, model, jobs)
+    assert requests[0].stats.tokens_per_step > 2
+    report = json.loads(json.dumps(SharedEngine(engine).report()))
+    assert ("step_ms_by_tokens" in report, "step_ms_by_batch_and_k" in report) == (eager, not eager)
+
+
+def test_policy_gets_the_proposal_of_each_row() -> None:
+    count_drafts, drafts = Mock(return_value=[2, 0]), torch.zeros(2, 4, dtype=torch.int32)
+    proposal = Proposal(drafts, ints(3, 0), drafts, ints(5, -5), ints(1, NO_DRAFTER))
+    assert _truncate(ints(7, 4), proposal, count_drafts).num_drafts.tolist() == [2, 0]
+    count_drafts.assert_called_once_with([RowProposal(7, 1, 3, 5), RowProposal(4, 0, 0, 0)])

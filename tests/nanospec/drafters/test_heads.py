@@ -1,7 +1,5 @@
 """Medusa heads: comparison with a float64 reference, and errors for invalid files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The policy verifies drafts that save time, learns online, and costs little where drafts are rejected."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import accumulate, product
@@ -59,12 +57,9 @@ def usual_k(policy: Policy, rows: int | dict[int, int]) -> int:
 
 
 def to_verify(
-    policy: Policy,
-    drafts: Sequence[int],
-    match: int | Sequence[int] = 3,
-    context: int = 0,
+    policy: Policy, drafts: Sequence[int], match: int | Sequence[int] = 3, context: int = 0,
     waiting: bool = True,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Return the number of drafts to verify in a packed step of rows 0, 1, ..."""
     matches = [match] * len(drafts) if isinstance(match, int) else match
     choose(policy, len(drafts), context, waiting)

@@ -1,7 +1,5 @@
 """Drafters given as objects: on the device (`Drafter`) and in plain Python (`SimpleDrafter`)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from functools import partial

@@ -1,7 +1,5 @@
 """The block pool against a reference model of holders, contents and release order."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given, settings

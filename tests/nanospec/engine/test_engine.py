@@ -1,13 +1,11 @@
 """Speculation never changes the output: tokens, finish reasons and logprobs.
 
 The reference runs every request alone, without drafts, prefix cache, chunked prefill or preemption. Random
-arrivals, aborts and faults are simulated in `campaigns/simulate`, with a mock model.
-"""
-
-from __future__ import annotations
+arrivals, aborts and faults are simulated in `campaigns/simulate`, with a mock model."""
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,8 +23,6 @@ from tests.drive import (
     K,
     assert_idle,
     assert_same,
-    cycle,
-    cycle_model,
     finish,
     known_text_drafter,
     make_engine,
@@ -121,35 +117,6 @@ def test_output_is_that_of_each_request_alone(
     assert (metrics.num_finished, metrics.num_aborted) == (len(requests), 1)
 
 
-def test_perfect_drafts_are_all_accepted_with_bonus_token(model: Model) -> None:
-    k, count = 4, 50  # 10 steps of k + 1 tokens
-    for temperature in (0.0, 1.0):
-        job = Job([1, 2, 3], SamplingParams(temperature=temperature, seed=5, max_tokens=count))
-        [wanted] = run_alone(model, [job])
-        engine = make_engine(model, k, drafter=known_text_drafter([job.prompt + wanted.token_ids]))
-        [request] = run(engine, [job])
-        assert request.output_ids == wanted.token_ids
-        assert request.stats.tokens_per_step == k + 1
-        assert request.stats.acceptance_rate == request.stats.efficiency == 1
-        assert request.stats.accepted_by_position == [count // (k + 1)] * k
-
-
-def test_drafts_of_repetitive_text_are_accepted() -> None:
-    """Check acceptance itself: it could drop to zero while outputs stay correct."""
-    model, prompt = cycle_model(8), cycle(0, 10, 8)
-    [request] = run(make_engine(model, 5), [Job(prompt, greedy(54))])
-    assert request.output_ids == cycle(10, 54, 8)
-    assert (request.stats.num_steps, request.stats.acceptance_rate) == (9, 1)
-    sources = [(s, t) for s, t in zip(request.draft_sources, request.output_ids, strict=True) if s >= 0]
-    assert len(sources) == 45
-    assert all(request.tokens[s] == token for s, token in sources)
-    limits = [Job(prompt, greedy(12, num_speculative_tokens=n)) for n in (0, 1, 2, None, 63)]
-    assert [r.stats.num_steps for r in run(make_engine(model, 3), limits)] == [12, 6, 4, 3, 3]
-    [stopped] = run(make_engine(model, 5), [Job(prompt, greedy(30, stop_token_ids=[4]))])
-    assert stopped.output_ids == [2, 3, 4]
-    assert (stopped.stats.num_drafted, stopped.stats.accepted_by_position) == (5, [1, 1, 1, 0, 0])
-
-
 def test_policy_observes_every_step_and_resets_with_row(model: Model) -> None:
     events: list[tuple[int, ...]] = []
 
@@ -199,3 +166,45 @@ def test_policy_gets_the_total_context_and_whether_requests_wait(model: Model) -
     engine.policy.choose = choose = Mock(wraps=engine.policy.choose)  # type: ignore[method-assign]
     run(engine, [Job([1] * n, SamplingParams(max_tokens=1)) for n in (3, 4, 5)])
     assert [call.args[2:] for call in choose.call_args_list] == [(7, True), (5, False)]
+
+
+POISON = 23  # the embedding of this token is NaN
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
+def test_nan_aborts_one_request_only(mode: dict[str, Any]) -> None:
+    model = tiny_model(vocab_size=24)
+    model.embedding = model.embedding.clone()
+    model.embedding[POISON] = float("nan")
+    jobs = random_jobs(random.Random(8), POISON, 4, max_tokens=30)
+    jobs = [Job(prompt, replace(params, logit_bias={POISON: -1e6})) for prompt, params in jobs]
+    expected = run_alone(model, jobs)
+    engine = make_engine(model, 4, num_blocks=9, **mode)
+    prompts = [1, 2, 3, POISON, *range(20), 4, 5, 6], [1, 2, 3, POISON, 0], [*range(20), *[POISON] * 30]
+    for _ in range(2):  # the second time, every block has been used before
+        nan_requests = [engine.add(prompt, SamplingParams(max_tokens=9, logprobs=1)) for prompt in prompts]
+        requests = [engine.add(job.prompt, job.params) for job in jobs]
+        finish(engine)
+        assert_idle(engine)
+        for request in nan_requests:
+            assert request.finish_reason == "abort"
+            assert request.output_ids == request.logprobs == []
+            assert request.error == (
+                f"At position {request.num_tokens} the logits are NaN or infinite; check the weights "
+                "and the dtype (float16 is limited to 65,504)."
+            )
+        for request, wanted in zip(requests, expected, strict=True):
+            assert_same(outcome(request), wanted)
+
+
+def test_blocks_of_a_nan_request_are_not_cached() -> None:
+    model = tiny_model(vocab_size=24)
+    job = Job([i * 5 % 24 for i in range(40)], greedy(8))
+    engine, embedding = make_engine(model, 3), model.embedding
+    model.embedding = embedding * float("nan")
+    copies = [engine.add(job.prompt, job.params) for _ in range(3)]
+    engine.step()
+    model.embedding = embedding
+    finish(engine)
+    assert [request.finish_reason for request in copies] == ["abort"] * 3
+    assert_same(outcome(run(engine, [job])[0]), run_alone(model, [job])[0])

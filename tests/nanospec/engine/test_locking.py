@@ -1,7 +1,5 @@
 """Calls from several threads on one LLM: requests share batches, and outputs do not change."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

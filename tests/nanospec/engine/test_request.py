@@ -1,7 +1,5 @@
 """Requests: stop strings, grammars, hashes, seeds and validation."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 

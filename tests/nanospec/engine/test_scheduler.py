@@ -1,7 +1,5 @@
 """The scheduler and its block pool, without a model. `campaigns/simulate` checks the contents of blocks."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +22,9 @@ class Host:
     lag a step behind, as on a GPU: it gets the results of a step only after it has planned the next one."""
 
     def __init__(
-        self,
-        window: int,
-        extra_blocks: int,
-        num_rows: int,
-        max_tokens: int,
-        k: int,
-        lag: int = 0,
+        self, window: int, extra_blocks: int, num_rows: int, max_tokens: int, k: int, lag: int = 0,
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.window, self.num_rows, self.max_tokens, self.k, self.lag = window, num_rows, max_tokens, k, lag
         self.rng = random.Random(seed)
         self.scheduler = Scheduler(-(-window // SIZE) + extra_blocks, SIZE, num_rows, max_tokens, k, lag)
@@ -149,14 +141,10 @@ def chunks(plan: Plan) -> list[int]:
 
 @settings(max_examples=150)
 @given(
-    window=st.integers(2, 24),
-    extra_blocks=st.integers(0, 4),
-    num_rows=st.integers(1, 4),
-    max_tokens=st.sampled_from((1, 2, 5, 16, 100)),
-    k=st.sampled_from((0, 1, 3, 9)),
-    lag=st.integers(0, 1),
+    window=st.integers(2, 24), extra_blocks=st.integers(0, 4), num_rows=st.integers(1, 4),
+    max_tokens=st.sampled_from((1, 2, 5, 16, 100)), k=st.sampled_from((0, 1, 3, 9)), lag=st.integers(0, 1),
     seed=st.integers(0, 1 << 30),
-)
+)  # fmt: skip
 def test_every_plan_is_valid_for_random_requests(**limits: int) -> None:
     """Requests arrive and are aborted at any time, under tight limits of every kind."""
     host = Host(**limits)
@@ -164,10 +152,8 @@ def test_every_plan_is_valid_for_random_requests(**limits: int) -> None:
     for _ in range(40):
         event = rng.random() if host.requests else 0.0
         if event < 0.3:
-            prompt, salt = (
-                rng.choices((0, 1), k=rng.randint(1, host.window - 1)),
-                rng.choice((b"", b"", b"x")),
-            )
+            prompt = rng.choices((0, 1), k=rng.randint(1, host.window - 1))
+            salt = rng.choice((b"", b"", b"x"))
             for _ in range(rng.randint(1, 2)):
                 host.add(prompt, rng.randint(1, 30), salt)
         elif event < 0.9:

@@ -1,7 +1,5 @@
 """Model names are resolved to folders; a missing model is reported with how to get it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

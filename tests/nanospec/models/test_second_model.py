@@ -1,7 +1,5 @@
 """Qwen2.5-Coder-1.5B, the second real model (`make test-models`): QKV bias, another tokenizer, tied head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts of any length compile no kernel after the start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

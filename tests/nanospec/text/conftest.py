@@ -1,7 +1,5 @@
 """Two small tokenizers of different types, and the default model's tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

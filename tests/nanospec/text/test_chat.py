@@ -1,7 +1,5 @@
 """Chat templates: where they are found, their features, and their errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +81,7 @@ def test_template_features(tmp_path: Path) -> None:
     ],
     ids=lambda value: value[:30],
 )
-def test_template_errors_are_reported_in_one_line(
-    template: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_template_errors_are_reported_in_one_line(template: str, words: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(chat, "MAX_PROMPT", 10**6)
     with pytest.raises(ValueError, match=f"^the chat template cannot render these messages: {words}.*\\.$"):
         chat.render({"default": template}, HI)

@@ -1,7 +1,5 @@
 """Arbitrary values passed to settings and `LLM` give a correct result or a short one-line error."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import fields
@@ -54,13 +52,9 @@ def error_of(function: Callable[..., Any], *args: Any, **named: Any) -> str:
 
 def test_shown_and_reason_are_short_lines() -> None:
     values: list[tuple[Any, str]] = [
-        ({"b": 1, "a": [2]}, "{'b': 1, 'a': [2]}"),
-        ("x" * 98, repr("x" * 98)),
-        ("x" * 99, "'" + "x" * 96 + "..."),
-        (10**5000, "<int>"),
-        (NESTED, "<list>"),
-        (Silent(), "<Silent>"),
-    ]
+        ({"b": 1, "a": [2]}, "{'b': 1, 'a': [2]}"), ("x" * 98, repr("x" * 98)),
+        ("x" * 99, "'" + "x" * 96 + "..."), (10**5000, "<int>"), (NESTED, "<list>"), (Silent(), "<Silent>"),
+    ]  # fmt: skip
     for value, text in values:
         assert shown(value) == text
     errors = ("a\n b. \n", "a b"), ("x" * 100, "x" * 100), ("x" * 101, "x" * 97 + "..."), ("", "ValueError")

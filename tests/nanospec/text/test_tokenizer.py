@@ -1,8 +1,6 @@
 """Tokenizer: encoding, decoding, special tokens, missing and broken files. Incremental detokenization: pieces
 join to the text, hold complete characters, and take bounded time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ def test_broken_file_is_rejected(tmp_path: Path, name: str, content: str, words:
     assert len(str(caught.value)) < len(str(tmp_path)) + 400
 
 
-def test_missing_or_inconsistent_tokenizer_is_rejected(tmp_path: Path) -> None:
+def test_missing_inconsistent_or_large_file_is_rejected(tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json; save"):
         Tokenizer(tmp_path)
     with pytest.raises(ValueError, match="it has no tokens"):
@@ -52,10 +50,7 @@ def test_missing_or_inconsistent_tokenizer_is_rejected(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer .*; download it again"):
         Tokenizer(tmp_path)
-
-
-def test_size_of_files_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(byte_level(), tmp_path) / "tokenizer.json"
+    save(byte_level(), tmp_path)
     monkeypatch.setattr(texts, "MAX_FILE", path.stat().st_size)
     assert Tokenizer(tmp_path).vocab_size == 265
     path.write_text(path.read_text() + " ")
@@ -72,6 +67,9 @@ def test_special_tokens(tmp_path: Path) -> None:
     assert plain.vocab_size == 2 + 256 + 6 + 1  # including those of `add_tokens`
     assert plain.decode(plain.encode("x<call>")) == "x<call>"  # added, but not special
     assert len(plain.encode("abcdefgh")) == 9  # BOS included; neither truncated nor padded
+    assert plain.encode_prompt("<call>" * 2, 2, add_special_tokens=False) == [264, 264]
+    with pytest.raises(ValueError, match="The prompt has 13 characters, too many for max_model_len=2"):
+        plain.encode_prompt("<call>" * 2 + "a", 2)
     ends: dict[str, dict[str, Any]] = {
         "generation_config": {"eos_token_id": [7, 5]},
         "config": {"eos_token_id": 5},
@@ -88,13 +86,6 @@ def test_text_of_token(tmp_path: Path, default: Tokenizer) -> None:
     assert [default.text_of(i) for i in ids] == ["\ufffd", "<|im_end|>", " x"]
 
 
-def test_longest_prompt_is_encoded(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(save(byte_level(), tmp_path))
-    assert tokenizer.encode_prompt("<call>" * 2, 2, add_special_tokens=False) == [264, 264]
-    with pytest.raises(ValueError, match="The prompt has 13 characters, too many for max_model_len=2"):
-        tokenizer.encode_prompt("<call>" * 2 + "a", 2)
-
-
 @pytest.mark.parametrize(
     "name", ["smollm2-135m-instruct", pytest.param("qwen2.5-coder-1.5b-instruct", marks=pytest.mark.model2)]
 )
@@ -109,10 +100,8 @@ def test_ids_and_chat_match_transformers(name: str) -> None:
     options: dict[str, Any] = {"tools": tools} if "qwen" in name else {}
     chat = [{"role": role, "content": "é"} for role in ("user", "assistant", "user")]
     for prompt in (True, False):
-        expected = reference.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=prompt, **options
-        )
-        assert tokenizer.apply_chat_template(chat, prompt, **options) == expected
+        wanted = reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **options)
+        assert tokenizer.apply_chat_template(chat, prompt, **options) == wanted
     assert tokenizer.eos_token_ids[0] == reference.eos_token_id
     assert tokenizer.vocab_size == len(reference)
 

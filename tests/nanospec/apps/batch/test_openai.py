@@ -1,7 +1,5 @@
 """OpenAI's batch format: fields keep OpenAI's meaning, and unsupported fields are rejected by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Batch files: parsing of lines, existing and torn results, and errors found before a model is loaded."""
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import io
@@ -18,16 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanospec.apps.batch import run
 from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
-from nanospec.apps.batch.run import (
-    Batch,
-    indices_done,
-    open_batch,
-    prepare_lines,
-    result_prefix,
-    results_file,
-    seeded_params,
-)
+from nanospec.apps.batch.run import indices_done, open_batch, prepare_lines, result_prefix
 from nanospec.apps.cli.parser import parse
 from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams
@@ -160,14 +151,12 @@ def test_torn_result_is_truncated(tmp_path_factory: pytest.TempPathFactory, leng
 
 
 NO_RESULTS = {
-    "text": "my only notes",
-    "text-after-results": result(numbered(1)[0]) + "my notes",
-    "same-twice": result(numbered(1)[0]) * 2,
-    "not-whole": result_prefix(numbered(1)[0]).decode() + "\n",
+    "text": "my only notes", "text-after-results": result(numbered(1)[0]) + "my notes",
+    "same-twice": result(numbered(1)[0]) * 2, "not-whole": result_prefix(numbered(1)[0]).decode() + "\n",
     "no-key": '{"index": 0, "text": "", "token_ids": [], "finish_reason": "stop"}\n',
     "another-key": result(Task(0, GREEDY, key="f" * 16)),
     "torn-of-another": result(Task(0, GREEDY, key="f" * 16))[:60],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NO_RESULTS)
@@ -196,7 +185,7 @@ def test_output_must_be_neither_input_nor_in_use(tmp_path: Path, monkeypatch: py
     assert Path(args.input).read_text() == '{"prompt": "x"}\n'
     os.unlink(args.output)
     busy = pytest.raises(ValueError, match="another process is writing .*use another output")
-    with results_file(args.output), busy, open_batch(args, GREEDY):
+    with run.results_file(args.output), busy, open_batch(args, GREEDY):
         pass
     with open_batch(args, GREEDY) as batch:  # the lock was released
         assert (batch.todo, batch.done) == (batch.tasks, set())
@@ -230,7 +219,7 @@ class Disk(io.BytesIO):
 
 def test_results_are_written_whole_and_counted() -> None:
     for output, hint in (("results", "; rerun the command to continue"), ("-", "")):
-        batch = Batch("lines", output, numbered(3), {1}, Disk())
+        batch = run.Batch("lines", output, numbered(3), {1}, Disk())
         interrupted = pytest.raises(KeyboardInterrupt, match=f"^2 of 3 requests are done{hint}$")
         with interrupted, batch.running():
             batch.write(b"xyz", 3)
@@ -267,5 +256,7 @@ def test_prompts_use_chat_template_unless_raw(
             prepare_lines(batch, tokenizer, refuse, 64, 3)
     assert [ids for _, ids, _ in lines] == [[7, 8], of_text, [60, 98, 62]]
     assert [ids for ids, _ in checked] == [ids for _, ids, _ in lines]
-    assert [params.seed for _, _, params in lines] == [p.seed for p in seeded_params(batch.tasks, 3).values()]
+    assert [params.seed for _, _, params in lines] == [
+        p.seed for p in run.seeded_params(batch.tasks, 3).values()
+    ]
     assert capsys.readouterr().err.startswith(note)

@@ -1,7 +1,5 @@
 """The command line in this process, with a tiny model that spells the alphabet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

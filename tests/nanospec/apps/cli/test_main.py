@@ -1,12 +1,11 @@
 """The options of the command line, and its errors and exit statuses; `test_process.py` runs a process."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -124,9 +123,7 @@ def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=lambda value: value[:60],
 )
-def test_invalid_command_line_is_reported_in_one_line(
-    args: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_command_line_is_reported_in_one_line(args: str, sentence: str, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(args.split())
     errors = capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The process around the command line: its two starts, a closed pipe, and signals at chosen moments."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The server's command line, up to the point where a model is loaded."""
 
-from __future__ import annotations
-
 import importlib
 import socket
 import sys

@@ -1,7 +1,5 @@
 """A batch on several engines: every line is answered once despite crashes, whichever replica runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

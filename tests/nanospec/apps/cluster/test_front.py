@@ -1,7 +1,5 @@
 """The ingress with mock replicas, and the transport of responses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The server as a Ray Serve application, end to end (`make test-ray`)."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -129,9 +127,7 @@ def test_killed_replica_is_replaced(served: Served) -> None:
 @on_ray
 def test_running_requests_finish_before_exit(served: Served) -> None:
     with ThreadPoolExecutor(4) as pool:
-        running = [
-            pool.submit(served.post, {**LONG, "stream": seed > 2, "seed": seed}) for seed in range(1, 5)
-        ]
+        running = [pool.submit(served.post, {**LONG, "stream": i > 2, "seed": i}) for i in range(1, 5)]
         end = time.monotonic() + 20
         while "num_requests_running" not in served.get("/metrics").text and time.monotonic() < end:
             pass

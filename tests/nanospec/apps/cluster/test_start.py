@@ -1,7 +1,5 @@
 """Resources of each replica, and the connection to Ray."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from pathlib import Path

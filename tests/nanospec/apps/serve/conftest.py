@@ -1,7 +1,5 @@
 """A server in a thread of the test process, on a free port, with a tiny model that spells the alphabet."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,8 +1,6 @@
 """Misbehaving clients and failures inside the server: afterwards no row or block is leaked and the next
 request is answered. `Served.gate` stops the engine, so that no test depends on its speed."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -77,9 +75,7 @@ def raw(body: dict[str, Any], length: int = 0) -> bytes:
 
 @pytest.mark.parametrize("shared", MODES, indirect=True)
 @pytest.mark.parametrize("stream", [False, True])
-def test_disconnect_frees_blocks_before_next_step(
-    server: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disconnect_frees_blocks_before_next_step(server: Served, stream: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(gate.log, "log", logged := Mock())
     metrics = server.llm.engine.metrics
     steps, aborted = metrics.num_forward_steps, metrics.num_aborted

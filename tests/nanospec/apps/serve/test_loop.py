@@ -1,7 +1,5 @@
 """The engine's thread: metrics add up, and every job ends with a result or an error."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading
@@ -122,9 +120,7 @@ def blocked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Blocked:
 
 
 @pytest.mark.parametrize("message", [ENDED, FAILED])
-def test_jobs_submitted_around_the_last_step_fail(
-    blocked: Blocked, monkeypatch: pytest.MonkeyPatch, message: str
-) -> None:
+def test_jobs_submitted_around_the_last_step_fail(blocked: Blocked, monkeypatch: Any, message: str) -> None:
     """Submit jobs before, during and after the last step, which is stopped or cannot clean up."""
     loop, ids, go = blocked
     if message == FAILED:

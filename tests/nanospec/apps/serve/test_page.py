@@ -1,7 +1,5 @@
 """The server's page in a browser: rendering of responses, and buttons."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,8 +49,7 @@ def show(browser: Any) -> Iterator[Open]:
     """Open the page of a server; errors and requests to other servers fail the test.
 
     If there are `answers`, the nth one is the response to the nth chat request: chunks of a stream, which is
-    incomplete if the last one is None, or a status and an error message. `requests` collects the requests.
-    """
+    incomplete if the last one is None, or a status and an error message. `requests` collects the requests."""
     wrong: list[str] = []
     context = browser.new_context()
 
@@ -61,10 +58,8 @@ def show(browser: Any) -> Iterator[Open]:
             given = answers[len(requests)]
             requests.append(route.request.post_data_json)
             if isinstance(given, tuple):
-                status, message = given
-                route.fulfill(
-                    status=status, json={"error": {"message": message}}, headers={"retry-after": "3"}
-                )
+                status, text = given
+                route.fulfill(status=status, json={"error": {"message": text}}, headers={"retry-after": "3"})
             else:
                 parts = [f"data: {json.dumps(chunk)}\n\n" for chunk in given if chunk is not None]
                 last = "" if given[-1] is None else "data: [DONE]\n\n"

@@ -1,7 +1,5 @@
 """API keys, host checks, prefix-cache isolation between clients, page policy, and secrets in logs."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -34,9 +32,7 @@ def bearer(key: str) -> dict[str, Any]:
     return {"authorization": f"Bearer {key}".encode()}
 
 
-def test_requests_need_a_valid_key_compared_in_constant_time(
-    guarded: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_need_a_valid_key_compared_in_constant_time(guarded: Served, monkeypatch: Any) -> None:
     """All keys are compared, even after a match, and the time does not depend on a key's length."""
     compared: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(gate.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)  # type: ignore[func-returns-value]

@@ -1,7 +1,5 @@
 """Response formats for tests, and checks that outputs follow them."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

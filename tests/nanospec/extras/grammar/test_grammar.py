@@ -1,7 +1,5 @@
 """Grammars as masks: allowed tokens, drafts, and lookahead without side effects."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

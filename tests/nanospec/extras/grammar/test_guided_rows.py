@@ -1,7 +1,5 @@
 """Guided rows change a step's proposal and logits; other rows keep theirs."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

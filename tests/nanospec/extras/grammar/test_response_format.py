@@ -1,7 +1,5 @@
 """Validation of `response_format`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Communication between ranks over gloo. Ranks are threads here, since groups are not tied to processes."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -74,9 +72,7 @@ def test_limit_applies_to_each_collective_but_not_to_an_idle_leader(tmp_path: Pa
 
 
 @pytest.mark.parametrize("started", [0, 1])  # the other rank has not started, or does not connect
-def test_ranks_that_do_not_connect_in_time(
-    started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_connect_in_time(started: int, tmp_path: Path, monkeypatch: Any) -> None:
     late = "Not all of the 2 ranks started within 0.1 seconds"
     for limit, check, error in ((0.1, lambda: None, late), (9, lambda: [][0], "out of range")):
         info, begun = rank_info(0, 2, tmp_path / str(limit)), time.monotonic()
@@ -98,9 +94,7 @@ def test_close_destroys_group(tmp_path: Path) -> None:
     group.close()
 
 
-def test_close_waits_for_concurrent_close_but_not_for_hanging_devices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_close_waits_for_concurrent_close_but_not_for_hanging_devices(monkeypatch: Any) -> None:
     group: Any = object.__new__(Group)
     events: Any = Event(), Event()
     begun, done = events

@@ -1,7 +1,5 @@
 """Failures that end a job, and their messages."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import time
@@ -53,9 +51,7 @@ def test_commands_time_out_but_loading_does_not(job: Any) -> None:
         pytest.fail("a command ran in a job that has ended")
 
 
-def test_hanging_leader_exits(
-    job: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_hanging_leader_exits(job: Any, monkeypatch: Any, capfd: pytest.CaptureFixture[str]) -> None:
     ended: list[int] = []
     monkeypatch.setattr(module, "GRACE", 0.3)
     monkeypatch.setattr("os._exit", ended.append)

@@ -1,7 +1,5 @@
 """Ranks as processes: outputs match a single process, and no rank survives the end of the job."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The part of a model on each rank."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -86,6 +84,8 @@ def test_ranks_compute_logits_of_the_whole_model(variant: str, tmp_path: Path) -
     def logits(group: Group | None) -> Tensor:
         split = None if group is None else partial(Shard, group=group)
         model = load_model(tmp_path, torch.float32, "cpu", split=split)
+        out = torch.empty(1, 199)
+        assert model.logits(torch.zeros(1, model.config.hidden_size), out) is out
         pages = ModelRunner(model, 1, 64)
         pages.step({0: ids[:30]})
         return pages.step({0: ids[30:]})[0]

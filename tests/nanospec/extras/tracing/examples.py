@@ -1,7 +1,5 @@
 """Synthetic traces: a chain, a tree, drafts of a model, and a step without drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

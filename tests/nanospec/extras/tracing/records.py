@@ -1,7 +1,5 @@
 """Invariants of trace records."""
 
-from __future__ import annotations
-
 from nanospec.engine.request import Request
 from nanospec.extras.tracing.trace import Record
 from nanospec.kernels import FROM_TARGET, GENERATED

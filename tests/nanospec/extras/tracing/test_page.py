@@ -1,7 +1,5 @@
 """The trace page in a browser: its contents, and keyboard and pointer actions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
