@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from nanospec.models import weights
-from nanospec.models.formats.safetensors import weight_files
 from nanospec.models.config import ModelConfig
 from nanospec.models.families import config_of
+from nanospec.models.formats.safetensors import weight_files
 
 from .mutation import mutate_bytes, mutate_json
 from .refusal import answer
