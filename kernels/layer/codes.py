@@ -24,7 +24,8 @@ FLOAT8 = tl.constexpr(2.0**120)  # a float8 number, divided by the float32 numbe
 FLOAT8_BITS = tl.constexpr(-0x78100000)  # sign, low 4 bits of the exponent, high 3 bits of the mantissa
 MAX_FLOAT8_SCALE = 128.0  # times FLOAT8, still finite in float32
 
-# Compile-time constants: BITS per code; FLOAT: whether codes are float8; SCALES: per row of a tile.
+# Compile-time constants: BITS per code; FLOAT: whether codes are float8; SCALES: per row of a tile, at least
+# two, since with one, Triton passes the dequantized tile through shared memory.
 Codes = namedtuple("Codes", "BITS FLOAT SCALES")
 
 
@@ -35,7 +36,6 @@ class PackedCodes(NamedTuple):
         codes: [N, K] uint8, or with 4 bits [N, K / 2], where byte j has column 2 j in its low bits.
         words: [groups, N] int32, scales in the low 16 bits and minima in the high ones: float16, divided by
             `factor`. The number of columns in a group is K or a power of 2.
-        bits: 4 or 8.
         is_float: whether codes are float8_e4m3fn.
         dtype: of the activations that it is multiplied with.
     """
@@ -61,21 +61,14 @@ class PackedCodes(NamedTuple):
         """The logarithm of the columns in a group, if there are several."""
         return 31 if len(self.words) == 1 else (self.shape[1] // len(self.words)).bit_length() - 1
 
-    def constants(self, block_k: int) -> Codes:
-        """Return the constants of a launch. Tiles have at least two scales per row: with one, Triton passes
-        the dequantized tile through shared memory."""
-        return Codes(self.bits, self.is_float, max(block_k >> self.shift, 2))
-
     def rows(self, index: Tensor) -> Tensor:
         """Return dequantized rows [T, K]."""
         codes, words = self.codes.index_select(0, index), self.words.index_select(1, index)
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
-        scale, minimum = (
-            words.T[..., None].contiguous().view(torch.float16).float().mul(self.factor).unbind(-1)
-        )
+        pairs = words.T[..., None].contiguous().view(torch.float16).float() * self.factor
         codes = codes.view(torch.float8_e4m3fn) if self.is_float else codes
-        return Quantized(codes, scale, minimum, self.bits, self.dtype).dequantize()
+        return Quantized(codes, *pairs.unbind(-1), self.bits, self.dtype).dequantize()
 
 
 def pack_codes(weight: Quantized) -> PackedCodes:
@@ -89,9 +82,9 @@ def pack_codes(weight: Quantized) -> PackedCodes:
     pairs = torch.stack((scale, -weight.offset * scale if minimum is None else minimum), -1)
     factor = 2.0 ** (math.frexp(pairs.abs().max().item())[1] - 15) if has_values else 1.0
     words = (pairs / factor).half().view(torch.int32)[..., 0].T.contiguous()
-    is_float, codes = codes.is_floating_point(), codes.contiguous().view(torch.uint8)
-    codes = codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes
-    return PackedCodes(codes, words, factor, bits, is_float, dtype)
+    data = codes.contiguous().view(torch.uint8)
+    data = data[:, ::2] | data[:, 1::2] << 4 if bits == 4 else data
+    return PackedCodes(data, words, factor, bits, codes.is_floating_point(), dtype)
 
 
 @triton.jit

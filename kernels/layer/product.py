@@ -27,9 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Gpu, counters, gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
-from .codes import PackedCodes, load_codes
+from .codes import Codes, PackedCodes, load_codes
 from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
 
+Weight = Tensor | PackedCodes
 VALUES = 4096  # elements of a tile per slice of the epilogue
 MAX_UNSPLIT_K = 1024  # up to this K, one program is as fast as several parts
 MIN_PART_K = 256  # minimum columns of a part
@@ -77,7 +78,9 @@ def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsi
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
     share = triton.cdiv(programs, gpu.multiprocessors)
     together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
-    stages = gpu.stages(int(rows * (weight_itemsize or itemsize) + width * itemsize) * block_k, 6, together)
+    if width > 32 or not weight_itemsize:  # with many tokens, keep room to convert the layout of codes
+        weight_itemsize = itemsize
+    stages = gpu.stages(int(rows * weight_itemsize + width * itemsize) * block_k, 6, together)
     warps = 8 if rows * width >= 128 * 64 else 4
     return Tiling(rows, width, block_k, warps, stages, parts, part, split_k)
 
@@ -251,11 +254,7 @@ def epilogue(value, new, tile, s, T, N, C: tl.constexpr):
 
 
 def product(
-    source: Tensor | Residual,
-    weight: Tensor | PackedCodes,
-    bias: Tensor | None,
-    gate: str = "",
-    new: Outputs | None = None,
+    source: Tensor | Residual, weight: Weight, bias: Tensor | None, gate: str = "", new: Outputs | None = None
 ) -> Tensor:
     """Return `source` (a tensor, or the norm of a residual) @ weight.T + bias, or act(g) * u of its halves
     [g; u]. If `new` is given, store the result in it, plus its residual."""
@@ -269,9 +268,8 @@ def product(
         new = Outputs(x.new_empty(T, N // 2 if gate else N))
     if T == 0:
         return new.x
-    rows, width, block_k, warps, stages, parts, part, split_k = choose_tiling(
-        T, N, K, gpu, x.itemsize, weight.itemsize
-    )
+    tiling = choose_tiling(T, N, K, gpu, x.itemsize, weight.itemsize)
+    rows, width, block_k, warps, stages, parts, part, split_k = tiling
     tiles, blocks, programs = triton.cdiv(T, width), triton.cdiv(N, rows), parts if split_k else 1
     partial = x.new_empty(tiles * blocks * programs * split_k, rows * width, dtype=torch.float32)
     launch_options = options(x, dots=True)
@@ -285,9 +283,10 @@ def product(
     sizes, codes = Sizes(N // 2 if gate else N, K, x.stride(0), eps), None
     if isinstance(weight, PackedCodes):
         operands = operands._replace(weight=weight.codes, words=weight.words)
-        sizes, codes = sizes._replace(shift=weight.shift, factor=weight.factor), weight.constants(block_k)
+        sizes = sizes._replace(shift=weight.shift, factor=weight.factor)
+        codes = wrapped(Codes(weight.bits, weight.is_float, max(block_k >> weight.shift, 2)))
     _gemm[tiles, blocks, programs](
-        operands, new, T, part // block_k, sizes, wrapped(constants), codes and wrapped(codes),
+        operands, new, T, part // block_k, sizes, wrapped(constants), codes,
         num_warps=warps, num_stages=stages, **launch_options,
     )  # fmt: skip
     return new.x

@@ -180,10 +180,8 @@ def test_outputs_with_and_without_guessing_are_those_of_the_dequantized_model(bi
 
         return Model(config, FP32, "cpu", quantized)
 
-    prompts = [[5, 9, 33, 5, 9, 33, 5, 9], [40, 41, 7]]
-    jobs = [
-        Job(prompt, SamplingParams(temperature=t, seed=4, max_tokens=6)) for prompt, t in zip(prompts, (0, 1))
-    ]
+    greedy, seeded = (SamplingParams(temperature=t, seed=4, max_tokens=6) for t in (0, 1))
+    jobs = [Job([5, 9, 33, 5, 9, 33, 5, 9], greedy), Job([40, 41, 7], seeded)]
     expected = [request.output_ids for request in run(make_engine(model(dense=True), None), jobs)]
     with forced("triton"):
         for k in (None, 3):
