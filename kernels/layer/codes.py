@@ -67,8 +67,9 @@ class PackedCodes(NamedTuple):
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
         pairs = words.T[..., None].contiguous().view(torch.float16).float() * self.factor
+        scale, minimum = pairs.unbind(-1)
         codes = codes.view(torch.float8_e4m3fn) if self.is_float else codes
-        return Quantized(codes, *pairs.unbind(-1), self.bits, self.dtype).dequantize()
+        return Quantized(codes, scale, minimum, self.bits, self.dtype).dequantize()
 
 
 def pack_codes(weight: Quantized) -> PackedCodes:
