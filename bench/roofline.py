@@ -17,7 +17,8 @@ from nanospec.models.config import ModelConfig
 from nanospec.models.families import config_of
 
 KERNELS_PER_LAYER = 5
-ITEM = 2  # bytes of a weight, an activation, a logit
+ITEM = 2  # bytes of an activation, a logit
+HEAD_BITS = 9  # least bits per weight of lm_head: 8, and 32 per group of 32
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class Step:
         return self.bound(machine) + 1e3 * (self.launches * machine.launch)
 
 
-def account(config: ModelConfig, B: int, K: int, context: int = 1024) -> Step:
-    """Count a step of B requests with K drafts each and `context` cached tokens."""
+def account(config: ModelConfig, B: int, K: int, context: int = 1024, bits: float = 8 * ITEM) -> Step:
+    """Count a step of B requests with K drafts each and `context` cached tokens. `bits`: per weight, with
+    scales; lm_head has at least 8 and their scales."""
     T, L, H, V = B * (K + 1), config.num_layers, config.hidden_size, config.vocab_size
     seen = sum(min(context, window or context) for window in config.windows)  # K/V rows, over the layers
     text = B * context * (K > 0)  # tokens that n-gram lookup searches
@@ -68,9 +70,9 @@ def account(config: ModelConfig, B: int, K: int, context: int = 1024) -> Step:
     parts = (
         (4 * text, 0),
         (ITEM * T * H, 0),
-        (ITEM * (weights + T * per_token), 2 * T * weights),
+        (bits / 8 * weights + ITEM * T * per_token, 2 * T * weights),
         (ITEM * 2 * B * seen * kv, 4 * T * seen * q),
-        (ITEM * (H * V + T * V), 2 * T * H * V),
+        (max(bits, HEAD_BITS) / 8 * H * V + ITEM * T * V, 2 * T * H * V),
         (ITEM * T * V, 0),  # sampling
     )
     return Step(parts, KERNELS_PER_LAYER * L + 7 + 2 * (text > 0))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,8 @@ from torch import Tensor
 from bench.cases import Built, Call, Case
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import AttentionMetadata, attention
-from nanospec.kernels.layer.linear import make_linear
+from nanospec.kernels.layer.linear import Linear, make_linear, multiplies_quantized
+from nanospec.kernels.layer.quantized import Quantized
 from nanospec.kernels.layer.residual import Norm, Residual, embed, residual_add, rms_norm
 from nanospec.kernels.layer.rope_cache import rope_cache
 from nanospec.kernels.speculation.kv_move import kv_move
@@ -18,6 +20,7 @@ from nanospec.kernels.speculation.verify import Verdict
 
 BF16 = torch.bfloat16
 BLOCK_SIZE = 16
+FORMATS = {"int4-g128": (4, 128), "int4-g32": (4, 32), "int8": (8, 32), "fp8": (8, None)}  # bits, group
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,16 @@ GEMMA3 = Shape("gemma-3-4b", 2560, 10240, 8, 4, 256, 262208, qk_norm=True, windo
 
 
 def cases() -> Iterator[Case]:
-    for part in norm_cases, attention_cases, linear_cases, rope_cases, gemma_cases, move_cases, sum_cases:
+    yield from norm_cases()
+    for part in (
+        attention_cases,
+        linear_cases,
+        quantized_cases,
+        rope_cases,
+        gemma_cases,
+        move_cases,
+        sum_cases,
+    ):
         yield from part()
 
 
@@ -215,6 +227,37 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
         label = f"{shape.name}-{build.__name__}-T{T}"
         moved = 2 * (N * K + T * K + T * out)
         yield Case(name, label, build, bytes=moved, flops=2 * T * N * K, dots=True)
+
+
+def quantized_cases() -> Iterator[Case]:
+    few = (QWEN3_8B, 1, False), (QWEN3_8B, 1, True), (QWEN3_8B, 320, True)
+    yield from (quantized_case(*how, form) for how in few for form in FORMATS)
+    yield from (quantized_case(QWEN3_8B, 2048, False, form) for form in ("int4-g128", "int4-g32"))
+    yield from (quantized_case(QWEN3_SMALL, 2048, True, form) for form in ("int4-g32", "fp8"))
+
+
+def quantized_case(shape: Shape, T: int, gated: bool, form: str) -> Case:
+    """Return a layer with a random weight in one of `FORMATS`: gate and up, or one of the hidden size."""
+    (bits, group), K = FORMATS[form], shape.hidden
+    N, groups, out = (2 * shape.intermediate if gated else K), K // (group or K), shape.intermediate
+
+    def build(device: str) -> Built:
+        codes = torch.randint(0, 1 << bits, (N, K), device=device, dtype=torch.uint8)
+        if form == "fp8":
+            codes = torch.randn(N, K, device=device).to(torch.float8_e4m3fn)
+        scale, norm = torch.rand(N, groups, device=device), make_norm(device, K)
+        weight = Quantized(codes, scale, -7 * scale if form == "int4-g32" else None, bits)
+        x = embed(torch.arange(T, device=device), torch.randn(T, K, device=device, dtype=BF16), norm)
+
+        @cache
+        def linear() -> Linear:  # on the backend of the first call
+            return make_linear(weight if multiplies_quantized(device, BF16) else weight.dequantize())
+
+        return Built(lambda: linear().gated(x) if gated else linear().add_to(x, x.x, norm))
+
+    moved = N * K * bits // 8 + 4 * N * groups + 2 * T * (K + (out if gated else 3 * K))
+    label = f"{shape.name}-{'gate_up' if gated else 'o'}-{form}-T{T}"
+    return Case("quantized", label, build, bytes=moved, flops=2 * T * N * K, dots=True)
 
 
 def rope_cases() -> Iterator[Case]:

@@ -29,8 +29,10 @@ Gate = Literal["silu", "gelu"]
 def make_linear(weight: Tensor | Quantized, bias: Tensor | None = None) -> "Linear":
     """Return the fastest implementation for the weight's device and dtype. A `Quantized` weight must satisfy
     `multiplies_quantized`."""
-    if isinstance(weight, Quantized):
+    if isinstance(weight, Quantized) and not use_triton(weight.codes):
         return NativeLinear(packed.pack_quantized(weight), bias)
+    if isinstance(weight, Quantized):
+        return TritonLinear(weight, bias)
     if use_triton(weight):
         return TritonLinear(weight.contiguous(), bias)
     if use_native(weight) and weight.shape[1] % 2 == 0:
@@ -43,7 +45,8 @@ def make_linear(weight: Tensor | Quantized, bias: Tensor | None = None) -> "Line
 def multiplies_quantized(device: torch.device | str, dtype: torch.dtype) -> bool:
     """Return whether activations of `dtype` can be multiplied by `Quantized` weights, which are dequantized
     otherwise."""
-    return use_native(torch.empty(0, dtype=dtype, device=device))
+    probe = torch.empty(0, dtype=dtype, device=device)
+    return use_triton(probe) or use_native(probe)
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
@@ -68,8 +71,9 @@ class Linear:
     @property
     def num_bytes(self) -> int:
         """Return the memory size of weight and bias in bytes."""
-        data = self.weight if isinstance(self.weight, Tensor) else self.weight.data
-        return sum(t.numel() * t.element_size() for t in (data, self.bias) if t is not None)
+        parts = (self.weight,) if isinstance(self.weight, Tensor) else self.weight
+        tensors = [part for part in (*parts, self.bias) if isinstance(part, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias, in `out` [T, N] if given."""
@@ -99,13 +103,18 @@ class Linear:
 
 
 class TritonLinear(Linear):
-    """A linear layer with the Triton kernel of `product.py`, which is imported only here."""
+    """A linear layer with the Triton kernel of `product.py`, which is imported only here. A quantized weight
+    is a `PackedCodes`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | Quantized, bias: Tensor | None = None) -> None:
+        from .codes import pack_codes
         from .product import product
 
-        super().__init__(weight, bias)
+        super().__init__(pack_codes(weight) if isinstance(weight, Quantized) else weight, bias)
         self._kernel = product
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return super().rows(ids) if isinstance(self.weight, Tensor) else self.weight.rows(ids)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._kernel(x, self.weight, self.bias, new=None if out is None else Outputs(out))

@@ -27,8 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Gpu, counters, gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
+from .codes import Codes, PackedCodes, load_codes
 from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
 
+Weight = Tensor | PackedCodes
 VALUES = 4096  # elements of a tile per slice of the epilogue
 MAX_UNSPLIT_K = 1024  # up to this K, one program is as fast as several parts
 MIN_PART_K = 256  # minimum columns of a part
@@ -59,8 +61,9 @@ def split_k_parts(N: int, K: int, gpu: Gpu) -> tuple[int, int]:
 
 
 @cache
-def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int) -> Tiling:
-    """Return the tiling for x [T, K] and weight [N, K]: the largest tile that occupies most of the GPU."""
+def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsize: float = 0) -> Tiling:
+    """Return the tiling for x [T, K] and weight [N, K]: the largest tile that occupies most of the GPU.
+    `weight_itemsize`: of the weight if it is quantized."""
     parts, part = split_k_parts(N, K, gpu)
     split_k = parts > 1 and T <= MAX_SPLIT_TOKENS
     tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
@@ -75,17 +78,20 @@ def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int) -> Tiling:
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
     share = triton.cdiv(programs, gpu.multiprocessors)
     together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
-    stages = gpu.stages((rows + width) * block_k * itemsize, 6, together)
+    if width > 32 or not weight_itemsize:  # with many tokens, keep room to convert the layout of codes
+        weight_itemsize = itemsize
+    stages = gpu.stages(int(rows * weight_itemsize + width * itemsize) * block_k, 6, together)
     warps = 8 if rows * width >= 128 * 64 else 4
     return Tiling(rows, width, block_k, warps, stages, parts, part, split_k)
 
 
 # x [T, K], weight [N, K], bias [N]; `squares` of `Residual` for the norm of x; with split K, `partial`
-# [tiles, parts, BLOCK_T, BLOCK_N] float32 and `counters` (see `launch.py`).
-Operands = namedtuple("Operands", "x weight bias squares partial counters")
+# [tiles, parts, BLOCK_T, BLOCK_N] float32 and `counters` (see `launch.py`); for `PackedCodes`, the codes as
+# `weight`, and `words`.
+Operands = namedtuple("Operands", "x weight bias squares partial counters words", defaults=[None])
 
-# N: rows of the weight, or of its gate half. eps: of the norm of x.
-Sizes = namedtuple("Sizes", "N K x_stride eps")
+# N: rows of the weight, or of its gate half. eps: of the norm of x. shift, factor: see `PackedCodes`.
+Sizes = namedtuple("Sizes", "N K x_stride eps shift factor", defaults=[None, None])
 
 # The tile of tokens, block of weight rows and part of K of a program; its tokens t [BLOCK_T], rows [BLOCK_N],
 # and masks of those in range.
@@ -99,9 +105,9 @@ Constants = namedtuple(
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
-def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
+def _gemm(operands, new, T, steps, sizes, C: tl.constexpr, CODES: tl.constexpr = None):
     """Grid: (tiles of tokens, blocks of weight rows, parts of K if split_k). A part has `steps` steps of
-    BLOCK_K columns. `new`: see `Outputs`."""
+    BLOCK_K columns. `new`: see `Outputs`. CODES: if the weight is quantized."""
     release_next(C.PDL)
     index, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t = index * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
@@ -114,14 +120,14 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
         rows = column + i // 8 % 2 * sizes.N
     rows_in = column < sizes.N
     tile = Tile(index, block, part, t, t_in, rows, rows_in)
-    prefetch_weight(operands.weight, tile, part * steps * C.BLOCK_K, sizes.K, C)
+    prefetch_weight(operands.weight, tile, part * steps * C.BLOCK_K, sizes.K, C, CODES)
     wait_for_previous(C.PDL)
     # With few tokens, load the sums of squares before the product; with many, it needs the registers.
     scale = tl.full([1, C.BLOCK_T], 1.0, tl.float32)
     COUNT: tl.constexpr = triton.next_power_of_2(C.GROUPS)
     if C.GROUPS > 0 and C.BLOCK_T <= 32:
         squares = load_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
-    acc = sum_of_products(operands, tile, steps, sizes, C)
+    acc = sum_of_products(operands, tile, steps, sizes, C, CODES)
     if C.SPLIT_K:
         acc, last = add_parts(acc, operands, tile, C)
         if not last:
@@ -140,9 +146,11 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr):
 
 
 @triton.jit
-def prefetch_weight(weight, tile, first, K, C: tl.constexpr):
+def prefetch_weight(weight, tile, first, K, C: tl.constexpr, CODES: tl.constexpr):
     """Prefetch the first cache lines of each weight row of the tile, from column `first` on."""
     if C.PDL:
+        if CODES is not None:
+            first, K = first * CODES.BITS // 8, K * CODES.BITS // 8
         LINES: tl.constexpr = 512 // C.BLOCK_N
         WIDTH: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
         column = tl.minimum(first + tl.arange(0, LINES) * WIDTH, K - 1)
@@ -151,7 +159,7 @@ def prefetch_weight(weight, tile, first, K, C: tl.constexpr):
 
 
 @triton.jit
-def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr):
+def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr, CODES: tl.constexpr):
     """Return the sums [BLOCK_N, BLOCK_T] of a tile over K, or over its part of K if split_k."""
     k = tl.arange(0, C.BLOCK_K)
     x_row = operands.x + tile.t.to(tl.int64)[:, None] * sizes.x_stride
@@ -168,7 +176,10 @@ def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr):
         column = (first + step) * C.BLOCK_K + k  # provably aligned, unlike a running sum
         k_in = tl.full([C.BLOCK_K], True, tl.int1) if C.EVEN else column < sizes.K
         value = tl.load(x_row + column[None, :], tile.t_in[:, None] & k_in[None, :], other=0.0)
-        w = tl.load(w_row + column[None, :], tile.rows_in[:, None] & k_in[None, :], other=0.0)
+        if CODES is None:
+            w = tl.load(w_row + column[None, :], tile.rows_in[:, None] & k_in[None, :], other=0.0)
+        else:
+            w = load_codes(operands, tile, (first + step) * C.BLOCK_K, sizes, C, CODES)
         acc = tl.dot(w, tl.trans(value), acc, input_precision=C.PRECISION)
         if C.PARTS > 1 and not C.SPLIT_K:
             left -= 1
@@ -243,7 +254,7 @@ def epilogue(value, new, tile, s, T, N, C: tl.constexpr):
 
 
 def product(
-    source: Tensor | Residual, weight: Tensor, bias: Tensor | None, gate: str = "", new: Outputs | None = None
+    source: Tensor | Residual, weight: Weight, bias: Tensor | None, gate: str = "", new: Outputs | None = None
 ) -> Tensor:
     """Return `source` (a tensor, or the norm of a residual) @ weight.T + bias, or act(g) * u of its halves
     [g; u]. If `new` is given, store the result in it, plus its residual."""
@@ -252,12 +263,13 @@ def product(
     else:
         x, squares, eps = source.scaled, source.squares, source.norm.eps
         assert x is not None  # set if `embed` used its kernel
-    (T, K), N, gpu = x.shape, len(weight), gpu_of(x)
+    (T, K), N, gpu = x.shape, weight.shape[0], gpu_of(x)
     if new is None:
         new = Outputs(x.new_empty(T, N // 2 if gate else N))
     if T == 0:
         return new.x
-    rows, width, block_k, warps, stages, parts, part, split_k = choose_tiling(T, N, K, gpu, x.itemsize)
+    tiling = choose_tiling(T, N, K, gpu, x.itemsize, weight.itemsize)
+    rows, width, block_k, warps, stages, parts, part, split_k = tiling
     tiles, blocks, programs = triton.cdiv(T, width), triton.cdiv(N, rows), parts if split_k else 1
     partial = x.new_empty(tiles * blocks * programs * split_k, rows * width, dtype=torch.float32)
     launch_options = options(x, dots=True)
@@ -267,9 +279,14 @@ def product(
         PDL=launch_options.pop("PDL"), GROUPS=0 if squares is None else len(squares), BIAS=bias is not None,
         GATE=gate, ADD=new.residual is not None,
     )  # fmt: skip
+    operands = Operands(x, weight, bias, squares, partial, counters(x.device, "product"))
+    sizes, codes = Sizes(N // 2 if gate else N, K, x.stride(0), eps), None
+    if isinstance(weight, PackedCodes):
+        operands = operands._replace(weight=weight.codes, words=weight.words)
+        sizes = sizes._replace(shift=weight.shift, factor=weight.factor)
+        codes = wrapped(Codes(weight.bits, weight.is_float, max(block_k >> weight.shift, 2)))
     _gemm[tiles, blocks, programs](
-        Operands(x, weight, bias, squares, partial, counters(x.device, "product")), new, T,
-        part // block_k, Sizes(N // 2 if gate else N, K, x.stride(0), eps), wrapped(constants),
+        operands, new, T, part // block_k, sizes, wrapped(constants), codes,
         num_warps=warps, num_stages=stages, **launch_options,
     )  # fmt: skip
     return new.x

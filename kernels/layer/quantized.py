@@ -10,6 +10,7 @@ float8 numbers with the offset 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -86,9 +87,9 @@ class Quantized(NamedTuple):
 
 
 def concatenate(weights: Sequence[Any]) -> Any:
-    """Return the rows of all weights (Tensor or Quantized) as one: quantized if all are, with the smallest
-    group, the most bits, and minima if any has them. No value changes, except that integers replace float8 if
-    both occur."""
+    """Return the rows of all weights (Tensor or Quantized) as one: quantized if all are, with groups that
+    divide all, the most bits, and minima if any has them. No value changes, except that integers replace
+    float8 if both occur."""
     if len(weights) == 1:
         return weights[0]
     parts = [weight for weight in weights if isinstance(weight, Quantized)]
@@ -96,7 +97,7 @@ def concatenate(weights: Sequence[Any]) -> Any:
         return torch.cat([w.dequantize() if isinstance(w, Quantized) else w for w in weights])
     if len({part.codes.dtype for part in parts}) > 1:
         parts = [as_integers(part) for part in parts]
-    group, bits = min(part.group for part in parts), max(part.bits for part in parts)
+    group, bits = math.gcd(*(part.group for part in parts)), max(part.bits for part in parts)
     parts = [part.regrouped(group) for part in parts]
     if len({(part.bits, part.minimum is None) for part in parts}) > 1:
         parts = [_with_minimum(part) for part in parts]

@@ -44,7 +44,7 @@ def chunk_sizes(model: Model, limit: int) -> list[int]:
     weights = [linear.weight for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
 
     def kernels_of(T: int) -> Hashable:
-        tilings = (choose_tiling(T, *weight.shape, gpu, weight.itemsize) for weight in weights)
+        tilings = (choose_tiling(T, *w.shape, gpu, model.dtype.itemsize, w.itemsize) for w in weights)
         return split_kv(1, T, T, heads, gpu).columns, *tilings
 
     # The smallest of each class, and the limit, as tensor parallelism reduces long chunks in slices.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from bench import simulate
-from bench.roofline import Machine
+from bench.roofline import MODELS, Machine, account
 from bench.traces import MAX_DRAFTS, replay, synthetic
 from nanospec.drafters.estimates import StepCosts
 
@@ -27,6 +27,14 @@ def test_traces_match_lookup() -> None:
     assert [trace.drafts(i, 4) for i in range(6)] == [4, 4, 3, 0, 0, 0]
     periodic = replay(([1, 2, 3, 1, 2, 3], [1, 2, 3] * 10), 1, 5)
     assert periodic.run == [min(30 - i, MAX_DRAFTS) for i in range(30)]
+
+
+def test_bound_counts_bytes_of_quantized_weights() -> None:
+    """Qwen3-8B has 36 layers with 192.9 million weights, and 622 million in lm_head."""
+    whole, quantized = (account(MODELS["qwen3-8b"], 1, 0, bits=bits).parts for bits in (16, 5))
+    saved = [one[0] - other[0] for one, other in zip(whole, quantized, strict=True)]
+    layers, head = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288), 151936 * 4096
+    assert saved == [0, 0, layers * 11 / 8, 0, head * 7 / 8, 0]
 
 
 @pytest.mark.slow

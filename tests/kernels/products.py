@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from nanospec.kernels.launch import forced
+from nanospec.kernels.launch import forced, use_triton
 from nanospec.kernels.layer.linear import make_linear
+from nanospec.kernels.layer.quantized import Quantized
 from nanospec.kernels.layer.residual import Norm, Residual, embed, rms_norm
 
 KINDS = (
@@ -14,7 +15,10 @@ KINDS = (
 
 
 class Products:
-    """x [T, K] with rows of different magnitudes, and a weight [N, K] with bias, norm scale and residual."""
+    """x [T, K] with rows of different magnitudes, and a weight [N, K] with bias, norm scale and residual.
+    The kernel multiplies by `quantized`, if it is set, and `naive` by the weight."""
+
+    quantized: Quantized | None = None
 
     def __init__(
         self, T: int, N: int, K: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -43,7 +47,10 @@ class Products:
             tensor.to(dtype)
             for tensor in (self.x[rows], self.weight, self.bias, self.scale, self.residual[rows])
         )
-        linear = make_linear(weight, None if kind in ("linear", "norm_swiglu", "geglu") else bias)
+        has_bias, stored = kind not in ("linear", "norm_swiglu", "geglu"), self.quantized
+        linear = make_linear(
+            weight if stored is None or not use_triton(x) else stored, bias if has_bias else None
+        )
         if kind in ("linear", "linear_bias"):
             return linear(x)
         if kind in ("linear_add", "residual_add"):

@@ -71,6 +71,7 @@ def test_loads_overlap_with_products_and_launches(compiled: tuple[list[Row], Row
     launch, no program exits or writes before it has waited."""
     attention = [f"attention-qwen3-{case}" for case in ("0.6b-B1-q1-L1024", "8b-B64-q5-L4096", "8b-B1-q2048")]
     parts = [*(f"{kernel}-qwen3-0.6b" for kernel in PRODUCTS), *attention, "embed", "rope_cache-qwen3-0.6b"]
+    parts.append("quantized-")
     seen, with_products = set(), set()
     for row in compiled[0]:
         name = "{kernel}-{case}".format(**row)
@@ -82,7 +83,7 @@ def test_loads_overlap_with_products_and_launches(compiled: tuple[list[Row], Row
             with_products.add(row["kernel"])
             assert row["loop"], what
             assert row["mma"].startswith("wgmma"), what
-            assert row["narrowest"] in (None, 16), what
+            assert row["narrowest"] in ((4, 8) if row["kernel"] == "quantized" else (None, 16)), what
             assert row["in_flight"] >= row["per_step"] > 0, what
         order = row["order"].split()
         if row["function"] == "_rope_cache":  # the attention kernel after it reads before it waits
@@ -90,10 +91,10 @@ def test_loads_overlap_with_products_and_launches(compiled: tuple[list[Row], Row
         else:
             assert order[0] == "trigger", what
         assert order.index("wait") < min(order.index("write"), order.index("exit")), what
-        if row["kernel"] in PRODUCTS:
+        if row["kernel"] in (*PRODUCTS, "quantized"):
             assert order.index("prefetch") < order.index("wait"), what
-    assert seen == {*PRODUCTS, "attention", "embed", "rope_cache"}
-    assert with_products == {*PRODUCTS, "attention"}
+    assert seen == {*PRODUCTS, "quantized", "attention", "embed", "rope_cache"}
+    assert with_products == {*PRODUCTS, "quantized", "attention"}
 
 
 def test_committed_table_has_several_triton_versions_without_problems() -> None:

@@ -26,6 +26,7 @@ from ...kernels.layer.linear import make_linear
 from ...kernels.transfer import synchronize
 from ...llm import LLM
 from ...models.config import ModelConfig
+from ...models.decoder import Model
 from .console import Console
 from .demo import REQUESTS, decode_rate
 
@@ -60,20 +61,29 @@ class Part(NamedTuple):
         return f"{self.bytes / 1e6:.1f}", f"{self.flops / 1e9:.2f}", f"{self.ms(machine):.2f}"
 
 
-def parts(config: ModelConfig, tokens: int, context: int, itemsize: int) -> list[Part]:
+def stored_bytes(model: Model) -> tuple[int, int]:
+    """Return the bytes of the decoder layers' matrices and of lm_head, in the format of each."""
+    layers = [linear for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    return sum(linear.num_bytes for linear in layers), model.lm_head.num_bytes
+
+
+def parts(
+    config: ModelConfig, tokens: int, context: int, itemsize: int, stored: tuple[int, int] | None = None
+) -> list[Part]:
     """Return the parts of a step that scores `tokens` tokens of one request after `context` cached tokens.
-    `itemsize` is the size of a weight and of a cached value in bytes. Activations are ignored, as they are
-    small and stay in caches."""
+    `itemsize` is the size of a cached value in bytes, and of a weight unless their bytes are given as in
+    `stored_bytes`. Activations are ignored, as they are small and stay in caches."""
     head = config.vocab_size * config.hidden_size
     shapes = config.parameter_shapes().items()
     layers = sum(math.prod(shape) for name, shape in shapes if name not in VOCABULARY)
     attended = sum(min(context, window or context) for window in config.windows)  # positions, over all layers
     cached = 2 * config.num_kv_heads * config.head_dim  # values of a position: key and value
     scores = config.num_heads * config.head_dim
+    stored = stored or (itemsize * layers, itemsize * head)
     return [
-        Part("layers", itemsize * layers, 2 * layers * tokens),
+        Part("layers", stored[0], 2 * layers * tokens),
         Part("attention", itemsize * cached * attended, 4 * scores * attended * tokens),
-        Part("head", itemsize * head, 2 * head * tokens),
+        Part("head", stored[1], 2 * head * tokens),
     ]
 
 
@@ -100,12 +110,12 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
 def explain(llm: LLM, console: Console) -> None:
     """Print the measurements of this model on this machine."""
     engine, model = llm.engine, llm.engine.worker.model
-    machine, itemsize = measure(model.device, model.dtype), model.dtype.itemsize
+    machine, itemsize, stored = measure(model.device, model.dtype), model.dtype.itemsize, stored_bytes(model)
     context = min(CONTEXT, engine.max_model_len)
     rates = f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s"
     console.line(f"{rates} in {model.dtype}")
     console.line(f"\nOne step of one request after {context} cached tokens, with 0 and {DRAFTS} drafts:")
-    counts = [parts(model.config, tokens, context, itemsize) for tokens in (1, 1 + DRAFTS)]
+    counts = [parts(model.config, tokens, context, itemsize, stored) for tokens in (1, 1 + DRAFTS)]
     rows = [(one.name, *one.cells(machine), *more.cells(machine)) for one, more in zip(*counts)]
     console.table(("", *("MB", "GFLOP", "min ms") * 2), rows)
     costs = engine.policy.costs or engine.worker.measure()
@@ -114,7 +124,8 @@ def explain(llm: LLM, console: Console) -> None:
     ms = costs.packed or {1 + k: step_ms for k, step_ms in costs.by_k(1, engine.worker.max_k).items()}
     rows = []
     for tokens, step_ms in ms.items():
-        least = sum(part.ms(machine) for part in parts(model.config, tokens, max(cached, 1), itemsize))
+        counted = parts(model.config, tokens, max(cached, 1), itemsize, stored)
+        least = sum(part.ms(machine) for part in counted)
         rows.append((str(tokens), f"{least:.2f}", f"{step_ms:.2f}", f"{step_ms / ms[1]:.2f}x"))
     console.table(("tokens scored", "min ms", "measured ms", "vs one token"), rows)
     if llm.config.spec.max_k:
