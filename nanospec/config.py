@@ -168,11 +168,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_cache_memory", parse_size(self.kv_cache_memory))
-        if self.quantization not in (None, "int8", "int4"):
-            raise ValueError(f"quantization={shown(self.quantization)} must be 'int8', 'int4' or None.")
         if not isinstance(self.spec, SpecConfig):
             raise ValueError(f"spec={shown(self.spec)} must be a SpecConfig, e.g. SpecConfig(method='none').")
         check_fields(self)
+        if self.quantization not in (None, "int8", "int4"):
+            raise ValueError(f"quantization={shown(self.quantization)} must be 'int8', 'int4' or None.")
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} must be a power of two and at least 16.")
 
