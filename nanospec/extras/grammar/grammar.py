@@ -68,7 +68,7 @@ class Guide:
     def __init__(self, grammar: Compiled) -> None:
         self._grammar, self._matcher = grammar, grammar.matcher.deep_copy()
         self._allowed = grammar.first  # the mask of the next token
-        self._tokens: list[int] = []
+        self._count = 0  # tokens consumed
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Consume committed tokens, without the EOS token. Return how many belong to the output: those up to
@@ -79,9 +79,9 @@ class Guide:
         self.ended = matcher.is_stopped() and not matcher.is_error()
         if not self.ended and (consumed < len(tokens) or matcher.is_error()):
             consumed = min(consumed + 1, len(tokens))
-            error, count = matcher.get_error() or "the token is not allowed", len(self._tokens) + consumed
+            error, count = matcher.get_error() or "the token is not allowed", self._count + consumed
             self.error = f"response_format failed at output token {count}: {_message(error)}."
-        self._tokens += tokens[:consumed]
+        self._count += consumed
         return consumed
 
     def plan(self, text: list[int], k: int, min_n: int, max_n: int, end: float = math.inf) -> Draft:
@@ -89,12 +89,13 @@ class Guide:
         last `min_n` to `max_n` tokens. No draft is added after the time `end`, in `perf_counter` seconds."""
         drafts, sources = list[int](), list[int]()
         masks, match_len = [self._allowed], 0
-        while len(drafts) < k and not self._matcher.is_stopped():
+        matcher = self._matcher.deep_copy()  # after `rollback`, masks may differ (llguidance 1.9.1)
+        while len(drafts) < k and not matcher.is_stopped():
             before = len(drafts)
-            length, run = self._run(text + drafts, min_n, max_n)
+            length, run = self._run(matcher, text + drafts, min_n, max_n)
             for token, source in islice(run, k - before):
                 late = time.perf_counter() > end
-                if late or (mask := self._mask_after(token, masks[-1])) is None:
+                if late or (mask := self._mask_after(matcher, token, masks[-1])) is None:
                     break
                 drafts.append(token)
                 sources.append(source)
@@ -102,28 +103,27 @@ class Guide:
             if len(drafts) == before:
                 break
             match_len = match_len or length
-        if not self._matcher.rollback(len(drafts)) or self._matcher.is_error():
-            self._matcher = self._grammar.matcher.deep_copy()  # a draft exceeded the matcher's limits
-            self._matcher.try_consume_tokens(self._tokens)
         return Draft(drafts, sources, match_len, masks)
 
-    def _run(self, text: list[int], min_n: int, max_n: int) -> tuple[int, Iterator[tuple[int, int]]]:
+    def _run(
+        self, matcher: Any, text: list[int], min_n: int, max_n: int
+    ) -> tuple[int, Iterator[tuple[int, int]]]:
         """Return the match length, and pairs (draft, source) that continue the text consumed so far."""
-        if forced := self._matcher.compute_ff_tokens():
+        if forced := matcher.compute_ff_tokens():
             return FORCED, zip(forced, repeat(GENERATED))
         first, length = look_up(text, min_n, max_n)
         sources = cycle(range(first, len(text))) if length else ()  # repeats the text since the match
         return length, ((text[i], i) for i in sources)
 
-    def _mask_after(self, token: int, allowed: bytes) -> bytes | None:
+    def _mask_after(self, matcher: Any, token: int, allowed: bytes) -> bytes | None:
         """Consume a token and return the mask after it, or None if the token is forbidden or ends the
         output."""
         byte, bit = divmod(token, 8)
         if byte >= len(allowed) or not allowed[byte] >> bit & 1 or token in self._grammar.ends:
             return None
-        consumed = self._matcher.try_consume_tokens([token]) == 1
-        mask: bytes = self._matcher.compute_bitmask() if consumed else b""
-        return None if self._matcher.is_error() else mask or None
+        consumed = matcher.try_consume_tokens([token]) == 1
+        mask: bytes = matcher.compute_bitmask() if consumed else b""
+        return None if matcher.is_error() else mask or None
 
 
 class Grammars:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import nanospec.extras.grammar.grammar as grammar
@@ -68,6 +68,7 @@ def test_lookup_matches_ngram_kernel(text: list[int], least: int) -> None:
 
 
 @settings(max_examples=50)
+@example(19935, {"type": "json_object"})  # a mask differed after the matcher's `rollback`
 @given(st.integers(0, 10**9), st.sampled_from([fmt for fmt, _ in FORMATS]))
 def test_plan_has_no_side_effects(grammars: Grammars, tokenizer: Tokenizer, seed: int, fmt: Any) -> None:
     """Each mask of a plan equals that of a fresh guide advanced by the preceding tokens."""
