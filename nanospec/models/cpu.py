@@ -44,11 +44,13 @@ class CompiledModel(Model):
         super().__init__(config, dtype, device, get)
         c, scalar = config, config.query_scalar or config.head_dim
         self._norms: list[Tensor] = []
+        table, shape = self.embedding, (c.vocab_size, c.hidden_size)
+        embedding = Packed(table, shape) if isinstance(table, Tensor) else table.linear.weight
         self._layers = words(*(word for layer in self.layers for word in self._layer_words(layer)))
         self._model = words(
             c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
             *map(double, (c.rms_norm_eps, scalar, c.attention_softcap or 0, self.embedding_scale)),
-            c.gate == "gelu", *self._embedding().words(), self._norm(self.norm), _address(self._layers),
+            c.gate == "gelu", *embedding.words(), self._norm(self.norm), _address(self._layers),
         )  # fmt: skip
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
@@ -82,14 +84,6 @@ class CompiledModel(Model):
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
             weights += linear.weight.words(linear.bias)
         return *map(self._norm, norms), *weights, layer.window, self.cos_sin[layer.rope]
-
-    def _embedding(self) -> Packed:
-        table = self.embedding
-        return (
-            Packed(table, (table.shape[0], table.shape[1]))
-            if isinstance(table, Tensor)
-            else table.linear.weight
-        )
 
     def _norm(self, norm: Norm | None) -> Tensor | None:
         """Return the weight of a norm in float32, padded to whole vectors, for structs.h."""
