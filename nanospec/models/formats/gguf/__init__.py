@@ -89,7 +89,8 @@ def model_config(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, Any]:
     fields, get = checkpoint.fields, checkpoint.fields.hparam
     num_heads, hidden_size = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden_size // num_heads)
-    only = {"expert_count": 0, "rope.scaling.type": "none", "rope.dimension_count": head_dim}
+    only = {"expert_count": 0, "rope.dimension_count": head_dim}
+    only |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}  # without a type, scaling is linear
     for key, supported in only.items():
         if (value := get(key, supported)) != supported:
             raise GGUFError(f"{key}={shown(value)} is not supported; only {shown(supported)} is.")

@@ -159,6 +159,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
         "rope.scaling.type='yarn' is",
     ),
+    "rope-factor": (lambda w: w.add_float32("llama.rope.scaling.factor", 2), "rope.scaling.factor=2.0 is"),
     "experts": (lambda w: w.add_expert_count(8), "expert_count=8 is"),
     "tensor": (lambda w: w.add_tensor("blk.0.ssm.weight", np.ones(4)), "'blk.0.ssm.weight' is not supported"),
     "architecture": (lambda w: w.add_string("general.architecture", "mamba"), "'mamba' is not supported"),
