@@ -26,7 +26,7 @@ from .file import ARCHITECTURES, GGUFCheckpoint, GGUFError, naming
 from .tokenizer import build_tokenizer, end_ids, token_id, tokenizer_config
 
 LINK = "model.gguf"  # in a folder that `model_folder` writes
-VERSION = 1  # of the content of these folders; increment it when that changes
+VERSION = 2  # of the content of these folders; increment it when that changes
 ROWS = 1 << 13  # of a tensor that are dequantized at a time
 STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # dtype -> its name in safetensors
 
