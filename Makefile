@@ -161,7 +161,7 @@ $(BIN)/python:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-NEEDS_run := gguf,grammar,serve
+NEEDS_run := grammar,serve
 NEEDS_test := test
 NEEDS_fuzz := test,fuzz
 NEEDS_lint := test,lint

@@ -83,7 +83,7 @@ def install(python: str, wheel: Path, into: Path, also: list[str]) -> str:
     if not own.exists():
         subprocess.run([python, "-m", "venv", own.parent.parent], check=True)
     pip = [str(own), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-    subprocess.run([*pip, f"{wheel}[gguf]", *also], check=True)
+    subprocess.run([*pip, wheel, *also], check=True)
     subprocess.run([*pip, "--force-reinstall", "--no-deps", wheel], check=True)  # also the same version
     return str(own)
 

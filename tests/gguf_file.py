@@ -16,7 +16,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>"]
 TOKENS = [*SPECIAL, *"abcdefgh0123", "Ġ", "ab", "[PAD]"]
 TYPES = [3, 3, 3, 4, *[1] * 14, 5]
 VOCAB = len(TOKENS)
-OFFSETS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # of float16
+OFFSETS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # of float16
 
 
 def tensors(architecture: str, tied: bool, hidden_size: int, head_dim: int) -> dict[str, np.ndarray]:

@@ -100,16 +100,10 @@ def concatenate(weights: Sequence[Any]) -> Any:
     group, bits = math.gcd(*(part.group for part in parts)), max(part.bits for part in parts)
     parts = [part.regrouped(group) for part in parts]
     if len({(part.bits, part.minimum is None) for part in parts}) > 1:
-        parts = [_with_minimum(part) for part in parts]
+        parts = [p if p.minimum is not None else p._replace(minimum=-p.offset * p.scale) for p in parts]
     codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
     minima = [part.minimum for part in parts if part.minimum is not None]
     return Quantized(codes, scale, torch.cat(minima) if minima else None, bits, parts[0].dtype)
-
-
-def _with_minimum(part: Quantized) -> Quantized:
-    if part.minimum is not None:
-        return part
-    return part._replace(minimum=-part.offset * part.scale)
 
 
 def as_integers(weight: Quantized) -> Quantized:

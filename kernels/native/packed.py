@@ -70,8 +70,7 @@ def pack_quantized(weight: Quantized) -> Packed:
     """Return `weight` [N, K] in strips of blocks: for 32 columns, the codes [2, 8, 16, 4] of 16 rows and four
     columns each, float16 scales [32], and minima [32] if there are any. Four-bit codes of quads 0 to 3 share
     bytes with those of quads 4 to 7. Scales are divided by `factor` so that float16 holds them precisely."""
-    weight = as_integers(weight)
-    weight = weight.regrouped(GROUP)
+    weight = as_integers(weight).regrouped(GROUP)
     (N, K), has_minima = weight.shape, weight.minimum is not None
     largest = max(float(t.abs().max()) for t in weight[1:3] if t is not None)
     factor = 2.0 ** (math.frexp(largest)[1] - 15)

@@ -13,17 +13,7 @@ from ..kernels.batch import Batch
 from ..kernels.launch import use_native, use_triton
 from ..kernels.layer.linear import NativeLinear
 from ..kernels.layer.residual import Norm
-from ..kernels.native import NativeArg, call, target, words
-from ..kernels.native.packed import (
-    WIDTH,
-    Packed,
-    cache_words,
-    double,
-    empty_rows,
-    row_words,
-    tiled_shape,
-    zeros_on_demand,
-)
+from ..kernels.native import NativeArg, call, packed, target, words
 from .config import ModelConfig
 from .decoder import GetWeight, Layer, Model
 
@@ -44,15 +34,17 @@ class CompiledModel(Model):
         super().__init__(config, dtype, device, get)
         c, scalar = config, config.query_scalar or config.head_dim
         self._norms: list[Tensor] = []
+        table, shape = self.embedding, (c.vocab_size, c.hidden_size)
+        embedding = packed.Packed(table, shape) if isinstance(table, Tensor) else table.linear.weight
         self._layers = words(*(word for layer in self.layers for word in self._layer_words(layer)))
         self._model = words(
             c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
-            *map(double, (c.rms_norm_eps, scalar, c.attention_softcap or 0, self.embedding_scale)),
-            c.gate == "gelu", *self._embedding().words(), self._norm(self.norm), _address(self._layers),
+            *map(packed.double, (c.rms_norm_eps, scalar, c.attention_softcap or 0, self.embedding_scale)),
+            c.gate == "gelu", *embedding.words(), self._norm(self.norm), _address(self._layers),
         )  # fmt: skip
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        hidden = empty_rows(batch.num_tokens, self.config.hidden_size)
+        hidden = packed.empty_rows(batch.num_tokens, self.config.hidden_size)
         self._run(batch, kv_cache, hidden)
         return hidden
 
@@ -62,16 +54,16 @@ class CompiledModel(Model):
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
         """Allocate a KV cache of zeros, in which each block is contiguous, on large memory pages."""
         c = self.config
-        shape = tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)
-        return zeros_on_demand(shape, self.dtype, large_pages=True)
+        shape = packed.tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)
+        return packed.zeros_on_demand(shape, self.dtype, large_pages=True)
 
     def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
         """Do nothing: this model never writes NaN to its cache."""
 
     def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
         call(
-            "nanospec_forward", _address(self._model), *batch.native_args, *cache_words(kv_cache),
-            *row_words(hidden), torch.get_num_threads(),
+            "nanospec_forward", _address(self._model), *batch.native_args, *packed.cache_words(kv_cache),
+            *packed.row_words(hidden), torch.get_num_threads(),
         )  # fmt: skip
 
     def _layer_words(self, layer: Layer) -> tuple[NativeArg, ...]:
@@ -82,14 +74,6 @@ class CompiledModel(Model):
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
             weights += linear.weight.words(linear.bias)
         return *map(self._norm, norms), *weights, layer.window, self.cos_sin[layer.rope]
-
-    def _embedding(self) -> Packed:
-        table = self.embedding
-        return (
-            Packed(table, (table.shape[0], table.shape[1]))
-            if isinstance(table, Tensor)
-            else table.linear.weight
-        )
 
     def _norm(self, norm: Norm | None) -> Tensor | None:
         """Return the weight of a norm in float32, padded to whole vectors, for structs.h."""
@@ -103,7 +87,7 @@ def model_class(config: ModelConfig, dtype: torch.dtype, device: torch.device | 
     """Return `CompiledModel` if C++ supports this shape, dtype and device, else `Model`."""
     c = config
     heads = c.num_heads // c.num_kv_heads <= MAX_GROUP and MIN_DIM <= c.head_dim <= MAX_DIM
-    fits = heads and c.hidden_size % 2 == 0 and c.intermediate_size % WIDTH == 0
+    fits = heads and c.hidden_size % 2 == 0 and c.intermediate_size % packed.WIDTH == 0
     return CompiledModel if fits and use_native(torch.empty(0, dtype=dtype, device=device)) else Model
 
 

@@ -108,15 +108,16 @@ def open_weights(
             index = torch.arange(len(weight.codes))[rows, None]
             order = family.convert(name, index, config)  # families only reorder the rows of a matrix
             weight = weight.rows(rows if order is index else order[:, 0]).to(device, dtype)
-            return weight if multiplies_quantized(device, dtype) else weight.dequantize()
-        if isinstance(weight, Quantized):  # a part of its columns could begin within a group
-            weight = weight.to("cpu", dtype).dequantize()
-        weight = weight[rows] if part is None else part.take(name, weight[rows])
-        # Always copy: a view of the memory-mapped file would change if the file does.
-        weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
-        if quantization is None or weight.dim() == 1:
-            return weight
-        quantized = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
-        return quantized if multiplies_quantized(device, dtype) else quantized.dequantize()
+        else:
+            if isinstance(weight, Quantized):  # a part of its columns could begin within a group
+                weight = weight.to("cpu", dtype).dequantize()
+            weight = weight[rows] if part is None else part.take(name, weight[rows])
+            # Always copy: a view of the memory-mapped file would change if the file does.
+            weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
+            if quantization is not None and weight.dim() == 2:
+                weight = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
+        if isinstance(weight, Quantized) and not multiplies_quantized(device, dtype):
+            return weight.dequantize()
+        return weight
 
     return get

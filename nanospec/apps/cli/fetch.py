@@ -150,8 +150,8 @@ def main(argv: list[str]) -> int:
 
 
 def convert_main(argv: list[str]) -> int:
-    """Run `nanospec convert`. Raises ValueError, ImportError (a rare type needs gguf) or OSError."""
-    description = "Convert a GGUF file to a model folder."
+    """Run `nanospec convert`. Raises ValueError or OSError."""
+    description = "Convert a GGUF file, of the types that load, to a model folder."
     parser = Parser(prog=f"{program()} convert", description=description)
     parser.add_argument("source", type=Path, metavar="FILE.gguf")
     text = "model folder to create (default: named after the file, next to the fetched models)"

@@ -33,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = ServeConfig(**{**options, "api_key": (*options.get("api_key", ()), *keys)})
         folder = resolve_model(args.model)
-        name = config.served_model_name or Path(args.model).name or folder.name  # a hub folder is a hash
+        # Not folder.name, which is a hash for models from the hub.
+        name = config.served_model_name or Path(args.model).name.removesuffix(".gguf") or folder.name
         return _serve(args, replace(config, served_model_name=name), folder)
     except ModuleNotFoundError as error:
         if error.name not in REQUIRED:

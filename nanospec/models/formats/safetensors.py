@@ -64,9 +64,8 @@ def weight_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} has {len(names)} safetensors files but neither {needed}.")
     elif not names:
         others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
-        hint = (
-            f" (found {listed(others)}; convert them, or specify the path of a GGUF file)" if others else ""
-        )
+        fix = "convert them, or specify the path of a GGUF file"
+        hint = f" (found {listed(others)}; {fix})" if others else ""
         raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}; download the model again.")
     return [folder / name for name in sorted(names)]
 

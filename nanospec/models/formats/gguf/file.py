@@ -1,21 +1,33 @@
-"""Read the metadata and the list of tensors of a GGUF file.
+"""Read a GGUF file: its metadata, and its tensors as the weights of a checkpoint.
 
 The format is specified in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the gguf
 library is not used because it takes many seconds and 400 MB for a vocabulary of 150,000 tokens.
+
+For the llama architecture, llama.cpp reorders rows of q and k for interleaved RoPE; `GGUFCheckpoint` restores
+the order of Hugging Face.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.layer.quantized import GROUP, Quantized
 from ....text import reason, shown
+from .. import Shapes
+from ..safetensors import check_fit
+from .blocks import TYPES, join_groups
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TENSOR_NAMES = {
@@ -37,12 +49,10 @@ TENSOR_NAMES = {
 # Types of metadata, as codes of `struct`, and of tensors, by their numbers in the file.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K"}
-TYPES |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
-TYPES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16", 39: "MXFP4"}
-# A row of a tensor is a sequence of blocks with this number of elements and bytes.
-BLOCKS = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22)}
-BLOCKS |= {"Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
+NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K"}
+NAMES |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
+NAMES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16", 39: "MXFP4"}
+CHUNK = 1 << 20  # elements that are decoded at a time
 
 
 class GGUFError(ValueError):
@@ -54,13 +64,27 @@ def naming(path: Path) -> Iterator[None]:
     """Raise GGUFError with the path for errors in the file's content."""
     try:
         yield
-    except (OSError, MemoryError, ImportError):
+    except (OSError, MemoryError):
         raise
     except GGUFError as error:
         raise GGUFError(f"{path}: {error}") from None
     except Exception as error:  # a truncated file, or fields of wrong types or with inconsistent values
         problem = f"{path} cannot be read ({type(error).__name__}: {reason(error)})"
         raise GGUFError(f"{problem}: not a GGUF file, or corrupt; download it again.") from error
+
+
+class Fields(dict[str, Any]):
+    """The metadata of a GGUF file by key. A missing key raises GGUFError."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise GGUFError(f"the required field {key!r} is missing.")
+
+    def hparam(self, key: str, default: Any = None) -> Any:
+        """Return the field `ARCHITECTURE.key`, or `default`. Without a default, it must be present."""
+        key = f"{self['general.architecture']}.{key}"
+        value = self[key] if default is None else self.get(key, default)
+        # Rounds a float32 to the short decimal it was written as: 9.99999974e-06 to 1e-05.
+        return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 class StoredTensor(NamedTuple):
@@ -78,62 +102,92 @@ class StoredTensor(NamedTuple):
         return self.type
 
 
-class GGUFFile(dict[str, Any]):
-    """The metadata of a GGUF file by key, and its `tensors` by Hugging Face name. A missing key raises
-    GGUFError; corrupt content raises exceptions of any type, see `naming`."""
+class GGUFCheckpoint:
+    """A checkpoint in a GGUF file, with its `fields` and `tensors` by Hugging Face name. Weights may be
+    quantized. Raises GGUFError."""
 
     def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise GGUFError("file not found; specify the path of a GGUF file.")
-        self.path = path
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            cursor = _Cursor(data)
-            if cursor.take(4) != b"GGUF" or cursor.number("I") not in (2, 3):
-                raise ValueError("it has no header of version 2 or 3")
-            num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
-            super().__init__((cursor.text(), cursor.value(cursor.number("I"))) for _ in range(num_fields))
-            self.architecture: str = self["general.architecture"]
-            if self.architecture not in ARCHITECTURES:
-                problem = f"architecture {shown(self.architecture)} is not supported"
-                raise GGUFError(f"{problem}; use {' or '.join(ARCHITECTURES)}.")
-            tensors = [cursor.tensor() for _ in range(num_tensors)]
-            alignment = self.get("general.alignment", 32)
-            begin = -(-cursor.at // alignment) * alignment
-            self.tensors = {hf_name(t.name): _checked(t, begin, len(data)) for t in tensors}
-        if len(self.tensors) < num_tensors:
-            raise ValueError("several tensors have the same name")
+        self.path = path.parent / os.readlink(path) if path.is_symlink() else path  # for messages
+        with naming(self.path):
+            if not self.path.is_file():
+                raise GGUFError("file not found; specify the path of a GGUF file.")
+            with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                self._read_head(_Cursor(data))
 
-    def __missing__(self, key: str) -> NoReturn:
-        raise GGUFError(f"the required field {key!r} is missing.")
+    def _read_head(self, cursor: _Cursor) -> None:
+        if cursor.numbers("4s") != [b"GGUF"] or cursor.number("I") not in (2, 3):
+            raise ValueError("it has no header of version 2 or 3")
+        num_tensors, num_fields = cursor.numbers("2Q")
+        self.fields = Fields((cursor.text(), cursor.value(cursor.number("I"))) for _ in range(num_fields))
+        self.architecture = self.fields["general.architecture"]
+        if self.architecture not in ARCHITECTURES:
+            problem = f"architecture {shown(self.architecture)} is not supported"
+            raise GGUFError(f"{problem}; use {' or '.join(ARCHITECTURES)}.")
+        tensors = [cursor.tensor() for _ in range(num_tensors)]
+        alignment = self.fields.get("general.alignment", 32)
+        begin = -(-cursor.at // alignment) * alignment
+        self.tensors = {hf_name(t.name): _checked(t, begin, len(cursor.data)) for t in tensors}
 
-    def hparam(self, key: str, default: Any = None) -> Any:
-        """Return the field `ARCHITECTURE.key`, or `default`. Without a default, it must be present."""
-        key = f"{self.architecture}.{key}"
-        value = self[key] if default is None else self.get(key, default)
-        # Rounds a float32 to the short decimal it was written as: 9.99999974e-06 to 1e-05.
-        return float(f"{value:.6g}") if isinstance(value, float) else value
+    def check(self, shapes: Shapes, is_ignored: Callable[[str], bool]) -> None:
+        used = {name: tensor for name, tensor in self.tensors.items() if not is_ignored(name)}
+        what = f"The weights in {self.path} do not fit its metadata"
+        check_fit(used, shapes, what, dtypes=dict.fromkeys(shapes, tuple(TYPES)))
+
+    def get(self, name: str, exact: bool = False) -> Tensor | Quantized:
+        """Return a tensor. With `exact`, Q6_K keeps groups of 16 columns."""
+        with naming(self.path):
+            tensor = self._read(self.tensors[name], exact)
+            heads, kind = self.fields.hparam("attention.head_count"), name.split(".")[-2]
+            num_heads = {"q_proj": heads, "k_proj": self.fields.hparam("attention.head_count_kv", heads)}
+            if self.architecture != "llama" or kind not in num_heads:
+                return tensor
+            # Within a head, rows (0, 1, 2, 3, ...) of the file are rows (0, D/2, 1, D/2 + 1, ...) here.
+            order = torch.arange(tensor.shape[0]).view(num_heads[kind], -1, 2).transpose(1, 2).flatten()
+            return tensor.rows(order) if isinstance(tensor, Quantized) else tensor[order]
+
+    def _read(self, tensor: StoredTensor, exact: bool) -> Tensor | Quantized:
+        elements, size, decode = TYPES[tensor.type]
+        if isinstance(decode, torch.dtype):
+            return self._bytes(tensor.offset, math.prod(tensor.shape) * size).view(decode).view(tensor.shape)
+        (N, K), group = tensor.shape, 16 if exact and tensor.type == "Q6_K" else GROUP
+        codes, (scale, minimum) = torch.empty(N, K, dtype=torch.uint8), torch.empty(2, N, K // group)
+        row = K // elements * size  # bytes
+        for first in range(0, N, step := max(1, CHUNK // K)):
+            rows = slice(first, first + step)
+            raw = self._bytes(tensor.offset + first * row, len(codes[rows]) * row)
+            new, new_scale, new_minimum = decode(raw.view(-1, size))
+            if new_scale.shape[1] * group > elements:
+                new, new_scale = join_groups(new, new_scale)
+            codes[rows], scale[rows] = new.view(-1, K), new_scale.view(-1, K // group)
+            if new_minimum is not None:
+                minimum[rows] = new_minimum.view(-1, K // group)
+        minima = None if new_minimum is None else minimum
+        total = scale.sum() + (0 if minima is None else minima.sum())  # NaN or infinite if one of them is
+        if not total.isfinite() or not scale.any():
+            problem = f"the scales of tensor {tensor.name} are NaN, infinite or all 0"
+            raise GGUFError(f"{problem}; download the file again.")
+        return Quantized(codes, scale, minima, bits=4 if tensor.type.startswith("Q4") else 8)
+
+    def _bytes(self, offset: int, size: int) -> Tensor:
+        # Not memory-mapped, because resident pages would count as memory of the process.
+        return torch.from_numpy(np.fromfile(self.path, np.uint8, size, offset=offset))
 
 
 class _Cursor:
-    """Reads consecutive values. Raises ValueError at the end of the data."""
+    """Reads consecutive values. Raises an error at the end of the data."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
 
-    def take(self, size: int) -> bytes:
-        self.at += size
-        if self.at > len(self.data):
-            raise ValueError("unexpected end of file")
-        return self.data[self.at - size : self.at]
-
-    def numbers(self, code: str, count: int) -> list[Any]:
-        return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize(f"<{code}"))))
+    def numbers(self, format: str) -> list[Any]:
+        at, self.at = self.at, self.at + struct.calcsize(f"<{format}")
+        return list(struct.unpack_from(f"<{format}", self.data, at))
 
     def number(self, code: str) -> Any:
-        return self.numbers(code, 1)[0]
+        return self.numbers(code)[0]
 
     def text(self) -> str:
-        return self.take(self.number("Q")).decode()
+        return str(self.number(f"{self.number('Q')}s"), "utf-8")
 
     def value(self, kind: int) -> Any:
         """Return a value of metadata, whose type is `kind`."""
@@ -143,19 +197,22 @@ class _Cursor:
             return self.number(SCALARS[kind])
         kind, count = self.number("I"), self.number("Q")
         if kind in SCALARS:
-            return self.numbers(SCALARS[kind], count)
+            return self.numbers(f"{count}{SCALARS[kind]}")
         return [self.value(kind) for _ in range(count)]
 
     def tensor(self) -> StoredTensor:
-        name, dims = self.text(), self.numbers("Q", self.number("I"))
+        name, dims = self.text(), self.numbers(f"{self.number('I')}Q")
         kind, offset = self.number("I"), self.number("Q")
-        return StoredTensor(name, TYPES.get(kind, f"type {kind}"), tuple(reversed(dims)), offset)
+        return StoredTensor(name, NAMES.get(kind, f"type {kind}"), tuple(reversed(dims)), offset)
 
 
 def _checked(tensor: StoredTensor, begin: int, file_size: int) -> StoredTensor:
-    """Return a tensor whose offset was relative to `begin`. Raises ValueError if its shape does not fit its
-    type or the file."""
-    elements, size = BLOCKS.get(tensor.type, (1, 0))
+    """Return a tensor whose offset was relative to `begin`. Raises ValueError if its type is not supported,
+    or its shape does not fit its type or the file."""
+    if tensor.type not in TYPES:
+        problem = f"tensor {shown(tensor.name)} has the type {tensor.type}, which is not supported"
+        raise GGUFError(f"{problem}; use a file with types of {', '.join(TYPES)}.")
+    elements, size, _ = TYPES[tensor.type]
     if tensor.shape[-1] % elements or (elements > 1 and len(tensor.shape) != 2):
         problem = f"tensor {shown(tensor.name)} has the shape {shown(list(tensor.shape))}"
         raise GGUFError(f"{problem}, but {tensor.type} needs rows of a multiple of {elements} columns.")

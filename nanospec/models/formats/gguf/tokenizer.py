@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from ....text import shown
-from .file import GGUFError, GGUFFile
+from .file import Fields, GGUFError
 
 # Pre-tokenizers by the value of `tokenizer.ggml.pre`; they split text before byte-pair merging.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -23,44 +23,44 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # `tokenizer.ggml.token_type
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 
 
-def token_id(file: GGUFFile, name: str) -> int | None:
+def token_id(fields: Fields, name: str) -> int | None:
     """Return the id of the special token `name`, such as "bos"."""
-    return file.get(f"tokenizer.ggml.{name}_token_id")
+    return fields.get(f"tokenizer.ggml.{name}_token_id")
 
 
-def vocabulary(file: GGUFFile) -> list[tuple[str, int]]:
+def vocabulary(fields: Fields) -> list[tuple[str, int]]:
     """Return (token, type) for each id."""
-    tokens = file["tokenizer.ggml.tokens"]
-    types = file.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    tokens = fields["tokenizer.ggml.tokens"]
+    types = fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     return list(zip(tokens, types, strict=True))
 
 
-def end_ids(file: GGUFFile) -> list[int]:
+def end_ids(fields: Fields) -> list[int]:
     """Return the ids of end-of-sequence tokens, starting with the one that the file declares."""
-    ids = {token: i for i, (token, kind) in enumerate(vocabulary(file)) if kind == CONTROL}
-    ends = [*(token_id(file, name) for name in ("eos", "eot", "eom")), *map(ids.get, END_TOKENS)]
+    ids = {token: i for i, (token, kind) in enumerate(vocabulary(fields)) if kind == CONTROL}
+    ends = [*(token_id(fields, name) for name in ("eos", "eot", "eom")), *map(ids.get, END_TOKENS)]
     return list(dict.fromkeys(i for i in ends if i is not None))
 
 
-def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
+def build_tokenizer(fields: Fields) -> tokenizers.Tokenizer:
     """Build the byte-level BPE tokenizer described by the metadata."""
-    kind, pre = file["tokenizer.ggml.model"], file.get("tokenizer.ggml.pre", "default")
+    kind, pre = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise GGUFError(
             f"tokenizer {shown(kind)} with pre-tokenizer {shown(pre)} is not supported; available: 'gpt2' "
             f"(byte-level BPE) with {', '.join(PRE_TOKENIZERS)}."
         )
-    tokens = vocabulary(file)
+    tokens = vocabulary(fields)
     vocab = {token: i for i, (token, kind) in enumerate(tokens) if kind != UNUSED}
-    merges = [tuple(merge.split(" ", 1)) for merge in file["tokenizer.ggml.merges"]]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([PRE_TOKENIZERS[pre], to_bytes])
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    bos_id = token_id(file, "bos")
-    if bos_id is not None and file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+    bos_id = token_id(fields, "bos")
+    if bos_id is not None and fields.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
         bos = tokens[bos_id][0]
         begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
         tokenizer.post_processor = begins
@@ -71,11 +71,11 @@ def build_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
+def tokenizer_config(fields: Fields) -> dict[str, Any]:
     """Return the content of `tokenizer_config.json`."""
-    tokens = file["tokenizer.ggml.tokens"]
+    tokens = fields["tokenizer.ggml.tokens"]
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {f"{name}_token": token_id(file, key) for name, key in special.items()}
+    ids = {f"{name}_token": token_id(fields, key) for name, key in special.items()}
     named = {name: tokens[i] for name, i in ids.items() if i is not None}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    return {**config, "model_max_length": file.hparam("context_length"), **named}
+    return {**config, "model_max_length": fields.hparam("context_length"), **named}

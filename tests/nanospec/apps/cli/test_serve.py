@@ -88,7 +88,7 @@ def test_api_keys_model_name_and_replicas(monkeypatch: pytest.MonkeyPatch, folde
     assert main(["serve", "--model", str(folder), "--api-key", "from-here-3"]) == 0
     assert serve.call_args.args[1].api_key == ("from-here-3", "from-there-1", "from-there-2")
     monkeypatch.setattr(command, "resolve_model", lambda name: Path("snapshots/0123abcd"))  # of the hub
-    assert main(["serve", "org/name", "--replicas", "2"]) == 0
+    assert main(["serve", "org/name.gguf", "--replicas", "2"]) == 0
     assert main(["serve", "org/name", "--served-model-name", "mine", "--replicas", "1:4"]) == 0
     given = [(config.served_model_name, args.replicas) for (args, config, _), _ in serve.call_args_list]
     assert given == [(folder.name, None), ("name", (2, 2)), ("mine", (1, 4))]
