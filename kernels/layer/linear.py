@@ -70,10 +70,9 @@ class Linear:
 
     @property
     def num_bytes(self) -> int:
-        """Return the memory size of weight and bias in bytes."""
+        """Return the memory size of the weight in bytes."""
         parts = (self.weight,) if isinstance(self.weight, Tensor) else self.weight
-        tensors = [part for part in (*parts, self.bias) if isinstance(part, Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias, in `out` [T, N] if given."""

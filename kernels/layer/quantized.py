@@ -52,11 +52,6 @@ class Quantized(NamedTuple):
         return self.codes.shape[1] // self.scale.shape[1]
 
     @property
-    def nbytes(self) -> int:
-        """The memory size when packed, with scales and minima in 16 bits."""
-        return self.codes.numel() * self.bits // 8 + 2 * self.scale.numel() * (1 + (self.minimum is not None))
-
-    @property
     def offset(self) -> int:
         """The code of 0, or 0 with a minimum."""
         return 0 if self.minimum is not None or self.codes.is_floating_point() else 1 << (self.bits - 1)

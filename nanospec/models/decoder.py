@@ -99,7 +99,8 @@ class Model:
 
         def tensor(name: str) -> Any:
             weight = get(name)
-            self.weight_bytes += weight.nbytes
+            if len(weight.shape) == 1:  # matrices count as they are packed
+                self.weight_bytes += weight.nbytes
             return weight
 
         self.cos_sin = {
@@ -110,15 +111,25 @@ class Model:
         self.embedding, self.lm_head = self._load_vocabulary(tensor)
         self.layers = [Layer(config, i, tensor) for i in range(config.num_layers)]
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
+        self.weight_bytes += sum(linear.num_bytes for linear in self.linears)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The matrix products of a step; the last one is lm_head."""
+        layers = [
+            linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        ]
+        return [*layers, self.lm_head]
 
     def _load_vocabulary(self, get: GetWeight) -> tuple[Any, Linear]:
         """Return the embedding, a Tensor or a QuantizedEmbedding, and lm_head."""
         table, is_tied = get("model.embed_tokens.weight"), self.config.tie_word_embeddings
         lm_head = make_linear(table if is_tied else get("lm_head.weight"))
         if isinstance(table, Quantized):
-            return QuantizedEmbedding(lm_head if is_tied else make_linear(table)), lm_head
-        if is_tied and lm_head.unpacked_weight is None:
-            self.weight_bytes += lm_head.num_bytes
+            rows = lm_head if is_tied else make_linear(table)
+            self.weight_bytes += 0 if is_tied else rows.num_bytes
+            return QuantizedEmbedding(rows), lm_head
+        self.weight_bytes += 0 if is_tied and lm_head.unpacked_weight is not None else table.nbytes
         return table, lm_head
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ class Part(NamedTuple):
 
 def stored_bytes(model: Model) -> tuple[int, int]:
     """Return the bytes of the decoder layers' matrices and of lm_head, in the format of each."""
-    layers = [linear for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    return sum(linear.num_bytes for linear in layers), model.lm_head.num_bytes
+    *layers, head = (linear.num_bytes for linear in model.linears)
+    return sum(layers), head
 
 
 def parts(

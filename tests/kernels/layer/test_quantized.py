@@ -132,7 +132,6 @@ def test_quantize_rounds_to_nearest(bits: int, levels: int) -> None:
     assert (weight.minimum is None) == (bits == 8)
     assert (error <= span / levels * 0.501 + 1e-3 * exact.abs().amax(-1)).all()
     assert error.max() > span.max() / levels * 0.3  # no finer than its bits
-    assert weight.nbytes == 6 * 96 * bits // 8 + 2 * 18 * (2 if bits == 4 else 1)
     with pytest.raises(ValueError, match="A weight of 100 columns"):
         quantize(torch.ones(2, 100), bits)
 
