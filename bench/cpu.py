@@ -23,8 +23,6 @@ only `short`. `--peers` without a name measures nanospec alone. `--model` may be
 runs too; `--also` runs nanospec with the same model in other formats, `:int8` quantizing it while loading.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ reported. `share` is the lower bound of the time (minimum bytes and FLOPs at the
 rate) divided by the measured time.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

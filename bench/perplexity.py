@@ -8,8 +8,6 @@ from code edits. The first 64 tokens of a window are not scored. `--llama` measu
 the environment of `make peers`. Requires the evaluation data.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

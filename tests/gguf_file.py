@@ -1,7 +1,5 @@
 """A tiny model as a GGUF file in llama.cpp's layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

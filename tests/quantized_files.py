@@ -1,7 +1,5 @@
 """Checkpoints with quantized weights for tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -12,8 +12,6 @@ WORK.json has the settings of the `start` functions: `model`, `quantization`, `g
 imports its system.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

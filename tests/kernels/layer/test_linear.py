@@ -1,7 +1,5 @@
 """Linear layers: comparison with float64, and bitwise independence of other rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Quantized weights: their arithmetic, their layout for the kernel, and products with the kernel."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

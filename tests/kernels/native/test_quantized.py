@@ -1,7 +1,5 @@
 """C++ products of quantized weights: accuracy, bitwise independence of the batch, extreme values."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints are loaded correctly or rejected with the reason."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

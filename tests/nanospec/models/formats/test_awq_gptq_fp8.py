@@ -1,7 +1,5 @@
 """AWQ, GPTQ and float8 checkpoints against the definitions of these formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of compressed-tensors against those that the library writes and decompresses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GGUF files are loaded and converted without loss, except for Q6_K; unsupported files are rejected."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

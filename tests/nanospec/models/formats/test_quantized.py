@@ -1,7 +1,5 @@
 """Quantized checkpoints that are invalid or not supported are rejected with the reason."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
