@@ -102,9 +102,8 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, repeats=5)
     parser.add_argument("--only", nargs="+", default=[""], help="regular expressions that match KERNEL-CASE")
-    parser.add_argument("--repeats", type=int, default=5)
     rows.run("kernels", measure, parser, argv)
 
 
