@@ -23,7 +23,7 @@ from nanospec.models.config import ModelConfig
 from nanospec.models.formats.gguf import GGUFCheckpoint, GGUFError, blocks, convert
 from nanospec.models.weights import load_model
 from tests.gguf_file import VOCAB, write_gguf
-from tests.tiny import ModelRunner
+from tests.tiny import first_logits
 
 
 @pytest.mark.parametrize(("architecture", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
@@ -89,8 +89,7 @@ def test_decoded_values(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPat
 
 
 def logits(folder: Path, split: Callable[[ModelConfig], Any] | None = None) -> Tensor:
-    model = load_model(folder, "float32", "cpu", split=split)
-    return ModelRunner(model, 1, 32).step({0: torch.arange(VOCAB)})[0]
+    return first_logits(load_model(folder, "float32", "cpu", split=split), VOCAB)
 
 
 @pytest.mark.parametrize(("architecture", "kind"), [("llama", "Q4_K"), ("qwen2", "Q5_0"), ("qwen3", "Q4_1")])
