@@ -10,10 +10,7 @@ turns; medians and ranges over the rounds are reported. The exit status is 1 if 
 checkouts or between n-gram and plain. Requires an otherwise idle machine.
 """
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
+from bench.peers.worker import MARK
 
 Json = dict[str, Any]
 LEAST = 0.98  # a speed ratio below this is reported as slower
@@ -46,7 +44,7 @@ for way, spec in (("plain", SpecConfig(method="none")), ("n-gram", SpecConfig())
                     enable_prefix_caching=False, kv_cache_memory=512 << 20)
     llms[way].generate(work["prompts"][:1], SamplingParams(temperature=0.0, max_tokens=8))
     seconds[way], start = time.perf_counter() - start, time.perf_counter()
-print(json.dumps({"start": seconds}), flush=True)
+print(work["mark"] + json.dumps({"start": seconds}), flush=True)
 for line in sys.stdin:
     case = json.loads(line)
     batch = slice(case["first"], case["first"] + case["batch"])
@@ -58,41 +56,19 @@ for line in sys.stdin:
     start = time.perf_counter()
     answers = llms[case["way"]].generate(work["prompts"][batch], params[batch])
     outputs = [list(answer.token_ids) for answer in answers]
-    print(json.dumps({"seconds": time.perf_counter() - start, "outputs": outputs}), flush=True)
+    print(work["mark"] + json.dumps({"seconds": time.perf_counter() - start, "outputs": outputs}), flush=True)
 """
-
-
-class Checkout:
-    """A process of a checkout that runs one case at a time."""
-
-    def __init__(self, folder: Path, work: Json) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)},
-        )  # fmt: skip
-        self.folder = folder
-        self.start: dict[str, float] = self.ask({**work, "checkout": str(folder)})["start"]
-
-    def ask(self, line: Json) -> Json:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(line) + "\n")
-        self.process.stdin.flush()
-        for answer in self.process.stdout:
-            if answer.startswith("{"):  # skip other output of the checkout
-                found: Json = json.loads(answer)
-                return found
-        raise SystemExit(f"The process of {self.folder} exited with status {self.process.wait()}.")
-
-    def close(self) -> None:
-        self.process.communicate()
 
 
 def run_round(folders: list[Path], work: Json, cases: list[Json]) -> list[Json]:
     """Return for each folder its startup times, and by case its seconds and outputs, which are lists with one
     item per turn. The folders alternate in running first."""
-    running = [Checkout(folder, work) for folder in folders]
-    found: list[Json] = [{"start": each.start, "seconds": {}, "outputs": {}} for each in running]
+    running, found = list[common.Child](), list[Json]()
+    for folder in folders:
+        command, path = (sys.executable, "-c", CHILD), str(folder)
+        running.append(common.Child(path, command, folder, {"PYTHONPATH": path}))
+        start = running[-1].ask({**work, "checkout": path, "mark": MARK})["start"]
+        found.append({"start": start, "seconds": {}, "outputs": {}})
     for case in cases:
         starts = range(0, len(work["prompts"]), case["batch"])
         for turn in range(max(TURNS, len(starts))):
@@ -135,13 +111,10 @@ def row(pairs: list[list[float]], ratios: list[float], faster_is: str) -> Json:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, rounds=5, prompts=16, max_tokens=32)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--model", type=Path, default=common.ROOT / "weights" / "smollm2-135m-instruct")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args(argv)
     n = -(-args.prompts // 3)
     kinds = zip(common.code_edits(n), common.quotations(n), common.spec_bench(n, "chat"))

@@ -8,6 +8,7 @@ import random
 import re
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.peers.worker import MARK
 from nanospec.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,13 +26,18 @@ ROOT = Path(__file__).resolve().parent.parent
 _DATA = (ROOT / "shared" / "data", ROOT.parent / "shared" / "data")
 DATA = next((path for path in _DATA if path.is_dir()), ROOT)
 RESULTS = ROOT / "bench" / "results"
+MODEL = "smollm2-135m-instruct"
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with a script's docstring as its description, and the option --out."""
+def parser(doc: str | None, **options: str | float) -> argparse.ArgumentParser:
+    """Return a parser with a script's docstring as its description, the option --out, and an option for each
+    of `options`, which has the type of its default."""
     formatter = argparse.RawDescriptionHelpFormatter
     result = argparse.ArgumentParser(description=doc, formatter_class=formatter)
     result.add_argument("--out", type=Path, default=RESULTS, help="output folder (default: %(default)s)")
+    for name, default in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        result.add_argument(flag, type=type(default), default=default, help="default: %(default)s")
     return result
 
 
@@ -80,6 +87,35 @@ def save(name: str, result: dict[str, Any], out: Path = RESULTS) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+
+
+class Child:
+    """A process that answers a line of JSON with one that follows `MARK`; its other output is ignored."""
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
+        self.name, self._log = name, tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=folder,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+
+    def ask(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Send a line and return the answer. Exits with the end of the error output if the process ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(line) + "\n")
+            self._process.stdin.flush()
+        for answer in self._process.stdout:
+            if answer.startswith(MARK):
+                found: dict[str, Any] = json.loads(answer.removeprefix(MARK))
+                return found
+        self._log.seek(0)
+        raise SystemExit(f"The process of {self.name} exited:\n{self._log.read()[-4000:]}")
+
+    def close(self) -> None:
+        self._process.communicate()
+        self._log.close()
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -33,8 +33,6 @@ Problems of any version, including rows of different kernels, make the run fail.
 line, and the last line is JSON with their number.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The table of `bench/compile.py`, with a row per kernel, target and Triton version, and its checks."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable

@@ -11,7 +11,7 @@ computed per round; medians and ranges over the rounds are reported. For each ca
 of its speculation settings in `peers/worker.py` (including none); nanospec uses automatic K.
 
 Parts (a run replaces the results of its parts in an existing JSON file):
-    short    chat prompts of 81 to 265 tokens (code edits, function bodies, maths), greedy
+    short    at least `--prompts` chat prompts of 81 to 265 tokens (code, maths) per case, greedy
     sampled  the same at temperature 1, seeded, EOS ignored
     long     prompts of 4000 tokens (code and a play), at most 4 at once, outputs half as long
 
@@ -23,14 +23,10 @@ only `short`. `--peers` without a name measures nanospec alone. `--model` may be
 runs too; `--also` runs nanospec with the same model in other formats, `:int8` quantizing it while loading.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -39,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
-from bench.peers.worker import MARK, SPEC_SETTINGS, environment
+from bench.peers.worker import SPEC_SETTINGS, environment
 from nanospec.models import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
@@ -131,45 +127,17 @@ def kind_of(system: str) -> str:
     return system.partition(" ")[0]
 
 
-class System:
+class System(common.Child):
     """A process of a system with one speculation setting (`peers/worker.py`)."""
 
     def __init__(self, lane: Lane, work: Json) -> None:
-        self.name = lane[0]
-        kind, _, model = self.name.partition(" ")
+        kind, _, model = lane[0].partition(" ")
         python, work = python_of(kind), {**work, "setting": lane[1]}
         if model:
             work["model"], _, work["quantization"] = model.partition(":")
-        self._folder = tempfile.TemporaryDirectory()
-        folder = Path(self._folder.name)
-        (folder / "work.json").write_text(json.dumps(work))
-        self._log = (folder / "log").open("w+")
-        self._process = subprocess.Popen(
-            [str(python), str(Path(__file__).parent / "peers/worker.py"), kind, str(folder / "work.json")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=folder,
-            env={**os.environ, **environment(kind, python)},
-        )  # fmt: skip
-        self.about = self._read()
-
-    def run(self, case: Json) -> Json:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(case) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> Json:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                found: Json = json.loads(line.removeprefix(MARK))
-                return found
-        self._log.seek(0)
-        raise SystemExit(f"The process of {self.name} exited:\n{self._log.read()[-4000:]}")
-
-    def close(self) -> None:
-        self._process.communicate()
-        self._log.close()
-        self._folder.cleanup()
+        command = str(python), str(Path(__file__).parent / "peers/worker.py"), kind
+        super().__init__(lane[0], command, Path.cwd(), environment(kind, python))
+        self.about = self.ask(work)
 
 
 class Race:
@@ -219,7 +187,7 @@ class Race:
     def run(self, lane: Lane, case: Json) -> Json:
         if lane not in self.running:
             self.running[lane] = System(lane, self.work)
-        found = self.running[lane].run(case)
+        found = self.running[lane].ask(case)
         name = f"{lane[0]} {setting_name(lane[1])}"
         self.about[name] = {**self.running[lane].about, "peak_mb": found["peak_mb"]}
         print(f"  {case['name']:20} {name:28} {rate(found):8.1f} tok/s", flush=True)
@@ -276,17 +244,12 @@ def show(rows: Sequence[Json]) -> None:
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, model=common.MODEL, name="cpu", rounds=5, prompts=8, max_tokens=96)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=["short"])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--gguf", help="model file for llama.cpp (default: --model, or the original 4 bits)")
     parser.add_argument("--also", nargs="*", default=[], metavar="MODEL[:int8|int4]")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=8, help="minimum number of short prompts per case")
-    parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--peers", nargs="*", choices=FOLDERS, default=["vllm"])
-    parser.add_argument("--name", default="cpu")
     args = parser.parse_args()
     systems = ["nanospec", *args.peers, *(f"nanospec {model}" for model in args.also)]
     for system in args.peers:

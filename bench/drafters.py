@@ -6,7 +6,8 @@
 One process with one copy of the weights runs every system on every prompt, alternating between kinds of text
 and systems. Speedups over no speculation are computed per repeat, including prefill; medians are reported.
 Decoding is greedy, one request at a time, until EOS; the prefix cache is cleared before each repeat. Kinds of
-text: six groups of Spec-Bench (first turns), code edits. Without a draft model, its systems are skipped.
+text (of `--prompts` prompts each): six groups of Spec-Bench (first turns), code edits. Without a draft model,
+its systems are skipped.
 
 The last part compares the acceptance rules at temperature 1. Requires the evaluation data and an otherwise
 idle machine.
@@ -160,14 +161,9 @@ def rules(prompts: list[list[int]], makers: Makers, args: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--draft-model", default="smollm2-135m-draft")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=4, help="number of prompts per kind of text")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    models = {"model": common.MODEL, "draft_model": "smollm2-135m-draft"}
+    parser = common.parser(__doc__, **models, name="drafters", repeats=3, prompts=4, max_tokens=96)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
-    parser.add_argument("--name", default="drafters", help="name of the results file")
     args = parser.parse_args()
     none = SpecConfig(method="none")
     llm = LLM(args.model, spec=none, dtype="bfloat16", max_model_len=2048, max_num_seqs=1)

@@ -5,8 +5,9 @@
 The output of each request is a reference text (`ReplayWorker`), while the device does all the work of
 decoding, so the matches and acceptance rates are those of real text. The texts are from this repository:
 `code edits` repeats a file with one name changed, and `prose` continues a page of the documentation. A token
-is a word or a punctuation mark. K = 0, fixed K and automatic K alternate; speedups over K = 0 are computed
-per round. Before, the model's own outputs with and without speculation are compared.
+is a word or a punctuation mark; prompts have at most `--prompt` of them. A batch size may take about
+`--seconds`. K = 0, fixed K and automatic K alternate; speedups over K = 0 are computed per round. Before, the
+model's own outputs with and without speculation are compared.
 """
 
 import argparse
@@ -211,13 +212,9 @@ def run(engine: Engine, pairs: list[Text], max_tokens: int) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, repeats=3, prompt=1024, max_tokens=200, seconds=15.0)
     parser.add_argument("--shape", default="qwen3-0.6b", choices=[*roofline.MODELS, "tiny"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompt", type=int, default=1024, help="maximum number of prompt tokens")
-    parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=15.0, help="approximate time per batch size")
     run_rows("e2e", measure, parser, argv)
 
 

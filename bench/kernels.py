@@ -9,8 +9,6 @@ reported. `share` is the lower bound of the time (minimum bytes and FLOPs at the
 rate) divided by the measured time.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -104,9 +102,8 @@ def measure(out: Rows, args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, repeats=5)
     parser.add_argument("--only", nargs="+", default=[""], help="regular expressions that match KERNEL-CASE")
-    parser.add_argument("--repeats", type=int, default=5)
     rows.run("kernels", measure, parser, argv)
 
 

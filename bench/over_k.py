@@ -5,11 +5,12 @@
 
 One process with one copy of the weights has an engine for each fixed K and one for automatic K. The engines
 alternate after every step, so that other load on the machine affects them equally. Drafts are from n-gram
-lookup; decoding is greedy, until EOS, with the same prompts for all. Times in ms exclude prefill. Speedups
-are computed per round, by the time until the last request has finished (`speedup`) and by the mean time until
-a request has finished (`sooner`); the median and range over the rounds are reported. `drafts` counts rows
-by their number of drafts. `python -m bench.pictures` draws the results. To measure automatic K alone, use
-`--ks 0 auto --batches 1 4 16 64 --name automatic`. Requires the evaluation data.
+lookup; decoding is greedy, until EOS, with the same prompts for all, at least `--prompts` per kind of text.
+Times in ms exclude prefill. Speedups are computed per round, by the time until the last request has finished
+(`speedup`) and by the mean time until a request has finished (`sooner`); the median and range over the rounds
+are reported. `drafts` counts rows by their number of drafts. `python -m bench.pictures` draws the results. To
+measure automatic K alone, use `--ks 0 auto --batches 1 4 16 64 --name automatic`. Requires the evaluation
+data.
 """
 
 import sys
@@ -125,14 +126,9 @@ def summary(rounds: Sequence[dict[str, Json]]) -> list[Json]:
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="a checkpoint or a model's name")
+    parser = common.parser(__doc__, model=common.MODEL, name="over_k", rounds=3, prompts=8, max_tokens=96)
     parser.add_argument("--ks", nargs="+", default=KS, help="values of K; must include 0, the baseline")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], help="batch sizes")
-    parser.add_argument("--prompts", type=int, default=8, help="minimum number of prompts per kind of text")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--name", default="over_k", help="name of the results file")
     args = parser.parse_args()
     engines, tokenizer = make_engines(args.model, args.ks)
     rows = []

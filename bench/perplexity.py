@@ -8,8 +8,6 @@ from code edits. The first 64 tokens of a window are not scored. `--llama` measu
 the environment of `make peers`. Requires the evaluation data.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -92,11 +90,9 @@ def measure_llama(path: str, count: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, windows=24, name="perplexity")
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--llama", nargs="*", default=[], metavar="FILE.gguf")
-    parser.add_argument("--windows", type=int, default=24)
-    parser.add_argument("--name", default="perplexity")
     args = parser.parse_args()
     rows = []
     for names, run in ((args.models, measure), (args.llama, measure_llama)):

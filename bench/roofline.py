@@ -9,8 +9,6 @@ The default rates were measured on an H200 (copies and large matrix products). N
 been measured on it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from nanospec.models.config import ModelConfig

@@ -5,11 +5,11 @@
                           [--servers nanospec vllm] [--requests 64] [--max-tokens 64] [--out bench/results]
 
 One server runs at a time: it is started, warmed up, put under each load, and stopped. The order of servers is
-reversed every round. A load is the same for all servers: the same chat messages at the same times, greedy,
-EOS ignored, without prefix caching. Each request is sent at its scheduled time, even if earlier requests have
-not finished, and latency counts from that time. `poisson:0.6` sends at random times at 0.6 of the capacity,
-which is the requests per second of nanospec without speculation when all arrive at once. `burst:16` sends
-bursts of 16.
+reversed every round. A load has `--requests` requests, the same for all servers: the same chat messages at
+the same times, greedy, EOS ignored, without prefix caching. Each request is sent at its scheduled time, even
+if earlier requests have not finished, and latency counts from that time. `poisson:0.6` sends at random times
+at 0.6 of the capacity, which is the requests per second of nanospec without speculation when all arrive at
+once. `burst:16` sends bursts of 16.
 
 Goodput is the fraction of requests whose time to first token is at most `FIRST` and whose mean time per
 further token is at most `TOKEN`. Requires an otherwise idle machine. `bench/cpu.py` describes the evaluation
@@ -200,13 +200,9 @@ def read_texts(folder: Path, count: int) -> list[str]:
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, model=common.MODEL, rounds=2, requests=64, max_tokens=64)
     parser.add_argument("--servers", nargs="+", choices=["nanospec", "vllm"], default=["nanospec", "vllm"])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--loads", nargs="+", default=list(LOADS))
-    parser.add_argument("--requests", type=int, default=64, help="number of requests per load")
-    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--capacity", type=float, help="requests per second (default: measured)")
     args = parser.parse_args()
     folder = resolve_model(args.model).resolve()

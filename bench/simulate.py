@@ -2,9 +2,9 @@
 
     python bench/simulate.py [--answers smollm2-135m-instruct] [--out bench/results]
 
-B requests run at once; a finished request is replaced by the next text. In each step, the policy chooses the
-number of drafts to verify, the trace (`traces.py`) gives the number accepted, and the cost table gives the
-time. There are two kinds of steps with one policy:
+B requests run at once; a finished request is replaced by the next of `--texts` texts. In each step, the
+policy chooses the number of drafts to verify, the trace (`traces.py`) gives the number accepted, and the cost
+table gives the time. There are two kinds of steps with one policy:
 
 * packed: each row costs as much as its own drafts, which are known when their number is chosen (CPUs)
 * recorded: one K for the whole batch, chosen before the drafts are known; every row is padded to K + 1
@@ -83,11 +83,8 @@ def _ms(config: Any, B: int, K: float, machine: roofline.Machine) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--tokenizer", default="smollm2-135m-instruct", help="a checkpoint or a model's name")
-    parser.add_argument("--min", type=int, default=SpecConfig.prompt_lookup_min, help="prompt_lookup_min")
-    parser.add_argument("--max", type=int, default=SpecConfig.prompt_lookup_max, help="prompt_lookup_max")
-    parser.add_argument("--texts", type=int, default=40, help="number of texts per workload")
+    lookup = {"min": SpecConfig.prompt_lookup_min, "max": SpecConfig.prompt_lookup_max}
+    parser = common.parser(__doc__, tokenizer=common.MODEL, texts=40, **lookup)
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--answers", help="a model whose greedy outputs are added as workloads")
     args = parser.parse_args(argv)

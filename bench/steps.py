@@ -118,12 +118,11 @@ def one_batch(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, repeats=10)
     parser.add_argument("--shape", default="qwen3-0.6b", choices=[*roofline.MODELS, "tiny"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--ks", nargs="+", type=int, default=[0, 2, 4, 8])
-    parser.add_argument("--repeats", type=int, default=10)
     rows.run("steps", measure, parser, argv)
 
 

@@ -44,6 +44,10 @@ class Job(NamedTuple):
     params: SamplingParams
 
 
+def greedy(max_tokens: int | None = 20, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **options)
+
+
 class Outcome(NamedTuple):
     """The part of a result that must not depend on speculation, the batch or the schedule."""
 

@@ -25,12 +25,12 @@ class DryRun(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in given:
+            if isinstance(leaf, Tensor) and storage_of(leaf) not in given:
                 storage = leaf.untyped_storage()
-                self._alive[_storage(leaf)] = StorageWeakRef(storage), storage.nbytes()
+                self._alive[storage_of(leaf)] = StorageWeakRef(storage), storage.nbytes()
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, self.alive)
         return out
@@ -41,7 +41,7 @@ class DryRun(TorchDispatchMode):
         return sum(size for reference, size in self._alive.values() if not reference.expired())
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 

@@ -1,7 +1,5 @@
 """A tiny model as a GGUF file in llama.cpp's layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,24 +62,17 @@ def write_gguf(
     block, _ = gguf.GGML_QUANT_SIZES[stored := gguf.GGMLQuantizationType[kind]]
     hidden_size, head_dim = max(32, block), 16 if architecture == "qwen3" else max(32, block) // HEADS
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(64)
-    writer.add_embedding_length(hidden_size)
-    writer.add_feed_forward_length(INTERMEDIATE)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    fields: dict[str, Any] = {
+        "block_count": LAYERS, "context_length": 64, "embedding_length": hidden_size,
+        "feed_forward_length": INTERMEDIATE, "head_count": HEADS, "head_count_kv": KV_HEADS,
+        "rope_freq_base": 5000.0, "layer_norm_rms_eps": 1e-5, "tokenizer_model": "gpt2", "tokenizer_pre": pre,
+        "token_list": TOKENS, "token_types": TYPES, "token_merges": ["a b"], "bos_token_id": 1,
+        "eos_token_id": 2, "chat_template": "{{ messages[0]['content'] }}",
+    }  # fmt: skip
     if head_dim * HEADS != hidden_size:
-        writer.add_key_length(head_dim)
-    writer.add_rope_freq_base(5000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types(TYPES)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template("{{ messages[0]['content'] }}")
+        fields["key_length"] = head_dim
+    for field, value in fields.items():
+        getattr(writer, f"add_{field}")(value)
     edit(writer)
     weights = tensors(architecture, tied, hidden_size, head_dim)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], LAYERS)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanospec.drafters.medusa import Heads, lm_head_for
+from nanospec.kernels.layer.quantized import Quantized
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import model_class
 from nanospec.models.decoder import GetWeight, Model
@@ -59,3 +60,18 @@ def random_heads(model: Model, num_heads: int, vocab: int | None = None, seed: i
     bias = 0.1 * torch.randn(num_heads, 1, hidden, generator=generator)
     block = weight.to(model.device, model.dtype), bias.to(model.device, model.dtype)
     return Heads((block,), (lm_head_for(model, token_map),), token_map)
+
+
+def random_quantized(
+    form: str, N: int, K: int, group: int, size: float | Tensor = 1.0, dtype: torch.dtype = torch.float32
+) -> Quantized:
+    """Return random codes with values of about `size`, which may differ by row. Scales and minima have 8
+    significant bits, so that float16 represents them; one group has the scale 0. `form` is "int4", "int8",
+    each also with "-min", or "fp8"."""
+    generator, bits = torch.Generator().manual_seed(N * K + group), 4 if "int4" in form else 8
+    codes = torch.randint(0, 1 << bits, (N, K), generator=generator, dtype=torch.uint8)
+    if form == "fp8":
+        codes = torch.where(codes & 127 == 127, 1, codes).view(torch.float8_e4m3fn)  # no NaN
+    scale, low = torch.randint(128, 256, (2, N, K // group), generator=generator) * size / 2.0 ** (7 + bits)
+    scale[0, 0] = 0
+    return Quantized(codes, scale, -8 * low if "min" in form else None, bits, dtype)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from nanospec.device.step import StepResult
+from tests.dry import storage_of
 from tests.waiting import READS
 
 
@@ -47,10 +48,10 @@ class Tape(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name.startswith(("empty", "new_empty")):  # has no contents to recompute
             return out
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         # Views and in-place results are updated through the memory they share.
         leaves = enumerate(tree_leaves(out))
-        own = [i for i, leaf in leaves if isinstance(leaf, Tensor) and _storage(leaf) not in given]
+        own = [i for i, leaf in leaves if isinstance(leaf, Tensor) and storage_of(leaf) not in given]
 
         def again() -> None:
             old, new = tree_leaves(out), tree_leaves(func(*args, **kwargs))
@@ -59,10 +60,6 @@ class Tape(TorchDispatchMode):
 
         self.entries.append(again)
         return out
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class TapeCapture:

@@ -162,6 +162,11 @@ def reference_logits(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float
     return logits
 
 
+def first_logits(model: Model, count: int = 20) -> Tensor:
+    """Return the logits [count, V] of the tokens 0, 1, ..."""
+    return ModelRunner(model, 1, 32).step({0: torch.arange(count)})[0]
+
+
 class ModelRunner:
     """Request rows and their KV cache, to run a model step by step.
 

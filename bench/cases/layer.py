@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, product
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import AttentionMetadata, attention
 from nanospec.kernels.layer.linear import Linear, make_linear, multiplies_quantized
 from nanospec.kernels.layer.quantized import Quantized
-from nanospec.kernels.layer.residual import Norm, Residual, embed, residual_add, rms_norm
+from nanospec.kernels.layer.residual import Norm, embed, residual_add, rms_norm
 from nanospec.kernels.layer.rope_cache import rope_cache
 from nanospec.kernels.speculation.kv_move import kv_move
 from nanospec.kernels.speculation.verify import Verdict
@@ -57,40 +58,34 @@ GEMMA3 = Shape("gemma-3-4b", 2560, 10240, 8, 4, 256, 262208, qk_norm=True, windo
 
 
 def cases() -> Iterator[Case]:
-    yield from norm_cases()
-    for part in (
-        attention_cases,
-        linear_cases,
-        quantized_cases,
-        rope_cases,
-        gemma_cases,
-        move_cases,
-        sum_cases,
-    ):
-        yield from part()
+    norms_and_attention = norm_cases(), attention_cases()
+    products = linear_cases(), quantized_cases()
+    return chain(*norms_and_attention, *products, rope_cases(), gemma_cases(), move_cases(), sum_cases())
+
+
+def normal(device: str, *size: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(size, device=device, dtype=dtype)
 
 
 def norm_cases() -> Iterator[Case]:
-    for width in (576, 1024, 2048, 4096, 8192):
-        for rows in (1, 320):
+    for width, rows in product((576, 1024, 2048, 4096, 8192), (1, 320)):
 
-            def build(device: str, width: int = width, rows: int = rows) -> Built:
-                x = torch.randn(rows, width, device=device, dtype=BF16)
-                norm = make_norm(device, width)
-                return Built(lambda: rms_norm(x, norm))
+        def build(device: str, width: int = width, rows: int = rows) -> Built:
+            x, norm = normal(device, rows, width), make_norm(device, width)
+            return Built(lambda: rms_norm(x, norm))
 
-            yield Case("rms_norm", f"H{width}-T{rows}", build, bytes=(2 * rows + 1) * width * 2)
+        yield Case("rms_norm", f"H{width}-T{rows}", build, bytes=(2 * rows + 1) * width * 2)
 
-            def embedding(device: str, width: int = width, rows: int = rows) -> Built:
-                table = torch.randn(rows, width, device=device, dtype=BF16)
-                ids, norm = torch.arange(rows, device=device), make_norm(device, width)
-                return Built(lambda: embed(ids, table, norm))
+        def embedding(device: str, width: int = width, rows: int = rows) -> Built:
+            table, norm = normal(device, rows, width), make_norm(device, width)
+            ids = torch.arange(rows, device=device)
+            return Built(lambda: embed(ids, table, norm))
 
-            yield Case("embed", f"H{width}-T{rows}", embedding, bytes=(3 * rows + 1) * width * 2)
+        yield Case("embed", f"H{width}-T{rows}", embedding, bytes=(3 * rows + 1) * width * 2)
 
 
 def make_norm(device: str, width: int) -> Norm:
-    return Norm(torch.randn(width, device=device, dtype=BF16), 1e-6)
+    return Norm(normal(device, width), 1e-6)
 
 
 def make_batch(device: str, B: int, Q: int, length: int, tree: bool = False) -> Batch:
@@ -115,15 +110,12 @@ def make_batch(device: str, B: int, Q: int, length: int, tree: bool = False) -> 
 def make_cache(device: str, shape: Shape, batch: Batch, *layers: int) -> Tensor:
     """Return a random KV cache [*layers, 2, Hkv, num_blocks, block_size, D]."""
     size = (2, shape.kv_heads, batch.block_table.numel(), BLOCK_SIZE, shape.head_dim)
-    return torch.randn(*layers, *size, device=device, dtype=BF16)
+    return normal(device, *layers, *size)
 
 
 def attention_cases() -> Iterator[Case]:
-    for shape in (QWEN3_SMALL, QWEN3_8B):
-        for B in (1, 4, 16, 64):
-            for length in (1024, 4096, 16384):
-                for Q in (1, 5):
-                    yield attention_case(shape, B, Q, length)
+    for shape, B, length, Q in product((QWEN3_SMALL, QWEN3_8B), (1, 4, 16, 64), (1024, 4096, 16384), (1, 5)):
+        yield attention_case(shape, B, Q, length)
     for shape in (SMOLLM2, LLAMA_1B, PHI, STABLE, GEMMA):
         yield attention_case(shape, 8, 5, 4096)
     yield attention_case(QWEN3_8B, 8, 16, 4096, tree=True)
@@ -141,7 +133,7 @@ def attention_case(shape: Shape, B: int, Q: int, length: int, tree: bool = False
         batch = make_batch(device, B, Q, length, tree)
         cache = make_cache(device, shape, batch)
         metadata = AttentionMetadata(batch, shape.window)
-        q = torch.randn(B * Q, shape.heads, shape.head_dim, device=device, dtype=BF16)
+        q = normal(device, B * Q, shape.heads, shape.head_dim)
         return Built(
             lambda: attention(q, cache, metadata, scale, shape.softcap),
             {} if device == "meta" or tree or shape.window or shape.softcap else sdpa(q, cache, batch, scale),
@@ -178,9 +170,8 @@ def sdpa(q: Tensor, cache: Tensor, batch: Batch, scale: float) -> dict[str, Call
 
 
 def linear_cases() -> Iterator[Case]:
-    for shape in (*MODELS, GEMMA):
-        for T in (1, 5, 20, 64, 320, 2048):
-            yield from layer_linears(shape, T)
+    for shape, T in product((*MODELS, GEMMA), (1, 5, 20, 64, 320, 2048)):
+        yield from layer_linears(shape, T)
 
 
 def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
@@ -189,43 +180,28 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
     q_width = shape.heads * shape.head_dim
     qkv_width = q_width + 2 * shape.kv_heads * shape.head_dim
 
-    def normal(device: str, *size: int) -> Tensor:
-        return torch.randn(size, device=device, dtype=BF16)
-
-    def residual(device: str) -> Residual:
-        return embed(torch.arange(T, device=device), normal(device, T, H), make_norm(device, H))
-
-    def qkv(device: str) -> Built:
-        x, w, bias = residual(device), normal(device, qkv_width, H), None
-        if shape is QWEN3_SMALL:
-            bias = normal(device, qkv_width)
-        return Built(lambda: make_linear(w, bias).after_norm(x), {"cublas": lambda: x.x @ w.T})
-
-    def o(device: str) -> Built:
-        x, h, w = residual(device), normal(device, T, q_width), normal(device, H, q_width)
-        return Built(lambda: make_linear(w).add_to(x, h, x.norm), {"cublas": lambda: h @ w.T})
-
-    def gate_up(device: str) -> Built:
-        x, w = residual(device), normal(device, 2 * inner, H)
-        return Built(lambda: make_linear(w).gated(x), {"cublas": lambda: x.x @ w.T})
-
-    def down(device: str) -> Built:
-        x, h, w = residual(device), normal(device, T, inner), normal(device, H, inner)
-        return Built(lambda: make_linear(w).add_to(x, h, x.norm), {"cublas": lambda: h @ w.T})
-
-    def head(device: str) -> Built:
-        x, w = normal(device, T, H), normal(device, shape.vocab, H)
-        return Built(lambda: make_linear(w)(x), {"cublas": lambda: x @ w.T})
-
-    for name, build, N, K, out in (
-        ("norm_linear", qkv, qkv_width, H, qkv_width),
-        ("linear_add", o, H, q_width, 3 * H),  # reads one x, writes x and x * norm_weight
-        ("norm_swiglu", gate_up, 2 * inner, H, inner),
-        ("linear_add", down, H, inner, 3 * H),
-        ("linear", head, shape.vocab, H, shape.vocab),
+    for name, part, N, K, out in (
+        ("norm_linear", "qkv", qkv_width, H, qkv_width),
+        ("linear_add", "o", H, q_width, 3 * H),  # reads one x, writes x and x * norm_weight
+        ("norm_swiglu", "gate_up", 2 * inner, H, inner),
+        ("linear_add", "down", H, inner, 3 * H),
+        ("linear", "head", shape.vocab, H, shape.vocab),
     ):
-        label = f"{shape.name}-{build.__name__}-T{T}"
+
+        def build(device: str, name: str = name, N: int = N, K: int = K) -> Built:
+            h, w = normal(device, T, K), normal(device, N, K)
+            bias = normal(device, N) if name == "norm_linear" and shape is QWEN3_SMALL else None
+            x = embed(torch.arange(T, device=device), normal(device, T, H), make_norm(device, H))
+            calls: dict[str, Call] = {
+                "norm_linear": lambda: make_linear(w, bias).after_norm(x),
+                "linear_add": lambda: make_linear(w).add_to(x, h, x.norm),
+                "norm_swiglu": lambda: make_linear(w).gated(x),
+                "linear": lambda: make_linear(w)(h),
+            }
+            return Built(calls[name], {"cublas": lambda: h @ w.T})
+
         moved = 2 * (N * K + T * K + T * out)
+        label = f"{shape.name}-{part}-T{T}"
         yield Case(name, label, build, bytes=moved, flops=2 * T * N * K, dots=True)
 
 
@@ -247,7 +223,7 @@ def quantized_case(shape: Shape, T: int, gated: bool, form: str) -> Case:
             codes = torch.randn(N, K, device=device).to(torch.float8_e4m3fn)
         scale, norm = torch.rand(N, groups, device=device), make_norm(device, K)
         weight = Quantized(codes, scale, -7 * scale if form == "int4-g32" else None, bits)
-        x = embed(torch.arange(T, device=device), torch.randn(T, K, device=device, dtype=BF16), norm)
+        x = embed(torch.arange(T, device=device), normal(device, T, K), norm)
 
         @cache
         def linear() -> Linear:  # on the backend of the first call
@@ -261,9 +237,8 @@ def quantized_case(shape: Shape, T: int, gated: bool, form: str) -> Case:
 
 
 def rope_cases() -> Iterator[Case]:
-    for shape in (*MODELS, PHI, STABLE, GEMMA):
-        for B, Q in ((1, 1), (64, 5)):
-            yield rope_case(shape, B, Q)
+    for shape, (B, Q) in product((*MODELS, PHI, STABLE, GEMMA), ((1, 1), (64, 5))):
+        yield rope_case(shape, B, Q)
 
 
 def rope_case(shape: Shape, B: int, Q: int) -> Case:
@@ -273,7 +248,7 @@ def rope_case(shape: Shape, B: int, Q: int) -> Case:
     def build(device: str) -> Built:
         batch = make_batch(device, B, Q, length)
         cache = make_cache(device, shape, batch)
-        qkv = torch.randn(B * Q, width, device=device, dtype=BF16)
+        qkv = normal(device, B * Q, width)
         angles = torch.randn(B * Q, shape.head_dim, device=device)
         norm = make_norm(device, shape.head_dim)
         norms = (norm, norm) if shape.qk_norm else None
@@ -284,12 +259,10 @@ def rope_case(shape: Shape, B: int, Q: int) -> Case:
 
 
 def gemma_cases() -> Iterator[Case]:
-    for shape in (GEMMA2, GEMMA2_LARGE):
-        for B, Q in ((1, 1), (8, 5), (1, 2048)):
-            yield attention_case(shape, B, Q, 4096)
-    for T in (1, 5, 64, 2048):
-        for what in ("rope_cache", "norm_swiglu", "residual_add", "embed"):
-            yield gemma_case(GEMMA3, what, T)
+    for shape, (B, Q) in product((GEMMA2, GEMMA2_LARGE), ((1, 1), (8, 5), (1, 2048))):
+        yield attention_case(shape, B, Q, 4096)
+    for T, what in product((1, 5, 64, 2048), ("rope_cache", "norm_swiglu", "residual_add", "embed")):
+        yield gemma_case(GEMMA3, what, T)
     yield gemma_case(GEMMA2_LARGE, "residual_add", 1)
 
 
@@ -305,15 +278,12 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
     }[what]
 
     def build(device: str) -> Built:
-        def normal(*size: int, dtype: torch.dtype = BF16) -> Tensor:
-            return torch.randn(size, device=device, dtype=dtype)
-
-        norm, head_norm = (Norm(normal(n, dtype=torch.float32), 1e-6) for n in (H, D))
-        ids, table, h = torch.arange(T, device=device), normal(T, H), normal(T, H)
+        norm, head_norm = (Norm(normal(device, n, dtype=torch.float32), 1e-6) for n in (H, D))
+        ids, table, h = torch.arange(T, device=device), normal(device, T, H), normal(device, T, H)
         x = embed(ids, table, norm, 50.5)
         batch = make_batch(device, 1, T, T + 100)
-        cache, qkv, gate_up = make_cache(device, shape, batch), normal(T, width), normal(2 * inner, H)
-        angles = normal(T, D, dtype=torch.float32)
+        cache, gate_up = make_cache(device, shape, batch), normal(device, 2 * inner, H)
+        qkv, angles = normal(device, T, width), normal(device, T, D, dtype=torch.float32)
         calls: dict[str, Call] = {
             "rope_cache": lambda: rope_cache(qkv, cache, batch, angles, (head_norm, head_norm)),
             "norm_swiglu": lambda: make_linear(gate_up).gated(x, "gelu"),
@@ -326,9 +296,8 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
 
 
 def move_cases() -> Iterator[Case]:
-    for shape, layers in ((QWEN3_SMALL, 28), (LLAMA_1B, 16), (PHI, 32)):
-        for B in (1, 64):
-            yield move_case(shape, layers, B)
+    for (shape, layers), B in product(((QWEN3_SMALL, 28), (LLAMA_1B, 16), (PHI, 32)), (1, 64)):
+        yield move_case(shape, layers, B)
 
 
 def move_case(shape: Shape, layers: int, B: int) -> Case:
@@ -350,13 +319,12 @@ def move_case(shape: Shape, layers: int, B: int) -> Case:
 
 def sum_cases() -> Iterator[Case]:
     """Yield the reductions of tensor parallelism: partial sums of all ranks, added to the residual stream."""
-    for ranks in (2, 4, 8):
-        for name, hidden in (("llama-3.2-1b", 2048), ("qwen3-8b", 4096), ("llama-3.3-70b", 8192)):
-            for T in (1, 64):
+    models = ("llama-3.2-1b", 2048), ("qwen3-8b", 4096), ("llama-3.3-70b", 8192)
+    for ranks, (name, hidden), T in product((2, 4, 8), models, (1, 64)):
 
-                def build(device: str, ranks: int = ranks, hidden: int = hidden, T: int = T) -> Built:
-                    parts = torch.randn(ranks, T, hidden, device=device, dtype=BF16)
-                    norm = Norm(torch.randn(hidden, device=device), 1e-6)
-                    return Built(lambda: residual_add(parts, parts[0], norm))
+        def build(device: str, ranks: int = ranks, hidden: int = hidden, T: int = T) -> Built:
+            parts = normal(device, ranks, T, hidden)
+            norm = Norm(torch.randn(hidden, device=device), 1e-6)
+            return Built(lambda: residual_add(parts, parts[0], norm))
 
-                yield Case("residual_add", f"{name}-R{ranks}-T{T}", build, bytes=2 * T * hidden * (ranks + 3))
+        yield Case("residual_add", f"{name}-R{ranks}-T{T}", build, bytes=2 * T * hidden * (ranks + 3))

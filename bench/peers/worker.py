@@ -1,18 +1,15 @@
 """The process of one system, in that system's environment. Loads the model and runs cases.
 
-    PYTHON_OF_THE_SYSTEM bench/peers/worker.py SYSTEM WORK.json
+    PYTHON_OF_THE_SYSTEM bench/peers/worker.py SYSTEM
 
-Each line on standard input is a case as JSON: `name`, `prompts` (lists of token ids), `batch`, `max_tokens`,
-`temperature` and optionally `seed` and `ignore_eos`. The answer is a line of JSON after `MARK`: `seconds`,
-`outputs`, `peak_mb`. A case first runs with few tokens, so that compilation and measurements at first use are
-not timed.
+The first line on standard input has the settings of the `start` functions as JSON: `model`, `quantization`,
+`gguf`, `setting` (one of `SPEC_SETTINGS`), `max_num_seqs`, `max_model_len`. Each other line is a case:
+`name`, `prompts` (lists of token ids), `batch`, `max_tokens`, `temperature` and optionally `seed` and
+`ignore_eos`. The answer is a line of JSON after `MARK`: `seconds`, `outputs`, `peak_mb`. A case first runs
+with few tokens, so that compilation and measurements at first use are not timed.
 
-WORK.json has the settings of the `start` functions: `model`, `quantization`, `gguf`, `setting` (one of
-`SPEC_SETTINGS`), `max_num_seqs`, `max_model_len`. Uses only the standard library until a `start` function
-imports its system.
+Uses only the standard library until a `start` function imports its system.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -212,10 +209,10 @@ def run_case(generate: Generate, case: Json) -> Json:
 
 
 def main() -> None:
-    system, work_file = sys.argv[1:]
+    [system] = sys.argv[1:]
     del sys.path[0]  # this folder, which Python adds for a script
     start = time.perf_counter()
-    generate = STARTS[system](json.loads(Path(work_file).read_text()))
+    generate = STARTS[system](json.loads(sys.stdin.readline()))
     versions = {package: metadata.version(package) for package in PACKAGES[system]}
     about = {"start_seconds": round(time.perf_counter() - start, 2), "versions": versions}
     print(f"\n{MARK}{json.dumps(about)}", flush=True)

@@ -1,9 +1,13 @@
 """Linear layers with random weights, for the tests of `linear.py` here and in tests/gpu."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from nanospec.kernels.launch import forced, use_triton
+from nanospec.kernels.layer import product
 from nanospec.kernels.layer.linear import make_linear
 from nanospec.kernels.layer.quantized import Quantized
 from nanospec.kernels.layer.residual import Norm, Residual, embed, rms_norm
@@ -36,6 +40,28 @@ class Products:
         """Return the kernel's result for some rows."""
         with forced("triton"):
             return self._run(kind, rows, self.x.dtype)
+
+    def run_tiled(
+        self, kind: str, first: int, count: int, monkeypatch: pytest.MonkeyPatch, **fields: Any
+    ) -> Tensor:
+        """Return the kernel's result for some rows with three parts of K, and `fields` of the tiling."""
+        fields |= {"parts": 3, "part": 128}
+        with monkeypatch.context() as patch:
+            chosen = product.choose_tiling
+            patch.setattr(product, "choose_tiling", lambda *shape: chosen(*shape)._replace(**fields))
+            return self.run(kind, slice(first, first + count))
+
+    def check_independence(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Check that results depend on the parts of K, but on neither the number of rows nor the rest of the
+        tiling."""
+        together = self.run_tiled(kind, 0, len(self.x), monkeypatch, split_k=True)
+        for first, count, split_k in ((0, 1, True), (2, 3, False), (5, 17, True), (3, 65, False)):
+            out = self.run_tiled(kind, first, count, monkeypatch, split_k=split_k)
+            assert torch.equal(out, together[first : first + count]), first
+        for rows, width, block_k in ((256, 64, 64), (128, 128, 64), (64, 32, 128)):
+            tiling = {"split_k": False, "rows": rows, "width": width, "block_k": block_k}
+            out = self.run_tiled(kind, 0, 40, monkeypatch, **tiling)
+            assert torch.equal(out, together[:40]), tiling
 
     def expected(self, kind: str) -> Tensor:
         """Return the result of `naive` in float64."""

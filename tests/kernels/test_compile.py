@@ -4,8 +4,6 @@ and its machine code has the expected structure.
 Compilation runs in a subprocess, since this process uses Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -159,12 +159,12 @@ def test_invalid_call_has_no_side_effects(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
-@pytest.mark.parametrize("failure", [None, RuntimeError], ids=["ctrl-c", "failure"])
+@pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt], ids=["ctrl-c", "error", "exit"])
 def test_llm_is_usable_after_ctrl_c_and_failed_step(
-    folder: Path, mode: dict[str, Any], failure: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+    folder: Path, mode: dict[str, Any], failure: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C takes effect after the step and ends the call's requests; a failed step ends all requests."""
-    llm = make(folder, **mode)
+    llm, ends = make(folder, **mode), list[RequestOutput]()
     forward, calls = llm.engine.worker.model.forward, [0]
 
     def interrupted(*args: Any) -> Any:
@@ -175,13 +175,19 @@ def test_llm_is_usable_after_ctrl_c_and_failed_step(
             signal.raise_signal(signal.SIGINT)
         return forward(*args)
 
-    other = llm.stream(after("abc"), greedy())
+    other = llm.stream(after("abc"), greedy(), ends.append)
     begin = next(other)
     monkeypatch.setattr(llm.engine.worker.model, "forward", interrupted)
     with pytest.raises(failure or KeyboardInterrupt):
         llm.generate([after("a"), after("ab")], greedy())
+    assert ends == []
     text = begin + "".join(other)
+    assert text == ends[0].text
     assert ALPHABET[3:].startswith(text) if failure else text == ALPHABET[3:]
+    error = f"A step failed with {failure and failure()!r}, and all requests were aborted; retry them."
+    assert ends[0].error == (error if failure else None)
+    assert llm.metrics()["num_aborted"] == (3 if failure else 2)
+    assert "host" in str(llm.metrics()["stage_seconds"])
     check_idle(llm)
     assert llm.generate(after("abcd"), greedy())[0].text == ALPHABET[4:]
 

@@ -1,7 +1,5 @@
 """Linear layers: comparison with float64, and bitwise independence of other rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -52,20 +50,7 @@ def test_linear_matches_float64(
 def test_result_is_bitwise_independent_of_other_rows(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results depend on the parts of K, but on neither the number of rows nor the rest of the tiling."""
-    chosen, products = product.choose_tiling, Products(100, 128, 320, dtype)
-
-    def run(first: int, count: int, **fields: Any) -> Tensor:
-        fields |= {"parts": 3, "part": 128}
-        monkeypatch.setattr(product, "choose_tiling", lambda *shape: chosen(*shape)._replace(**fields))
-        return products.run(kind, slice(first, first + count))
-
-    together = run(0, 100, split_k=True)
-    for first, count, split_k in ((0, 1, True), (2, 3, False), (20, 17, True), (30, 65, False)):
-        assert torch.equal(run(first, count, split_k=split_k), together[first : first + count]), first
-    for rows, width, block_k in ((256, 64, 64), (128, 128, 64), (64, 32, 128)):
-        out = run(0, 40, split_k=False, rows=rows, width=width, block_k=block_k)
-        assert torch.equal(out, together[:40]), (rows, width)
+    Products(100, 128, 320, dtype).check_independence(kind, monkeypatch)
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])

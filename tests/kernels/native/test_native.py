@@ -1,7 +1,5 @@
 """C++ code is compiled once for the requested processors; without a compiler PyTorch is used."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

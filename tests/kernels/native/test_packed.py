@@ -1,7 +1,5 @@
 """C++ products of packed weights: accuracy and bitwise independence of the batch, on all processors."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from itertools import product

@@ -26,7 +26,18 @@ from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from tests.drive import MODES, Job, K, cycle, cycle_model, make_engine, random_jobs, run, run_and_compare
+from tests.drive import (
+    MODES,
+    Job,
+    K,
+    cycle,
+    cycle_model,
+    greedy,
+    make_engine,
+    random_jobs,
+    run,
+    run_and_compare,
+)
 from tests.kernels.batches import ints, make_batch, proposal_of
 from tests.random_weights import random_heads
 from tests.tiny import tiny_model
@@ -82,10 +93,6 @@ def plain_jobs(seed: int, count: int, *temperatures: float) -> list[Job]:
         )
         for i, temperature in zip(range(count), cycle_of(temperatures))
     ]
-
-
-def greedy(max_tokens: int, **params: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **params)
 
 
 def assert_same_keys(engine: Engine) -> None:

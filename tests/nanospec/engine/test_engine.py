@@ -24,6 +24,7 @@ from tests.drive import (
     assert_idle,
     assert_same,
     finish,
+    greedy,
     known_text_drafter,
     make_engine,
     outcome,
@@ -47,10 +48,6 @@ def jobs() -> list[Job]:
     rng = random.Random(1)
     jobs = random_jobs(rng, VOCAB, 8) + random_jobs(rng, VOCAB, 4, max_tokens=WINDOW)
     return [*jobs, jobs[0], Job(jobs[0].prompt, SamplingParams(temperature=0, max_tokens=30))]
-
-
-def greedy(max_tokens: int, **options: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **options)
 
 
 DRAFTERS: dict[str, Callable[[list[list[int]]], FunctionDrafter]] = {

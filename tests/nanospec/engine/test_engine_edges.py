@@ -8,20 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from nanospec.config import EngineConfig, SamplingParams
+from nanospec.config import EngineConfig
 from nanospec.device.worker import Worker
 from nanospec.kernels import launch
 from nanospec.models.decoder import Model
-from tests.drive import (
-    MODES,
-    Job,
-    assert_idle,
-    cycle,
-    cycle_model,
-    finish,
-    make_engine,
-    run,
-)
+from tests.drive import MODES, Job, assert_idle, cycle, cycle_model, finish, greedy, make_engine, run
 
 V = 32  # vocabulary of the cycle
 PROMPT = cycle(0, V + 4)  # the next token is 4
@@ -35,10 +26,6 @@ def cyclic() -> Model:
 @pytest.fixture(params=MODES.values(), ids=list(MODES))
 def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
-
-
-def greedy(**options: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0, "max_tokens": 20, **options})
 
 
 def test_drafts_of_repetitive_text_are_accepted() -> None:

@@ -103,25 +103,6 @@ def test_callback_may_wait_for_other_threads(llm: LLM) -> None:
     assert llm.generate(after("ab"), greedy(), report)[0].text == ALPHABET[2:]
 
 
-def test_failed_step_aborts_requests_of_all_callers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends: list[RequestOutput] = []
-    stream = llm.stream(after("ab"), greedy(ignore_eos=True), ends.append)
-    begin = next(stream)
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "step", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(after("a"), greedy())
-    assert ends == []
-    assert begin + "".join(stream) == ends[0].text
-    assert (ends[0].finish_reason, ends[0].error) == (
-        "abort",
-        "A step failed with KeyboardInterrupt(), and all requests were aborted; retry them.",
-    )
-    assert llm.generate(after("abcd"), greedy())[0].text == ALPHABET[4:]
-    assert llm.metrics()["num_aborted"] == 2
-    assert "host" in str(llm.metrics()["stage_seconds"])
-
-
 def test_stream_garbage_collected_during_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [llm.stream(after("ab"), greedy(ignore_eos=True)) for _ in range(2)]
     step = llm.engine.step

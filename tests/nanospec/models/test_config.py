@@ -1,7 +1,5 @@
 """Every supported config.json becomes a `ModelConfig`; others are rejected with a one-line message."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The C++ forward pass: accuracy, bitwise reproducibility, trees, and memory it must not read."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

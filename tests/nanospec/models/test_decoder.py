@@ -1,7 +1,5 @@
 """The decoder matches the logits of transformers, however its tokens are split into steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

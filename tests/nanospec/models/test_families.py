@@ -1,7 +1,5 @@
 """Features of single model families; `test_decoder.py` tests what they have in common."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

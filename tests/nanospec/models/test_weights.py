@@ -1,7 +1,5 @@
 """Checkpoints are loaded correctly or rejected with the reason."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,15 +15,11 @@ from torch import Tensor
 from nanospec.models import weights
 from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model, resolve_dtype
-from tests.tiny import ModelRunner, checkpoint, tiny_config
+from tests.tiny import checkpoint, first_logits, tiny_config
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 Tensors = dict[str, Tensor]
-
-
-def logits(model: Model) -> Tensor:
-    return ModelRunner(model, 1, 32).step({0: torch.arange(20)})[0]
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
@@ -55,25 +49,25 @@ def folder(originals: dict[str, Path], tmp_path: Path) -> Path:
 
 def test_all_file_layouts_load_the_same_weights(originals: dict[str, Path], folder: Path) -> None:
     """Load one file, several files, and a file of another name with an unused tensor."""
-    expected = logits(load(originals["file"]))
+    expected = first_logits(load(originals["file"]))
     assert len(list(originals["shards"].glob("*.safetensors"))) > 2
     shards = Path(shutil.copytree(originals["shards"], folder.parent / "shards"))
     shutil.copy(folder / FILE, shards / "consolidated.safetensors")  # not in the index
-    assert torch.equal(logits(load(shards)), expected)
+    assert torch.equal(first_logits(load(shards)), expected)
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     edit(folder, lambda tensors: tensors.update(frequencies))
     other = (folder / FILE).rename(folder / "consolidated.safetensors")
     model = load(folder)
     with other.open("r+b") as stream:  # in place, visible through a memory mapping
         stream.write(bytes(other.stat().st_size))
-    assert torch.equal(logits(model), expected)
+    assert torch.equal(first_logits(model), expected)
 
 
 def test_stored_head_of_tied_model_is_ignored(tmp_path: Path) -> None:
     tied = checkpoint(tmp_path / "tied", "qwen2-tied")
-    expected = logits(load(tied))
+    expected = first_logits(load(tied))
     edit(tied, lambda tensors: tensors.update({"lm_head.weight": torch.zeros_like(tensors[EMBEDDING])}))
-    assert torch.equal(logits(load(tied)), expected)
+    assert torch.equal(first_logits(load(tied)), expected)
 
 
 def load_error(folder: Path) -> str:

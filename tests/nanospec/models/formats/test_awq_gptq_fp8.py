@@ -1,7 +1,5 @@
 """AWQ, GPTQ and float8 checkpoints against the definitions of these formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +39,12 @@ def test_integers(
         groups = groups[torch.randperm(k)] if more.get("desc_act") else groups
         dequantized = (scales.float()[groups] * (codes - zeros[groups])).T
         if method == "awq":
-            packed = pack(codes, 4, 1, AWQ_ORDER), pack(zeros, 4, 1, AWQ_ORDER)
-            return {"qweight": packed[0], "qzeros": packed[1], "scales": scales}, dequantized
+            stored = {"qweight": pack(codes, 4, 1, AWQ_ORDER), "qzeros": pack(zeros, 4, 1, AWQ_ORDER)}
+            return {**stored, "scales": scales}, dequantized
         subtracted = 0 if more == V2 | ACT else pack(torch.ones_like(zeros), bits, 1)
-        parts = {
-            "qweight": pack(codes, bits, 0),
-            "qzeros": pack(zeros, bits, 1) - subtracted,
-            "scales": scales,
-        }
+        stored = {"qweight": pack(codes, bits, 0), "qzeros": pack(zeros, bits, 1) - subtracted}
         bias = {} if variant == "qwen2-tied" else {"bias": torch.zeros(n)}  # as stored by AutoGPTQ
-        return {**parts, **bias, "g_idx": groups.int()}, dequantized
+        return {**stored, **bias, "scales": scales, "g_idx": groups.int()}, dequantized
 
     config = {"quant_method": method, "bits": bits, "group_size": group, **more}
     assert_loads(tmp_path, variant, config, store)

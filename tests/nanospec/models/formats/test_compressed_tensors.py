@@ -1,7 +1,5 @@
 """Checkpoints of compressed-tensors against those that the library writes and decompresses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +36,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # variant, format, target
 def test_weights_equal_decompressed_ones(
     variant: str, format: str, weights: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    schemes = {
-        target: quantization.QuantizationScheme(
-            targets=[target], weights=quantization.QuantizationArgs(**args)
-        )
-        for target, args in weights.items()
-    }
+    arguments = {target: quantization.QuantizationArgs(**args) for target, args in weights.items()}
+    schemes = {t: quantization.QuantizationScheme(targets=[t], weights=a) for t, a in arguments.items()}
     compressor = library.BaseCompressor.load_from_registry(f"{format}-quantized")
 
     def store(module: str, weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -61,7 +55,6 @@ def test_weights_equal_decompressed_ones(
         return stored, compressor.decompress(stored, scheme)["weight"]
 
     groups = {f"group_{i}": scheme for i, scheme in enumerate(schemes.values())}
-    config = quantization.QuantizationConfig(
-        config_groups=groups, format=f"{format}-quantized", ignore=["lm_head"]
-    )
+    fields: dict[str, Any] = {"format": f"{format}-quantized", "ignore": ["lm_head"]}
+    config = quantization.QuantizationConfig(config_groups=groups, **fields)
     assert_loads(tmp_path, variant, config.model_dump(mode="json"), store)

@@ -1,7 +1,5 @@
 """GGUF files are loaded and converted without loss, except for Q6_K; unsupported files are rejected."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -25,7 +23,7 @@ from nanospec.models.config import ModelConfig
 from nanospec.models.formats.gguf import GGUFCheckpoint, GGUFError, convert, file
 from nanospec.models.weights import load_model
 from tests.gguf_file import VOCAB, write_gguf
-from tests.tiny import ModelRunner
+from tests.tiny import first_logits
 
 
 @pytest.mark.parametrize(("architecture", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
@@ -83,17 +81,14 @@ def test_decoded_values(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPat
             continue
         assert isinstance(stored, Quantized)
         assert (stored.group, stored.bits, stored.minimum is not None) == (32, *KINDS[kind])
-        groups = torch.from_numpy(values).unflatten(1, (-1, 32))
+        groups, most = torch.from_numpy(values).unflatten(1, (-1, 32)), 1.001 / 254 if kind == "Q6_K" else 0
         error = stored.to("cpu", torch.float32).dequantize().view_as(groups) - groups
-        assert (
-            error.abs() <= groups.abs().amax(-1, keepdim=True) * (1.001 / 254 if kind == "Q6_K" else 0)
-        ).all()
+        assert (error.abs() <= groups.abs().amax(-1, keepdim=True) * most).all()
         assert not error[:, ::8].any()  # groups of Q6_K with equal scales
 
 
 def logits(folder: Path, split: Callable[[ModelConfig], Any] | None = None) -> Tensor:
-    model = load_model(folder, "float32", "cpu", split=split)
-    return ModelRunner(model, 1, 32).step({0: torch.arange(VOCAB)})[0]
+    return first_logits(load_model(folder, "float32", "cpu", split=split), VOCAB)
 
 
 @pytest.mark.parametrize(("architecture", "kind"), [("llama", "Q4_K"), ("qwen2", "Q5_0"), ("qwen3", "Q4_1")])
@@ -202,23 +197,12 @@ def test_corrupt_file_is_rejected(tmp_path: Path) -> None:
             convert(path, tmp_path / "m")
 
 
-BROKEN: dict[str, tuple[int | None, Any, str]] = {
-    "nan-scale": (144, np.array([np.nan], np.float16), r"the scales of tensor blk.1.ffn_up.weight are NaN,"),
-    "infinite-minimum": (
-        2,
-        np.array([np.inf], np.float16),
-        r"the scales of tensor blk.1.ffn_up.weight are NaN,",
-    ),
-    "zeros": (
-        0,
-        np.zeros(48 * 144, np.uint8),
-        r"the scales of tensor blk.1.ffn_up.weight are NaN, infinite or",
-    ),
-    "type": (
-        None,
-        np.array([23], np.int32),
-        r"'blk.1.ffn_up.weight' has the type IQ4_XS",
-    ),
+NOT_FINITE = "the scales of tensor blk.1.ffn_up.weight are NaN, infinite or"
+BROKEN: dict[str, tuple[int | None, np.ndarray, str]] = {  # offset in the tensor, or None for its type
+    "nan-scale": (144, np.full(1, np.nan, np.float16), NOT_FINITE),
+    "infinite-minimum": (2, np.full(1, np.inf, np.float16), NOT_FINITE),
+    "zeros": (0, np.zeros(48 * 144, np.uint8), NOT_FINITE),
+    "type": (None, np.full(1, 23, np.int32), "'blk.1.ffn_up.weight' has the type IQ4_XS"),
 }
 
 
@@ -227,10 +211,10 @@ def test_broken_tensor_is_rejected(tmp_path: Path, case: str) -> None:
     at, content, message = BROKEN[case]
     write_gguf(tmp_path / "m.gguf", kind="Q4_K")
     data, name = bytearray((tmp_path / "m.gguf").read_bytes()), b"blk.1.ffn_up.weight"
-    if at is None:
-        begin = data.index(name) + len(name) + 4 + 16  # after the shape
-    else:
-        begin = at + GGUFCheckpoint(tmp_path / "m.gguf").tensors["model.layers.1.mlp.up_proj.weight"].offset
+    begin = data.index(name) + len(name) + 4 + 16  # the type, after the shape
+    if at is not None:
+        tensors = GGUFCheckpoint(tmp_path / "m.gguf").tensors
+        begin = at + tensors["model.layers.1.mlp.up_proj.weight"].offset
     data[begin : begin + content.nbytes] = content.tobytes()
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(ValueError, match=rf"m.gguf.*{message}"):
