@@ -23,16 +23,22 @@ def random_model(
 def random_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> GetWeight:
-    """Return a function that creates tensors of `config.parameter_shapes` by name; they depend on the order
-    of calls.
+    """Return a function that returns each tensor of `config.parameter_shapes` once, by name.
 
     They are scaled so that activations stay near 1 and logits have a standard deviation of about 2: outputs
     are neither constant nor uniform. A seed gives the same weights up to rounding in every dtype, but
     not on every device."""
     shapes = config.parameter_shapes()
     generator = torch.Generator(device=device).manual_seed(seed)
+    names, created = iter(shapes), dict[str, Tensor]()
 
     def get(name: str) -> Tensor:
+        while name not in created:  # in a fixed order, so that it does not depend on the order of calls
+            made = next(names)
+            created[made] = create(made)
+        return created.pop(name)
+
+    def create(name: str) -> Tensor:
         shape = shapes[name]
         noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
         if name.endswith("norm.weight"):
