@@ -149,7 +149,7 @@ static void multiply_groups(
     }
 }
 
-constexpr long MIN_TILE_ROWS = 8;  // for fewer, AMX is slower
+constexpr long MIN_TILE_ROWS = 6;  // for fewer, AMX is not faster
 
 #ifdef __AMX_INT8__
 // `multiply_groups` with AMX. In an iteration, the matrix unit multiplies group g while the other units scale the

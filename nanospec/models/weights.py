@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -83,8 +84,12 @@ def load_model(
     part = None if split is None else split(config)
     get = open_weights(folder, config, part, device, dtype, quantization)
     if part is None:
-        return model_class(config, dtype, device)(config, dtype, device, get)
-    return part.joined(Model(part.config, dtype, device, get))
+        model = model_class(config, dtype, device)(config, dtype, device, get)
+    else:
+        model = part.joined(Model(part.config, dtype, device, get))
+    with suppress(OSError, AttributeError):  # glibc would keep 1.4 GB of temporary copies of a 1.5B model
+        ctypes.CDLL(None).malloc_trim(0)
+    return model
 
 
 def open_weights(
