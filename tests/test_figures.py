@@ -52,6 +52,34 @@ def test_tokens_per_second_next_to_vllm(document: str, count: int) -> None:
             assert row["zen4"] == f"{ratio:.2f}x", row[0]
 
 
+def test_formats_table_matches_results() -> None:
+    model, file = "smollm2-135m-instruct", "smollm2-135m-q4_1.gguf"
+    systems = {
+        "bf16": model,
+        "`--quantization int8`": f"{model}:int8",
+        "`--quantization int4`": f"{model}:int4",
+    }
+    systems |= {"GGUF file, Q4_1": file, "the same file in llama.cpp (without AMX)": f"llama.cpp {file}"}
+    quality = {row["model"]: row for row in load("perplexity_smollm2")["rows"]}
+    speeds = measured("formats_smollm2")
+    for label, system in systems.items():
+        [line] = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", SPEED, re.MULTILINE)
+        megabytes, perplexity, *rates = map(str.strip, line.split("|"))
+        own = quality[system]
+        assert (megabytes, perplexity) == (f"{own['weight_bytes'] / 1e6:.0f}", f"{own['perplexity']:.2f}")
+        name = (
+            system.partition(" ")[0]
+            if "llama" in system
+            else "nanospec"
+            if system == file
+            else f"nanospec {system}"
+        )
+        cases = [(f"B={batch}, 200", name, way) for batch in (1, 16) for way in ("plain", "n-gram")]
+        assert rates == [
+            f"{speeds[c]['tokens_per_second']['median']:.0f}" if c in speeds else "" for c in cases
+        ]
+
+
 def test_drafters_table_matches_results() -> None:
     results, rows = load("drafters")["greedy"], DRAFTERS.findall(SPEED)
     assert len(rows) == 7
