@@ -122,8 +122,9 @@ class EngineConfig:
         dtype: data type of weights and activations: "auto", "bfloat16", "float16" or "float32". "auto" uses
             the checkpoint's data type on a GPU; on a CPU, bfloat16 if the CPU is fast at it (AVX2 with a C++
             compiler, avx512_bf16, or AMX), otherwise float32.
-        quantization: "int8" or "int4" quantizes the matrices of a checkpoint in 16 or 32 bits while it is
-            loaded (embeddings to 8 bits). Quantized checkpoints do not need it.
+        quantization: "int8" (symmetric) or "int4" (with minima) quantizes matrices in groups of 32 columns
+            while a checkpoint in 16 or 32 bits is loaded; embedding and lm_head get 8 bits, and draft models
+            are not quantized.
         device: device to run on: "auto", "cpu", "cuda" or "cuda:N".
         threads: number of CPU threads of this process. "auto" uses OMP_NUM_THREADS if it is set, otherwise
             all cores within the container's CPU quota.
@@ -172,7 +173,7 @@ class EngineConfig:
             raise ValueError(f"spec={shown(self.spec)} must be a SpecConfig, e.g. SpecConfig(method='none').")
         check_fields(self)
         if self.quantization not in (None, "int8", "int4"):
-            raise ValueError(f"quantization={shown(self.quantization)} must be 'int8', 'int4' or None.")
+            raise ValueError(f"quantization={shown(self.quantization)} must be 'int8' or 'int4'; omit it for none.")
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} must be a power of two and at least 16.")
 

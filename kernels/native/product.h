@@ -49,8 +49,10 @@ void in_parts(long count, long most, F f) {
     }
 }
 
-// A packed weight and rows of x in bfloat16, as a factor of `product`.
-struct Factors {
+static_assert(MAX_PRODUCT_ROWS >= std::max(MAX_AMX_ROWS, MAX_REGISTER_ROWS));
+
+// A packed weight and rows of x in bfloat16, the operands of `multiply_all`.
+struct Bfloat16Operands {
     const Weight& w;
     Rows x;
     long pairs = w.columns / 2;
@@ -70,12 +72,12 @@ struct Factors {
 //
 // A task is a strip and a chunk of tokens: enough tokens to amortize reading the strip, but few enough to stay in the
 // cache and to create tasks for all threads. Meanwhile, the next strip of this thread is prefetched.
-template <bool PAIR, class Factors, class Done>
-void multiply_all(Team& team, const Factors& factors, long tokens, Done done) {
-    const Weight& w = factors.w;
-    const long strips = w.strips() / (1 + PAIR), most = factors.most_rows(), all = (tokens + most - 1) / most * strips;
+template <bool PAIR, class Operands, class Done>
+void multiply_all(Team& team, const Operands& operands, long tokens, Done done) {
+    const Weight& w = operands.w;
+    const long strips = w.strips() / (1 + PAIR), most = operands.most_rows(), all = (tokens + most - 1) / most * strips;
     const long chunk = most * std::clamp(all / (4 * team.threads), 1L, 8L), chunks = (tokens + chunk - 1) / chunk;
-    const bool fetch = factors.prefetches(tokens);
+    const bool fetch = operands.prefetches(tokens);
     team.each(chunks * strips, [&](long task, long next) {
         const long s = task % strips, from = task / strips * chunk, count = std::min(chunk, tokens - from);
         const long after = next % strips, parts = (count + most - 1) / most;
@@ -85,7 +87,7 @@ void multiply_all(Team& team, const Factors& factors, long tokens, Done done) {
             for (int half = 0; half <= PAIR; half++) {
                 const char* ahead = w.strip(after + half * strips) + w.strip_bytes / parts * part;
                 sums[half] = {buffer[half], WIDTH};
-                factors.multiply(from + first, m, s + half * strips, ahead, fetch ? w.strip_bytes / parts : 0, sums[half]);
+                operands.multiply(from + first, m, s + half * strips, ahead, fetch ? w.strip_bytes / parts : 0, sums[half]);
             }
             done(from + first, m, s * WIDTH, sums);
         });
@@ -100,10 +102,10 @@ struct Operand {
 
 template <bool PAIR = false, class Done>
 void product(Team& team, const Weight& w, const Operand& x, long tokens, Done done) {
-    if (w.bits == 16) return multiply_all<PAIR>(team, Factors{w, x.rows}, tokens, done);
+    if (w.bits == 16) return multiply_all<PAIR>(team, Bfloat16Operands{w, x.rows}, tokens, done);
     const Groups groups{x.groups, tokens};
     team.each(tokens, [&](long t, long) { quantize(x.rows[t], w, groups, t); });
-    multiply_all<PAIR>(team, QuantizedFactors{w, groups}, tokens, done);
+    multiply_all<PAIR>(team, QuantizedOperands{w, groups}, tokens, done);
 }
 
 // out = x @ weight.T + bias; with ADD, out += x @ weight.T + bias

@@ -151,7 +151,7 @@ static void multiply_groups(
 
 constexpr long MIN_TILE_ROWS = 6;  // for fewer, AMX is not faster
 
-#ifdef __AMX_INT8__
+#ifdef __AMX_BF16__  // such processors also have AMX for integers
 // `multiply_groups` with AMX. In an iteration, the matrix unit multiplies group g while the other units scale the
 // products of group g - 1 and unpack the codes of group g + 1.
 template <int BITS, bool MINIMUM>
@@ -217,8 +217,8 @@ static void with_format(const Weight& w, F f) {
     else w.has_minima ? f.template operator()<8, true>() : f.template operator()<8, false>();
 }
 
-// A packed weight and quantized rows of x, as factors of `product`.
-struct QuantizedFactors {
+// A packed weight and quantized rows of x, the operands of `multiply_all`.
+struct QuantizedOperands {
     const Weight& w;
     Groups x;
 

@@ -154,13 +154,13 @@ def lm_head_for(model: Model, token_map: Tensor | None) -> Linear:
 
 
 def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
-    """Return the target's lm_head rows for the tokens [n] int64, as a plain tensor [n, H]. A prepacked (CPU)
-    lm_head has no readable rows, but its product with unit vectors gives its columns exactly."""
+    """Return the target's lm_head rows for the tokens [n] int64, as a plain tensor [n, H]. A packed lm_head
+    has no readable rows, but its product with unit vectors gives its columns exactly."""
     if isinstance(model.embedding, Tensor) and model.config.tie_word_embeddings:
         return model.embedding[tokens]
     if model.lm_head.unpacked_weight is not None:
         return model.lm_head.unpacked_weight[tokens]
-    units = torch.eye(model.config.hidden_size, dtype=model.dtype)
+    units = torch.eye(model.config.hidden_size, dtype=model.dtype, device=model.device)
     return torch.cat([model.lm_head(piece)[:, tokens] for piece in units.split(PIECE)]).T.contiguous()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.launch import use_native
 from ..kernels.layer.linear import multiplies_quantized
-from ..kernels.layer.quantized import Quantized, quantize
+from ..kernels.layer.quantized import GROUP, Quantized, quantize
 from ..text import read_json, shown
 from .config import DTYPES, ModelConfig
 from .cpu import model_class
@@ -105,10 +105,16 @@ def open_weights(
     places = family.places(config)
     checkpoint = open_checkpoint(folder, read_json(folder / "config.json"))
     checkpoint.check(family.stored_shapes(config), lambda name: family.is_ignored(name, config))
+    if quantization is not None and not multiplies_quantized(device, dtype):
+        problem = f"quantization={quantization!r} is not supported in {dtype} on {device}"
+        raise ValueError(f"{problem}; use dtype='bfloat16' and, on a CPU, a C++ compiler.")
 
     def get(name: str) -> Tensor | Quantized:
         whole, rows = places[name]
         weight = checkpoint.get(whole)
+        if isinstance(weight, Quantized) and quantization is not None:
+            problem = f"quantization={quantization!r} needs weights of 16 or 32 bits, but {folder} is quantized"
+            raise ValueError(f"{problem} already; omit it.")
         if isinstance(weight, Quantized) and part is None:
             index = torch.arange(len(weight.codes))[rows, None]
             order = family.convert(name, index, config)  # families only reorder the rows of a matrix
@@ -120,6 +126,9 @@ def open_weights(
             # Always copy: a view of the memory-mapped file would change if the file does.
             weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
             if quantization is not None and weight.dim() == 2:
+                if weight.shape[1] % GROUP:
+                    problem = f"{name} has {weight.shape[1]} columns, not a multiple of {GROUP}"
+                    raise ValueError(f"{problem}, so it cannot be quantized; omit quantization.")
                 weight = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
         if isinstance(weight, Quantized) and not multiplies_quantized(device, dtype):
             return weight.dequantize()

@@ -69,7 +69,7 @@ def naming(path: Path) -> Iterator[None]:
     except GGUFError as error:
         raise GGUFError(f"{path}: {error}") from None
     except Exception as error:  # a truncated file, or fields of wrong types or with inconsistent values
-        problem = f"{path} cannot be read ({type(error).__name__}: {reason(error)})"
+        problem = f"{path} cannot be read ({reason(error)})"
         raise GGUFError(f"{problem}: not a GGUF file, or corrupt; download it again.") from error
 
 
@@ -122,7 +122,7 @@ class GGUFCheckpoint:
         self.architecture = self.fields["general.architecture"]
         if self.architecture not in ARCHITECTURES:
             problem = f"architecture {shown(self.architecture)} is not supported"
-            raise GGUFError(f"{problem}; use {' or '.join(ARCHITECTURES)}.")
+            raise GGUFError(f"{problem}; use {' or '.join(ARCHITECTURES)}, or safetensors.")
         tensors = [cursor.tensor() for _ in range(num_tensors)]
         alignment = self.fields.get("general.alignment", 32)
         begin = -(-cursor.at // alignment) * alignment
