@@ -18,11 +18,11 @@ Tensors = dict[str, Tensor]
 Store = Callable[[str, Tensor], tuple[Tensors, Tensor]]
 
 
-def save_quantized(folder: Path, variant: str, config: dict[str, Any], store: Store) -> Path:
+def save_quantized(folder: Path, variant: str, config: dict[str, Any], store: Store, **changes: Any) -> Path:
     """Save the random checkpoint `variant` of `tests.tiny` with weights of linear layers as returned by
     `store`, given the module and the weight: tensors by the last part of their names, and the dequantized
     weight, which is saved in `folder / "plain"`."""
-    plain = checkpoint(folder / "plain", variant)
+    plain = checkpoint(folder / "plain", variant, **changes)
     tensors, stored = load_file(plain / FILE), Tensors()
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
@@ -37,9 +37,9 @@ def save_quantized(folder: Path, variant: str, config: dict[str, Any], store: St
     return folder
 
 
-def assert_loads(folder: Path, variant: str, config: dict[str, Any], store: Store) -> None:
+def assert_loads(folder: Path, variant: str, config: dict[str, Any], store: Store, **changes: Any) -> None:
     """Compare logits with those of the dequantized weights. Values agree up to rounding in float32."""
-    folders = save_quantized(folder, variant, config, store), folder / "plain"
+    folders = save_quantized(folder, variant, config, store, **changes), folder / "plain"
     models = (load_model(path, torch.float32, "cpu") for path in folders)
     actual, expected = map(first_logits, models)
     assert_close(actual, expected, 1e-5)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels import native
-from nanospec.kernels.layer.quantized import GROUP, Quantized
+from nanospec.kernels.layer.quantized import GROUP, Quantized, as_integers
 from nanospec.kernels.native import packed
 from tests.random_weights import random_quantized
 
@@ -17,10 +17,10 @@ BF16 = torch.bfloat16
 FORMS = ("int4", "int4-min", "int8", "int8-min")
 
 
-def random(form: str, N: int, K: int) -> Quantized:
+def random(form: str, N: int, K: int, group: int = GROUP) -> Quantized:
     """Return a weight with rows of magnitudes from 16 down to 1e-6."""
     sizes = 16 * 8.0 ** -torch.arange(N)[:, None].clamp(max=8)
-    return random_quantized(form, N, K, GROUP, sizes, torch.float64)
+    return random_quantized(form, N, K, group, sizes, torch.float64)
 
 
 def expected(x: Tensor, weight: Quantized) -> Tensor:
@@ -30,12 +30,13 @@ def expected(x: Tensor, weight: Quantized) -> Tensor:
     return ((groups / unit).round() * unit).flatten(1) @ weight.dequantize().T
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "fp8"])
 def test_product_and_rows_match_float64(form: str) -> None:
     for N, K, T in ((1, 64, 8), (33, 96, 3), (70, 1056, 65), (2100, 32, 5)):
-        weight = random(form, N, K)
+        weight = random(form, N, K, GROUP if N % 2 else K)
         x, bias = torch.randn(T, K).to(BF16), torch.randn(N).to(BF16)
-        strips, exact, wanted = packed.pack_quantized(weight), weight.dequantize(), expected(x, weight)
+        strips, weight = packed.pack_quantized(weight), as_integers(weight)
+        exact, wanted = weight.dequantize(), expected(x, weight)
         most = x.double().norm(dim=1)[:, None] * exact.norm(dim=1) / 200
         assert ((packed.linear(x, strips) - wanted).abs() <= most).all()
         assert ((packed.linear(x, strips, bias) - wanted - bias).abs() <= most + bias.abs() / 100).all()

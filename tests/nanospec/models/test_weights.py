@@ -16,6 +16,7 @@ from nanospec.models import weights
 from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model, resolve_dtype
 from tests.tiny import checkpoint, first_logits, tiny_config
+from tests.util import assert_close
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
@@ -152,3 +153,15 @@ def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_dtype("float16", float16, "cpu")
     with pytest.raises(ValueError, match="'int8' must be 'auto' or one of 'float32'"):
         resolve_dtype("int8", float16, "cpu")
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "phi3-window11", "qwen2-tied"])
+def test_quantization_computes_logits_of_the_dequantized_model(variant: str, tmp_path: Path) -> None:
+    """In float32, weights are dequantized. The vocabulary keeps 8 bits, and its embeddings are scaled."""
+    folder = checkpoint(tmp_path, variant, torch.bfloat16)
+    for quantization in ("int8", "int4"):
+        exact, model = (
+            load_model(folder, dtype, "cpu", quantization=quantization) for dtype in ("float32", "bfloat16")
+        )
+        assert_close(first_logits(model).float(), first_logits(exact), 0.08)
+        assert model.weight_bytes < exact.weight_bytes / 2

@@ -54,7 +54,7 @@ FLOATS = {  # variant, rows and columns with the same scale (-1: all), name of t
     "one-scale-llama": ("llama", -1, -1, "weight_scale"),
     "rows-phi3": ("phi3-window11", 1, -1, "weight_scale"),
     "blocks-128x128-qwen2": ("qwen2-tied", 128, 128, "weight_scale_inv"),
-    "blocks-40x64-phi3": ("phi3-window11", 40, 64, "weight_scale_inv"),
+    "blocks-40x64-reordered-phi3": ("phi3-partly-rotated", 40, 64, "weight_scale_inv"),
 }
 
 
@@ -70,4 +70,5 @@ def test_float8(variant: str, rows: int, columns: int, name: str, tmp_path: Path
         return {"weight": codes, name: stored, "input_scale": torch.ones(1)}, codes.float() * spread
 
     block = {} if columns < 0 else {"weight_block_size": [rows, columns]}
-    assert_loads(tmp_path, variant, {"quant_method": "fp8", "fmt": "e4m3", **block}, store)
+    config = {"quant_method": "fp8", "fmt": "e4m3", **block}
+    assert_loads(tmp_path, variant, config, store, hidden_size=64)

@@ -81,7 +81,7 @@ Change = Callable[[Tensor], Tensor]
 FILES: list[tuple[dict[str, Any], str, Change, str]] = [  # a tensor of UP, the change to it
     *((GPTQ, "scales", last(value), SCALE) for value in (NAN, float("inf"), -0.01, 0.0)),
     (FP8, "weight", last(-NAN), f"{UP}.weight in .* has a value that is NaN"),
-    (GPTQ, "g_idx", last(2), f"{UP}.weight in .* has a g_idx outside 0 to 1"),
+    *((GPTQ, "g_idx", last(i), f"{UP}.weight in .* has a g_idx outside 0 to 1") for i in (2, -1)),
     (GPTQ, "qweight", lambda it: it.long(), f"not stored as I32: {UP}.qweight I64"),
     (GPTQ, "qzeros", lambda it: it[:1], rf"wrong shape: {UP}.qzeros \[1, 12\] instead of \[2, 12\]"),
     (GPTQ, "bias", lambda it: torch.ones(96), f"1 tensor.s. unexpected: {UP}.bias"),
