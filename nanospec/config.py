@@ -173,7 +173,7 @@ class EngineConfig:
             raise ValueError(f"spec={shown(self.spec)} must be a SpecConfig, e.g. SpecConfig(method='none').")
         check_fields(self)
         if self.quantization not in (None, "int8", "int4"):
-            raise ValueError(f"quantization={shown(self.quantization)} must be 'int8' or 'int4'; omit it for none.")
+            raise ValueError(f"quantization={shown(self.quantization)} must be 'int8' or 'int4', or omitted.")
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} must be a power of two and at least 16.")
 

@@ -102,7 +102,7 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
 def rows(weight: Packed, ids: Tensor) -> Tensor:
     """Return rows [T, K] in bfloat16 of a quantized weight."""
     out = torch.empty(len(ids), weight.shape[1], dtype=torch.bfloat16)
-    call("nanospec_rows", *weight.words(), ids.long(), *row_words(out), len(ids))
+    call("nanospec_rows", *weight.words(), ids.long().contiguous(), *row_words(out), len(ids))
     return out
 
 

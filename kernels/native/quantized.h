@@ -151,7 +151,9 @@ static void multiply_groups(
 
 constexpr long MIN_TILE_ROWS = 6;  // for fewer, AMX is not faster
 
-#ifdef __AMX_BF16__  // such processors also have AMX for integers
+#if defined __AMX_INT8__ && defined __AVX512VNNI__
+constexpr bool HAS_TILES = true;
+
 // `multiply_groups` with AMX. In an iteration, the matrix unit multiplies group g while the other units scale the
 // products of group g - 1 and unpack the codes of group g + 1.
 template <int BITS, bool MINIMUM>
@@ -206,6 +208,8 @@ static void multiply_tiles(
     }
 }
 #else
+constexpr bool HAS_TILES = false;
+
 template <int BITS, bool MINIMUM>
 static void multiply_tiles(const Groups&, long, long, const char*, long, const char*, long, Sums) {}
 #endif
@@ -227,7 +231,8 @@ struct QuantizedOperands {
     void multiply(long t, long m, long strip, const char* ahead, long bytes, Sums sums) const {
         const long groups = w.columns / GROUP;
         with_format(w, [&]<int BITS, bool MINIMUM>() {
-            const auto f = m >= MIN_TILE_ROWS && has_amx() ? multiply_tiles<BITS, MINIMUM> : multiply_groups<BITS, MINIMUM>;
+            const bool by_tiles = HAS_TILES && m >= MIN_TILE_ROWS && has_amx();
+            const auto f = by_tiles ? multiply_tiles<BITS, MINIMUM> : multiply_groups<BITS, MINIMUM>;
             f(x, t, m, w.strip(strip), groups, ahead, bytes / groups, sums);
         });
     }

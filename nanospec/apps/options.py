@@ -26,7 +26,8 @@ SETTINGS: tuple[tuple[Any, str], ...] = (  # settings classes with their titles,
 FLAGS = {"method": "--spec"}  # options that are not named after their fields
 SHORT = {"tensor_parallel_size": "-tp"}
 # Shown by --help; --help-all shows every option.
-COMMON = ("method", "quantization", "num_speculative_tokens", "draft_model", "temperature", "max_tokens", "seed", *SHORT)
+COMMON = ("method", "num_speculative_tokens", "draft_model", "quantization", *SHORT)
+COMMON += ("temperature", "max_tokens", "seed")
 
 
 class Parser(argparse.ArgumentParser):

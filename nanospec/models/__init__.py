@@ -61,18 +61,19 @@ def resolve_model(name_or_path: str | Path) -> Path:
         if name and os.path.isfile(folder / "config.json"):  # False, unlike Path's, if a name is too long
             return folder
     if os.path.isfile(path):
-        if path.suffix == ".gguf":
+        if path.suffix.lower() == ".gguf":
             from .formats.gguf import model_folder  # imports torch, which takes seconds
 
             return model_folder(path)
         raise FileNotFoundError(f"{name} is not a GGUF file (*.gguf); use one, or the folder of a model.")
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         raise FileNotFoundError(f"{name} not found; specify the path of a GGUF file.")
     if name and os.path.isdir(path):
         problem = f"the folder {shown(name)} is not a model, as it has no config.json"
         needed = "a model has config.json, tokenizer.json and *.safetensors"
-        files = sorted(path.glob("*.gguf"))
-        raise FileNotFoundError(f"{problem}; {f'specify a GGUF file in it, such as {files[0]}' if files else needed}.")
+        if files := sorted(path.glob("*.gguf")):
+            needed = f"specify a GGUF file in it, such as {files[0]}"
+        raise FileNotFoundError(f"{problem}; {needed}.")
     why = f"it is not a folder, not a name in weights/ or {cache_folder()}, and not a hub id 'org/name'"
     if HUB_ID.fullmatch(name):
         try:

@@ -105,16 +105,12 @@ def open_weights(
     places = family.places(config)
     checkpoint = open_checkpoint(folder, read_json(folder / "config.json"))
     checkpoint.check(family.stored_shapes(config), lambda name: family.is_ignored(name, config))
-    if quantization is not None and not multiplies_quantized(device, dtype):
-        problem = f"quantization={quantization!r} is not supported in {dtype} on {device}"
-        raise ValueError(f"{problem}; use dtype='bfloat16' and, on a CPU, a C++ compiler.")
 
     def get(name: str) -> Tensor | Quantized:
         whole, rows = places[name]
         weight = checkpoint.get(whole)
         if isinstance(weight, Quantized) and quantization is not None:
-            problem = f"quantization={quantization!r} needs weights of 16 or 32 bits, but {folder} is quantized"
-            raise ValueError(f"{problem} already; omit it.")
+            raise ValueError(f"quantization={quantization!r} must be omitted: {folder} is quantized already.")
         if isinstance(weight, Quantized) and part is None:
             index = torch.arange(len(weight.codes))[rows, None]
             order = family.convert(name, index, config)  # families only reorder the rows of a matrix
@@ -129,6 +125,8 @@ def open_weights(
                 if weight.shape[1] % GROUP:
                     problem = f"{name} has {weight.shape[1]} columns, not a multiple of {GROUP}"
                     raise ValueError(f"{problem}, so it cannot be quantized; omit quantization.")
+                if not weight.isfinite().all():
+                    raise ValueError(f"{name} in {folder} has NaN or infinite values; download it again.")
                 weight = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
         if isinstance(weight, Quantized) and not multiplies_quantized(device, dtype):
             return weight.dequantize()

@@ -194,12 +194,12 @@ def _fingerprint(args: argparse.Namespace) -> str:
     """Return a fingerprint of the options and model files that affect results (for weights, their sizes)."""
     spec, engine = fields_set(args, "SpecConfig"), fields_set(args, "EngineConfig")
     lossy = sorted(spec.items()) if spec.get("acceptance", "exact") != "exact" else []
-    settings = [engine.get("dtype", "auto"), engine.get("max_model_len"), lossy]
+    settings = [engine.get("dtype", "auto"), engine.get("quantization"), engine.get("max_model_len"), lossy]
     digest = hashlib.sha256(repr(settings).encode())
     for path in sorted(args.folder.iterdir()):
         if path.suffix in (".json", ".jinja"):
             digest.update(path.read_bytes())
-        elif path.suffix == ".safetensors":
+        elif path.suffix in (".safetensors", ".gguf"):
             digest.update(f"{path.name} {path.stat().st_size}".encode())
     return digest.hexdigest()
 

@@ -33,7 +33,7 @@ from .group import Group
 # The bytes that a GPU receives from other ranks (at 370 GB/s) in 20 us, the approximate overhead of reducing
 # in slices: one more exchange (10 us), and the launches of ranks + 2 or 3 additions (1.3 us each).
 EXCHANGE = 7_400_000  # bytes
-UNIT = 16  # alignment of a shard's intermediate size and vocabulary, for full vectors in matrix products
+UNIT = 32  # alignment of a shard's intermediate size and vocabulary, for full vectors and quantized groups
 
 
 class RowParallelLinear(Linear):

@@ -76,8 +76,11 @@ def test_unknown_models_are_reported(folders: dict[str, Path], monkeypatch: pyte
         "nothing": r"unknown model 'nothing': it is not a folder, .* Available models: mine\. Download one",
         "org/name": r"unknown model 'org/name': .* downloaded from the hub \(unreachable more\)\. Available",
         str(folders["named"] / "empty"): r"has no config\.json",
-        str(folders["named"] / "gguf"): r"has no config\.json; specify its file .*named/gguf/m\.gguf\.$",
-        str(folders["named"] / "m.bin"): r"is a file, .* use the folder that contains it",
+        str(
+            folders["named"] / "gguf"
+        ): r"has no config\.json; specify a GGUF file in it, such as .*/m\.gguf\.$",
+        str(folders["named"] / "m.bin"): r"m\.bin is not a GGUF file \(\*\.gguf\); use one",
+        str(folders["named"] / "n.gguf"): r"n\.gguf not found; specify the path of a GGUF file",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
             resolve_model(name)

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanospec.models import weights
+from nanospec.models import resolve_model, weights
 from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model, resolve_dtype
+from tests.gguf_file import write_gguf
 from tests.tiny import checkpoint, first_logits, tiny_config
 from tests.util import assert_close
 
@@ -165,3 +166,14 @@ def test_quantization_computes_logits_of_the_dequantized_model(variant: str, tmp
         )
         assert_close(first_logits(model).float(), first_logits(exact), 0.08)
         assert model.weight_bytes < exact.weight_bytes / 2
+
+
+def test_weights_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "qwen2-tied", torch.bfloat16)
+    edit(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(torch.nan))
+    for quantization in ("int8", "int4"):
+        with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight in .* has NaN or infinite values"):
+            load_model(folder, "bfloat16", "cpu", quantization=quantization)
+    write_gguf(tmp_path / "m.gguf", kind="Q8_0")
+    with pytest.raises(ValueError, match=r"quantization='int8' must be omitted: .* is quantized already"):
+        load_model(resolve_model(tmp_path / "m.gguf"), "bfloat16", "cpu", quantization="int8")

@@ -80,7 +80,7 @@ def folder_files(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, str]:
             kept = {key: value for key, value in content.items() if value is not None}
             files[name] = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
         if template := fields.get("tokenizer.chat_template"):
-            files["chat_template.jinja"] = template
+            files["chat_template.jinja"] = str(template)
         return files
 
 

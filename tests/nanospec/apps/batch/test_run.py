@@ -125,10 +125,17 @@ def arguments(folder: Path, *options: str, **more: Any) -> argparse.Namespace:
 
 
 def test_key_depends_on_options_and_model_files(tmp_path: Path) -> None:
-    names = ("config.json", "chat_template.jinja", "model.safetensors")
+    names = ("config.json", "chat_template.jinja", "model.safetensors", "model.gguf")
     for name in names:
         (tmp_path / name).write_text("{}")
-    options = ("--raw", "--dtype=float32", "--max-model-len=64", "--acceptance=typical", *names)
+    options = (
+        "--raw",
+        "--dtype=float32",
+        "--quantization=int4",
+        "--max-model-len=64",
+        "--acceptance=typical",
+        *names,
+    )
     keys = list[str]()
     for change in ("--raw", *options[1:], "--num-speculative-tokens=2", "--spec=none"):
         if change in names:

@@ -16,7 +16,7 @@ from tests.ranks import groups_of, together
 from tests.tiny import ModelRunner, checkpoint, tiny_config
 from tests.util import assert_close
 
-UNIT = 16  # alignment of a rank's intermediate size and vocabulary
+UNIT = 32  # alignment of a rank's intermediate size and vocabulary
 HEADS = [(4, 2), (6, 3), (8, 1), (9, 3), (15, 5), (4, 4), (14, 2)]  # (query heads, KV heads)
 
 
