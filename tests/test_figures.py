@@ -52,32 +52,33 @@ def test_tokens_per_second_next_to_vllm(document: str, count: int) -> None:
             assert row["zen4"] == f"{ratio:.2f}x", row[0]
 
 
-def test_formats_table_matches_results() -> None:
-    model, file = "smollm2-135m-instruct", "smollm2-135m-q4_1.gguf"
-    systems = {
-        "bf16": model,
-        "`--quantization int8`": f"{model}:int8",
-        "`--quantization int4`": f"{model}:int4",
-    }
-    systems |= {"GGUF file, Q4_1": file, "the same file in llama.cpp (without AMX)": f"llama.cpp {file}"}
-    quality = {row["model"]: row for row in load("perplexity_smollm2")["rows"]}
-    speeds = measured("formats_smollm2")
-    for label, system in systems.items():
-        [line] = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", SPEED, re.MULTILINE)
-        megabytes, perplexity, *rates = map(str.strip, line.split("|"))
-        own = quality[system]
-        assert (megabytes, perplexity) == (f"{own['weight_bytes'] / 1e6:.0f}", f"{own['perplexity']:.2f}")
-        name = (
-            system.partition(" ")[0]
-            if "llama" in system
-            else "nanospec"
-            if system == file
-            else f"nanospec {system}"
-        )
-        cases = [(f"B={batch}, 200", name, way) for batch in (1, 16) for way in ("plain", "n-gram")]
-        assert rates == [
-            f"{speeds[c]['tokens_per_second']['median']:.0f}" if c in speeds else "" for c in cases
-        ]
+SMOLLM2, QWEN = "smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct"
+FORMATS = {  # by label in the table: the name of the results, and the model or file
+    "bf16": ("smollm2", SMOLLM2),
+    "`--quantization int8`": ("smollm2", f"{SMOLLM2}:int8"),
+    "`--quantization int4`": ("smollm2", f"{SMOLLM2}:int4"),
+    "GGUF file, Q4_1": ("smollm2", "smollm2-135m-q4_1.gguf"),
+    "the same file in llama.cpp (without AMX)": ("smollm2", "llama.cpp smollm2-135m-q4_1.gguf"),
+    "Qwen2.5-Coder-1.5B, bf16": ("qwen", QWEN),
+    "its GGUF file, Q4_K_M": ("qwen", f"{QWEN}-q4_k_m.gguf"),
+    "the same file in llama.cpp": ("qwen", f"llama.cpp {QWEN}-q4_k_m.gguf"),
+}
+
+
+@pytest.mark.parametrize("label", FORMATS)
+def test_formats_table_matches_results(label: str) -> None:
+    result, system = FORMATS[label]
+    [line] = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", SPEED, re.MULTILINE)
+    megabytes, perplexity, *rates = map(str.strip, line.split("|"))
+    [own] = [row for row in load(f"perplexity_{result}")["rows"] if row["model"] == system]
+    assert (megabytes, perplexity) == (f"{own['weight_bytes'] / 1e6:.0f}", f"{own['perplexity']:.2f}")
+    speeds, name = measured(f"formats_{result}"), f"nanospec {system}"
+    if system.endswith(".gguf"):
+        name = "llama.cpp" if "llama" in system else "nanospec"
+    cases = [(f"B={batch}, 200", name, way) for batch in (1, 16) for way in ("plain", "n-gram")]
+    digits = 1 if result == "qwen" else 0
+    medians = [speeds[c]["tokens_per_second"]["median"] if c in speeds else None for c in cases]
+    assert rates == ["" if median is None else f"{median:.{digits}f}" for median in medians]
 
 
 def test_drafters_table_matches_results() -> None:
