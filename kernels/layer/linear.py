@@ -29,10 +29,9 @@ Gate = Literal["silu", "gelu"]
 def make_linear(weight: Tensor | Quantized, bias: Tensor | None = None) -> "Linear":
     """Return the fastest implementation for the weight's device and dtype. A `Quantized` weight must satisfy
     `multiplies_quantized`."""
-    if isinstance(weight, Quantized) and not use_triton(weight.codes):
-        return NativeLinear(packed.pack_quantized(weight), bias)
     if isinstance(weight, Quantized):
-        return TritonLinear(weight, bias)
+        is_gpu = use_triton(weight.codes)
+        return TritonLinear(weight, bias) if is_gpu else NativeLinear(packed.pack_quantized(weight), bias)
     if use_triton(weight):
         return TritonLinear(weight.contiguous(), bias)
     if use_native(weight) and weight.shape[1] % 2 == 0:

@@ -110,9 +110,11 @@ def as_integers(weight: Quantized) -> Quantized:
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
     """Return `weight` [N, K] with 8 bits (symmetric) or 4 bits (with minima), rounded to nearest in groups of
-    `GROUP`. Raises ValueError unless GROUP divides K."""
+    `GROUP`. Raises ValueError with the name of the problem if K or the values are not supported."""
     if weight.shape[1] % GROUP:
-        raise ValueError(f"A weight of {weight.shape[1]} columns cannot be quantized in groups of {GROUP}.")
+        raise ValueError(f"{weight.shape[1]} columns, not a multiple of {GROUP}")
+    if not weight.isfinite().all():
+        raise ValueError("NaN or infinite values")
     if len(weight) > ROWS:  # limits the memory for temporary tensors
         return concatenate([quantize(part, bits) for part in weight.split(ROWS)])
     groups = weight.float().unflatten(1, (-1, GROUP))  # [N, groups, GROUP]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.launch import use_native
 from ..kernels.layer.linear import multiplies_quantized
-from ..kernels.layer.quantized import GROUP, Quantized, quantize
+from ..kernels.layer.quantized import Quantized, quantize
 from ..text import read_json, shown
 from .config import DTYPES, ModelConfig
 from .cpu import model_class
@@ -122,12 +122,10 @@ def open_weights(
             # Always copy: a view of the memory-mapped file would change if the file does.
             weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
             if quantization is not None and weight.dim() == 2:
-                if weight.shape[1] % GROUP:
-                    problem = f"{name} has {weight.shape[1]} columns, not a multiple of {GROUP}"
-                    raise ValueError(f"{problem}, so it cannot be quantized; omit quantization.")
-                if not weight.isfinite().all():
-                    raise ValueError(f"{name} in {folder} has NaN or infinite values; download it again.")
-                weight = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
+                try:
+                    weight = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
+                except ValueError as error:
+                    raise ValueError(f"{name} in {folder} has {error}; omit quantization.") from None
         if isinstance(weight, Quantized) and not multiplies_quantized(device, dtype):
             return weight.dequantize()
         return weight

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .quantized import STORED, Config, Layout, Module, Quantized, make_quantized, option, parse_block
 
-PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of columns 0 to 7 in an int32
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of rows 0 to 7 of the weight in an int32, in units of 4 bits
 
 
 class Awq:

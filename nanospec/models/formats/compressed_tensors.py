@@ -21,7 +21,7 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 
 
 class CompressedTensors:
-    """Modules that are selected by targets: names before patterns ("re:"), and these before "Linear"."""
+    """Selects the format of a module by targets: exact names before patterns ("re:") before "Linear"."""
 
     def __init__(self, config: Config) -> None:
         option(config, "format", *FORMATS)
