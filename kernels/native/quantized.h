@@ -39,14 +39,20 @@ struct Block {
         }
     }
 
-    // Returns scales or minima times 2^-112: the bits of a float16 moved to their places in a float32.
-    RowFloats scales(long row) const { return widened(CODES + row * 2); }
-    RowFloats minima(long row) const { return widened(CODES + (WIDTH + row) * 2); }
+    RowFloats scales(long row) const { return to_floats(CODES + row * 2); }
+    RowFloats minima(long row) const { return to_floats(CODES + (WIDTH + row) * 2); }
 
   private:
-    RowFloats widened(long at) const {
-        const RowWords bits = __builtin_convertvector(*(const RowHalves*)(data + at), RowWords);
-        return (RowFloats)((bits & 0x8000) << 16 | (bits & 0x7FFF) << 13);
+    RowFloats to_floats(long at) const {
+        const RowHalves halves = *(const RowHalves*)(data + at);
+#ifdef __AVX512VNNI__
+        return (RowFloats)_mm512_cvtph_ps((__m256i)halves);
+#elif defined __F16C__
+        return (RowFloats)_mm256_cvtph_ps((__m128i)halves);
+#else
+        const RowWords bits = __builtin_convertvector(halves, RowWords);
+        return (RowFloats)((bits & 0x8000) << 16 | (bits & 0x7FFF) << 13) * 0x1p112f;
+#endif
     }
 };
 
@@ -69,7 +75,7 @@ struct Groups {
 // Quantizes a row x for a product with w: to the nearest multiples of 1/127 of the largest value of a group. A group with
 // a NaN or an infinity gets such a scale.
 static inline void quantize(const bf16* x, const Weight& w, const Groups& groups, long t) {
-    const float unit = w.factor * 0x1p112;
+    const float unit = w.factor / 127;
     for (long g = 0; g < w.columns / GROUP; g++, x += GROUP) {
         uint16_t most = 0;
         for (int i = 0; i < GROUP; i++) most = std::max<uint16_t>(most, x[i] & 0x7FFF);
@@ -80,47 +86,50 @@ static inline void quantize(const bf16* x, const Weight& w, const Groups& groups
             to.codes[i] = int8_t(std::bit_cast<int>(to_float(x[i]) * steps + 12582912.0f));
             sum += to.codes[i];
         }
-        to.scale = largest / 127 * unit;
+        to.scale = largest * unit;
         to.sum = w.has_minima ? std::bit_cast<int>(to.scale * sum) : -sum * (1 << (w.bits - 1));
     }
 }
 
-// Returns acc plus, in each lane, the sum of the 32 products of a row of the weight with x.
-static inline RowInts dot(RowInts acc, const RowInts (&codes)[QUADS], const int8_t* x, [[maybe_unused]] int bits) {
-    int32_t quads[QUADS];
-    memcpy(quads, x, sizeof quads);
+// Adds to each lane of `sums` the 32 products of a row of the weight with x. The chains of additions of all vectors overlap.
+static inline void dot(
+    RowInts (&sums)[VECTORS], const RowInts (&codes)[VECTORS][QUADS], const int8_t* x, [[maybe_unused]] int bits) {
+    typedef int32_t Quad __attribute__((aligned(1), may_alias));
+#if defined __AVX512VNNI__ || defined __AVXVNNI__
+#pragma GCC unroll 8
+    for (int q = 0; q < QUADS; q++)
+        for (int v = 0; v < VECTORS; v++) {
+            const RowInts quad = RowInts{} + ((const Quad*)x)[q];
 #ifdef __AVX512VNNI__
-#pragma GCC unroll 8
-    for (int q = 0; q < QUADS; q++)
-        acc = (RowInts)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes[q], _mm512_set1_epi32(quads[q]));
-#elif defined __AVXVNNI__
-#pragma GCC unroll 8
-    for (int q = 0; q < QUADS; q++)
-        acc = (RowInts)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes[q], _mm256_set1_epi32(quads[q]));
+            sums[v] = (RowInts)_mm512_dpbusd_epi32((__m512i)sums[v], (__m512i)codes[v][q], (__m512i)quad);
+#else
+            sums[v] = (RowInts)_mm256_dpbusd_avx_epi32((__m256i)sums[v], (__m256i)codes[v][q], (__m256i)quad);
+#endif
+        }
 #elif defined __AVX2__
     // The products of a pair are added in int16, which holds the sum of 8 pairs of 4 bits times 8 bits.
     const __m256i low = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
     __m256i sum = {}, high = {};
 #pragma GCC unroll 8
     for (int q = 0; q < QUADS; q++) {
-        const __m256i code = (__m256i)codes[q], with = _mm256_set1_epi32(quads[q]);
+        const __m256i code = (__m256i)codes[0][q], with = _mm256_set1_epi32(((const Quad*)x)[q]);
         sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(bits == 4 ? code : code & low, with));
         if (bits == 8) high = _mm256_add_epi16(high, _mm256_maddubs_epi16(_mm256_srli_epi16(code, 4) & low, with));
     }
-    acc += (RowInts)_mm256_madd_epi16(sum, one);
-    if (bits == 8) acc += (RowInts)_mm256_madd_epi16(high, one) << 4;
+    sums[0] += (RowInts)_mm256_madd_epi16(sum, one);
+    if (bits == 8) sums[0] += (RowInts)_mm256_madd_epi16(high, one) << 4;
 #else
     const uint8_t* bytes = (const uint8_t*)codes;
-    for (int i = 0; i < QUADS * ROW_BYTES; i++) acc[i % ROW_BYTES / 4] += bytes[i] * x[i / ROW_BYTES * 4 + i % 4];
+    for (int i = 0; i < QUADS * ROW_BYTES; i++) sums[0][i % ROW_BYTES / 4] += bytes[i] * x[i / ROW_BYTES * 4 + i % 4];
 #endif
-    return acc;
 }
 
 // Adds the scaled products of a group to `sum`.
 template <bool MINIMUM>
-static inline void add(RowFloats* sum, RowInts products, RowFloats scale, RowFloats minimum, const Group& group) {
-    *sum += __builtin_convertvector(products, RowFloats) * (scale * group.scale);
-    if (MINIMUM) *sum += minimum * std::bit_cast<float>(group.sum);
+static inline void add(float* sum, RowInts products, RowFloats scale, RowFloats minimum, const Group& group) {
+    RowFloats all = *(RowFloats*)sum + __builtin_convertvector(products, RowFloats) * (scale * group.scale);
+    if (MINIMUM) all += minimum * std::bit_cast<float>(group.sum);
+    *(RowFloats*)sum = all;
 }
 
 // Computes the sums of m tokens of x from t on and a strip of w; prefetches `step` bytes from `ahead` on per group.
@@ -140,11 +149,13 @@ static void multiply_groups(
                 if (MINIMUM) minima[v] = block.minima(row + v * ROW_LANES);
             }
             const Group* group = x.at(g, t);
-            for (long i = 0; i < m; i++, group++)
-                for (int v = 0; v < VECTORS; v++) {
-                    const RowInts products = dot(RowInts{} + (MINIMUM ? 0 : group->sum), codes[v], group->codes, BITS);
-                    add<MINIMUM>((RowFloats*)(sums[i] + row) + v, products, scales[v], minima[v], *group);
-                }
+            for (long i = 0; i < m; i++, group++) {
+                RowInts products[VECTORS] = {};
+                for (RowInts& each : products) each += MINIMUM ? 0 : group->sum;
+                dot(products, codes, group->codes, BITS);
+                for (int v = 0; v < VECTORS; v++)
+                    add<MINIMUM>(sums[i] + row + v * ROW_LANES, products[v], scales[v], minima[v], *group);
+            }
         }
     }
 }
@@ -203,7 +214,7 @@ static void multiply_tiles(
         for (long i = 0; i < m; i++, group++)
             for (int v = 0; v < 2; v++) {
                 const RowInts all = products[(g - 1) % 2][v][i] + (MINIMUM ? 0 : group->sum);
-                add<MINIMUM>((RowFloats*)sums[i] + v, all, scales[v], minima[v], *group);
+                add<MINIMUM>(sums[i] + v * LANES, all, scales[v], minima[v], *group);
             }
     }
 }
@@ -241,13 +252,12 @@ struct QuantizedOperands {
 // Dequantizes row `id` of a packed weight, times `scale`.
 static inline void dequantize_row(const Weight& w, long id, float scale, bf16* out) {
     const long row = id % WIDTH / ROW_LANES * ROW_LANES, lane = id % ROW_LANES;
-    const float unit = w.factor * 0x1p112;
     with_format(w, [&]<int BITS, bool MINIMUM>() {
         for (long g = 0; g < w.columns / GROUP; g++) {
             const Block<BITS, MINIMUM> block{w.strip(id / WIDTH) + g * Block<BITS, MINIMUM>::SIZE};
             RowInts codes[QUADS];
             block.load(row, codes);
-            const float by = block.scales(row)[lane] * unit, least = MINIMUM ? block.minima(row)[lane] * unit : 0;
+            const float by = float(block.scales(row)[lane] * w.factor), least = MINIMUM ? block.minima(row)[lane] * w.factor : 0;
             for (int i = 0; i < GROUP; i++) {
                 const int code = codes[i / 4][lane] >> i % 4 * 8 & 0xFF, offset = MINIMUM ? 0 : 1 << (BITS - 1);
                 out[g * GROUP + i] = to_bf16(((code - offset) * by + least) * scale);
