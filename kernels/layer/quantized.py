@@ -52,6 +52,11 @@ class Quantized(NamedTuple):
         return self.codes.shape[1] // self.scale.shape[1]
 
     @property
+    def tables(self) -> list[Tensor]:
+        """The scale, and the minimum if there is one."""
+        return [self.scale] if self.minimum is None else [self.scale, self.minimum]
+
+    @property
     def offset(self) -> int:
         """The code of 0, or 0 with a minimum."""
         return 0 if self.minimum is not None or self.codes.is_floating_point() else 1 << (self.bits - 1)
@@ -109,15 +114,17 @@ def as_integers(weight: Quantized) -> Quantized:
 
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
-    """Return `weight` [N, K] with 8 bits (symmetric) or 4 bits (with minima), rounded to nearest in groups of
-    `GROUP`. Raises ValueError with the name of the problem if K or the values are not supported."""
+    """Return `weight` [N, K] rounded to nearest with 8 bits (symmetric, in groups of 64 columns if these
+    divide K) or 4 bits (with minima, in groups of `GROUP`). Raises ValueError with the name of the problem if
+    K or the values are not supported."""
     if weight.shape[1] % GROUP:
         raise ValueError(f"{weight.shape[1]} columns, not a multiple of {GROUP}")
     if not weight.isfinite().all():
         raise ValueError("NaN or infinite values")
     if len(weight) > ROWS:  # limits the memory for temporary tensors
         return concatenate([quantize(part, bits) for part in weight.split(ROWS)])
-    groups = weight.float().unflatten(1, (-1, GROUP))  # [N, groups, GROUP]
+    group = math.gcd(weight.shape[1], 2 * GROUP) if bits == 8 else GROUP
+    groups = weight.float().unflatten(1, (-1, group))  # [N, groups, group]
     if bits == 8:
         scale = groups.abs().amax(-1) / 127
         low, minimum = -128 * scale, None

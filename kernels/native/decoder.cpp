@@ -117,8 +117,7 @@ extern "C" void nanospec_forward(const Forward* args) {
     const long T = batch.num_tokens, H = m.hidden, D = m.head_dim;
     const Buffer x(T, H), normed(T, H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
     const Plan plan(m, batch, args->threads);
-    const std::unique_ptr<Group[]> memory(new Group[T * std::max({H, m.heads * D, m.inner}) / GROUP + 1]);
-    Group* const groups = memory.get();
+    const Buffer quantized(T, std::max({H, m.heads * D, m.inner}));
     const std::unique_ptr<Partial[]> parts(plan.split_spans ? new Partial[plan.pieces.size() * plan.rows] : nullptr);
     run(args->threads, PHASES * m.num_layers + 2, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
@@ -135,15 +134,15 @@ extern "C" void nanospec_forward(const Forward* args) {
         for (long i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
             rms_norm(team, m, x, T, layer.input_norm, normed);
-            linear(team, layer.qkv, {normed, groups}, T, qkv);
+            linear(team, layer.qkv, {normed, quantized.data}, T, qkv);
             rope_cache(team, m, layer, batch, qkv, cache, i);
             if (!args->hidden.data && i + 1 == m.num_layers) return;
             const Attention attend{m, batch, cache, i, layer.window, qkv, out};
             attention(team, attend, plan, scratch, parts.get());
-            linear_add(team, m, layer.o, layer.o_norm, {out, groups}, T, normed, x);
+            linear_add(team, m, layer.o, layer.o_norm, {out, quantized.data}, T, normed, x);
             rms_norm(team, m, x, T, layer.post_norm, normed);
-            gated(team, layer.gate_up, m.gelu, {normed, groups}, T, inner);
-            linear_add(team, m, layer.down, layer.down_norm, {inner, groups}, T, normed, x);
+            gated(team, layer.gate_up, m.gelu, {normed, quantized.data}, T, inner);
+            linear_add(team, m, layer.down, layer.down_norm, {inner, quantized.data}, T, normed, x);
         }
         rms_norm(team, m, x, T, m.norm, args->hidden);
     });
@@ -186,10 +185,10 @@ extern "C" void nanospec_kv_move(const Move* args) {
 
 extern "C" void nanospec_linear(const Linear* args) {
     const Weight& w = args->weight;
-    const std::unique_ptr<Group[]> groups(new Group[w.bits < 16 ? args->tokens * w.columns / GROUP : 0]);
+    const Buffer quantized(w.bits < 16 ? args->tokens : 0, w.columns);
     run(args->threads, 2, [&](Team& team) {
         const FpuMode mode;
-        linear(team, w, {args->x, groups.get()}, args->tokens, args->out);
+        linear(team, w, {args->x, quantized.data}, args->tokens, args->out);
     });
 }
 

@@ -23,10 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layer.quantized import GROUP, Quantized, as_integers
+from ..layer.quantized import Quantized, as_integers
 from . import NativeArg, call
 
 WIDTH = 32  # rows per strip
+MAX_GROUP = 64  # columns per scale of a quantized weight
 STRIPS = 64  # of a quantized weight, packed at once
 TILE = 16  # positions per tile
 PAGE_ELEMENTS = 2048  # bfloat16 elements in 4 KB; same as in decoder.cpp
@@ -38,8 +39,9 @@ class Packed(NamedTuple):
     """A packed weight of shape (N, K).
 
     Attributes:
-        data: [ceil(N / 32), K / 2, 32, 2] bfloat16, or [ceil(N / 32), K / 32, bytes of a block] uint8.
+        data: [ceil(N / 32), K / 2, 32, 2] bfloat16, or [ceil(N / 32), K / group, bytes of a block] uint8.
         bits: 16, 8 or 4.
+        group: columns per scale, 32 or 64, of a quantized weight.
         has_minima: whether groups have a minimum.
         factor: a power of two by which scales and minima are multiplied.
     """
@@ -47,13 +49,23 @@ class Packed(NamedTuple):
     data: Tensor
     shape: tuple[int, int]
     bits: int = 16
+    group: int = 0
     has_minima: bool = False
     factor: float = 1.0
 
     def words(self, bias: Tensor | None = None) -> tuple[NativeArg, ...]:
         """Return the fields of `Weight` in structs.h."""
         strip = self.data[0].nbytes
-        return self.data, bias, *self.shape, self.bits, self.has_minima, double(self.factor), strip
+        return (
+            self.data,
+            bias,
+            *self.shape,
+            self.bits,
+            self.group,
+            self.has_minima,
+            double(self.factor),
+            strip,
+        )
 
 
 def pack(weight: Tensor) -> Packed:
@@ -67,27 +79,32 @@ def pack(weight: Tensor) -> Packed:
 
 
 def pack_quantized(weight: Quantized) -> Packed:
-    """Return `weight` [N, K] in strips of blocks: for 32 columns, the codes [2, 8, 16, 4] of 16 rows and four
-    columns each, float16 scales [32], and minima [32] if there are any. Four-bit codes of quads 0 to 3 share
-    bytes with those of quads 4 to 7. Scales are divided by `factor` so that float16 holds them precisely."""
-    weight = as_integers(weight).regrouped(GROUP)
-    (N, K), has_minima = weight.shape, weight.minimum is not None
-    largest = max(float(t.abs().max()) for t in weight[1:3] if t is not None)
+    """Return `weight` [N, K] in strips of blocks: for the columns of a group, the codes [2, group / 4, 16, 4]
+    of 16 rows and four columns each, float16 scales [32], and minima [32] if there are any. Four-bit codes of
+    16 columns share bytes with those of the next 16. Scales are divided by `factor` so that float16 holds
+    them precisely."""
+    weight = as_integers(weight)
+    weight = weight.regrouped(math.gcd(weight.group, MAX_GROUP))
+    (N, K), group, has_minima = weight.shape, weight.group, weight.minimum is not None
+    largest = max(float(table.abs().max()) for table in weight.tables)
     factor = 2.0 ** (math.frexp(largest)[1] - 15)
-    size = GROUP * WIDTH * weight.bits // 8
-    data = _arena.zeros((-(-N // WIDTH), K // GROUP, size + 2 * WIDTH * (1 + has_minima)), torch.uint8)
+    size = group * WIDTH * weight.bits // 8
+    data = _arena.zeros((-(-N // WIDTH), K // group, size + 2 * WIDTH * (1 + has_minima)), torch.uint8)
     for first in range(0, len(data), STRIPS):
         rows = weight.rows(slice(first * WIDTH, (first + STRIPS) * WIDTH))
         missing, blocks = -len(rows.codes) % WIDTH, data[first : first + STRIPS]
         quads = F.pad(rows.codes, (0, 0, 0, missing)).view(torch.int32)  # [32 S, K / 4]
-        quads = quads.view(-1, 2, 16, K // GROUP, 8).permute(0, 3, 1, 4, 2)  # [S, K / 32, 2, 8, 16]
+        quads = quads.view(-1, 2, 16, K // group, group // 4).permute(
+            0, 3, 1, 4, 2
+        )  # [S, groups, 2, quads, 16]
         if weight.bits == 4:
-            quads = quads[..., :4, :] | quads[..., 4:, :] << 4
+            pairs = quads.unflatten(3, (-1, 2, 4))  # of four quads
+            quads = pairs[:, :, :, :, 0] | pairs[:, :, :, :, 1] << 4
         blocks[..., :size] = quads.flatten(2).view(torch.uint8)
-        tables = torch.stack([t for t in rows[1:3] if t is not None])  # [1 or 2, 32 S, groups]
-        halves = F.pad(tables / factor, (0, 0, 0, missing)).half().view(len(tables), -1, WIDTH, K // GROUP)
+        tables = torch.stack(rows.tables)  # [1 or 2, 32 S, groups]
+        halves = F.pad(tables / factor, (0, 0, 0, missing)).half().view(len(tables), -1, WIDTH, K // group)
         blocks[..., size:] = halves.permute(1, 3, 0, 2).flatten(2).contiguous().view(torch.uint8)
-    return Packed(data, (N, K), weight.bits, has_minima, factor)
+    return Packed(data, (N, K), weight.bits, group, has_minima, factor)
 
 
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:

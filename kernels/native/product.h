@@ -94,18 +94,19 @@ void multiply_all(Team& team, const Operands& operands, long tokens, Done done) 
     });
 }
 
-// Rows of x, and memory for their quantized form if the weight is quantized: columns / 32 groups per token.
+// Rows of x, and memory for their quantized form if the weight is quantized: two bytes per element.
 struct Operand {
     Rows rows;
-    Group* groups;
+    bf16* memory;
 };
 
 template <bool PAIR = false, class Done>
 void product(Team& team, const Weight& w, const Operand& x, long tokens, Done done) {
     if (w.bits == 16) return multiply_all<PAIR>(team, Bfloat16Operands{w, x.rows}, tokens, done);
-    const Groups groups{x.groups, tokens};
-    team.each(tokens, [&](long t, long) { quantize(x.rows[t], w, groups, t); });
-    multiply_all<PAIR>(team, QuantizedOperands{w, groups}, tokens, done);
+    int8_t* const codes = (int8_t*)x.memory;
+    const QuantizedRows rows{codes, (Factor*)(codes + tokens * w.columns), tokens};
+    team.each(tokens, [&](long t, long) { quantize_row(x.rows[t], w, rows, t); });
+    multiply_all<PAIR>(team, QuantizedOperands{w, rows}, tokens, done);
 }
 
 // out = x @ weight.T + bias; with ADD, out += x @ weight.T + bias

@@ -11,6 +11,7 @@ struct Weight {
     const bf16* bias;  // [rows] or null
     long rows, columns;
     long bits;          // 16, 8 or 4
+    long group;         // columns per scale, 32 or 64
     long has_minima;    // whether groups have a minimum, else codes have an offset
     double factor;      // of scales and minima
     long strip_bytes;

@@ -1,6 +1,5 @@
 """Quantized weights: their arithmetic, their layout for the kernel, and products with the kernel."""
 
-import math
 
 import pytest
 import torch
@@ -104,6 +103,7 @@ def test_quantize_rounds_to_nearest(bits: int, levels: int) -> None:
     error = (weight.dequantize().view_as(exact) - exact).abs().amax(-1)
     assert weight.dtype == FP32
     assert (weight.minimum is None) == (bits == 8)
+    assert [quantize(torch.randn(2, K), bits).group for K in (128, 96)] == [64 if bits == 8 else 32, 32]
     assert (error <= span / levels * 0.501 + 1e-6 * exact.abs().amax(-1)).all()
     assert error.max() > span.max() / levels * 0.3  # no finer than its bits
     with pytest.raises(ValueError, match="100 columns, not a multiple of 32"):
@@ -124,7 +124,7 @@ def test_concatenated_weights_keep_their_values() -> None:
     assert isinstance(odd, Quantized)
     assert torch.equal(odd.dequantize()[3:], parts[3].dequantize())
     float8 = random_quantized("fp8", 3, 192, 64)
-    mixed, limit = concatenate([float8, parts[2]]), as_integers(float8).scale.repeat_interleave(32, 1)
+    mixed, limit = concatenate([float8, parts[2]]), as_integers(float8).regrouped(1).scale
     assert isinstance(mixed, Quantized)
     assert ((mixed.dequantize()[:3] - float8.dequantize()).abs() <= 0.501 * limit).all()
     assert torch.equal(mixed.dequantize()[3:], parts[2].dequantize())
@@ -160,9 +160,9 @@ def test_outputs_with_and_without_guessing_are_those_of_the_dequantized_model(bi
         assert sum(request.stats.num_drafted for request in requests) > 0
         layers, head = explain.stored_bytes(model(dense=False))
     shapes = config.parameter_shapes().items()
-    assert layers == sum(
-        math.prod(s) * (bits + 1) // 8 for name, s in shapes if len(s) == 2 and "embed" not in name
-    )
+    matrices = [s for name, s in shapes if len(s) == 2 and "embed" not in name]
+    groups = {K: quantize(torch.ones(1, K), bits).group for _, K in matrices}
+    assert layers == sum(N * K * bits // 8 + 4 * N * K // groups[K] for N, K in matrices)
     assert head == 64 * 32 * 9 // 8
     parts = {part.name: part.bytes for part in explain.parts(config, 1, 10, 2, (layers, head))}
     assert (parts["layers"], parts["head"]) == (layers, head)
