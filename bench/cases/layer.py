@@ -21,7 +21,7 @@ from nanospec.kernels.speculation.verify import Verdict
 
 BF16 = torch.bfloat16
 BLOCK_SIZE = 16
-FORMATS = {"int4-g128": (4, 128), "int4-g32": (4, 32), "int8": (8, 32), "fp8": (8, None)}  # bits, group
+FORMATS = {"int4-g128": (4, 128), "int4-g32": (4, 32), "int8": (8, 64), "fp8": (8, None)}  # bits, group
 
 
 @dataclass(frozen=True)
