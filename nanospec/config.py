@@ -122,9 +122,8 @@ class EngineConfig:
         dtype: data type of weights and activations: "auto", "bfloat16", "float16" or "float32". "auto" uses
             the checkpoint's data type on a GPU; on a CPU, bfloat16 if the CPU is fast at it (AVX2 with a C++
             compiler, avx512_bf16, or AMX), otherwise float32.
-        quantization: "int8" (symmetric) or "int4" (with minima) quantizes matrices in groups of 32 columns
-            while a checkpoint in 16 or 32 bits is loaded; embedding and lm_head get 8 bits, and draft models
-            are not quantized.
+        quantization: "int8" (symmetric) or "int4" (with minima) quantizes matrices while a checkpoint in
+            16 or 32 bits is loaded; embedding and lm_head get 8 bits, and draft models are not quantized.
         device: device to run on: "auto", "cpu", "cuda" or "cuda:N".
         threads: number of CPU threads of this process. "auto" uses OMP_NUM_THREADS if it is set, otherwise
             all cores within the container's CPU quota.
