@@ -105,7 +105,8 @@ void product(Team& team, const Weight& w, const Operand& x, long tokens, Done do
     if (w.bits == 16) return multiply_all<PAIR>(team, Bfloat16Operands{w, x.rows}, tokens, done);
     int8_t* const codes = (int8_t*)x.memory;
     const QuantizedRows rows{codes, (Factor*)(codes + tokens * w.columns), tokens};
-    team.each(tokens, [&](long t, long) { quantize_row(x.rows[t], w, rows, t); });
+    const auto quantize = w.group == 64 ? quantize_row<64> : quantize_row<32>;
+    team.each(tokens, [&](long t, long) { quantize(x.rows[t], w, rows, t); });
     multiply_all<PAIR>(team, QuantizedOperands{w, rows}, tokens, done);
 }
 

@@ -74,17 +74,19 @@ struct QuantizedRows {
 
 // Quantizes a row x for a product with w: to the nearest multiples of 1/127 of the largest value of a group. A group with
 // a NaN or an infinity gets such a scale.
+template <int GROUP>
 static inline void quantize_row(const bf16* x, const Weight& w, const QuantizedRows& to, long t) {
     const float unit = w.factor / 127;
-    for (long g = 0; g < w.columns / w.group; g++, x += w.group) {
+    for (long g = 0; g < w.columns / GROUP; g++, x += GROUP) {
         uint16_t most = 0;
-        for (int i = 0; i < w.group; i++) most = std::max<uint16_t>(most, x[i] & 0x7FFF);
+        for (int i = 0; i < GROUP; i++) most = std::max<uint16_t>(most, x[i] & 0x7FFF);
         const float largest = to_float(most), steps = most ? 127 / largest : 0;
-        int8_t* codes = to.codes + (g * to.tokens + t) * w.group;
+        int8_t* codes = to.codes + (g * to.tokens + t) * GROUP;
         int sum = 0;
-        for (int i = 0; i < w.group; i++) {  // adding 1.5 * 2^23 rounds to an integer, the low bits of the result
-            codes[i] = int8_t(std::bit_cast<int>(to_float(x[i]) * steps + 12582912.0f));
-            sum += codes[i];
+        for (int i = 0; i < GROUP; i++) {  // adding 1.5 * 2^23 rounds to an integer, the low bits of the result
+            const int code = std::bit_cast<int>(to_float(x[i]) * steps + 12582912.0f) - 0x4B400000;
+            codes[i] = code;
+            sum += code;
         }
         const float scale = largest * unit;
         to.factors[g * to.tokens + t] = {scale, w.has_minima ? std::bit_cast<int>(scale * sum) : -sum * (1 << (w.bits - 1))};
