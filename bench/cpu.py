@@ -1,7 +1,7 @@
 """Compare the decoding speed on a CPU with vLLM, transformers and llama.cpp, each in its own environment.
 
     make peers
-    python bench/cpu.py [--parts short sampled long] [--rounds 5] [--prompts 8] [--batch 1 4 16]
+    python bench/cpu.py [--parts short decode sampled long] [--rounds 5] [--prompts 8] [--batch 1 4 16]
                         [--peers vllm transformers llama.cpp] [--also MODEL[:int8|int4] ...]
                         [--name cpu] [--out bench/results]
 
@@ -12,15 +12,17 @@ of its speculation settings in `peers/worker.py` (including none); nanospec uses
 
 Parts (a run replaces the results of its parts in an existing JSON file):
     short    at least `--prompts` chat prompts of 81 to 265 tokens (code, maths) per case, greedy
-    sampled  the same at temperature 1, seeded, EOS ignored
+    decode   only the last 24 tokens of these prompts, to measure decoding alone; EOS ignored
+    sampled  the prompts of `short` at temperature 1, seeded, EOS ignored
     long     prompts of 4000 tokens (code and a play), at most 4 at once, outputs half as long
 
 Requires an otherwise idle machine, and evaluation data that is not part of the repository, in `shared/data`
 in it or next to it: `code_edits.jsonl` (lines with `instruction`, `input`, `output`), `spec_bench.jsonl`
 (Spec-Bench's `question.jsonl`) and, for `long`, `shakespeare.txt`. The environments are in `.peers`, or in
 the folder given by the environment variable PEERS. Transformers and llama.cpp run one request at a time and
-only `short`. `--peers` without a name measures nanospec alone. `--model` may be a GGUF file, which llama.cpp
-runs too; `--also` runs nanospec with the same model in other formats, `:int8` quantizing it while loading.
+only `short` and `decode`. `--peers` without a name measures nanospec alone. `--model` may be a GGUF file,
+which llama.cpp runs too; `--also` runs nanospec with the same model in other formats, `:int8` quantizing it
+while loading.
 """
 
 import argparse
@@ -44,10 +46,12 @@ Lane = tuple[str, Any]  # a system and its speculation setting, None for no spec
 FOLDERS = {"vllm": "vllm", "transformers": "hf", "llama.cpp": "llama"}
 PARTS: dict[str, Json] = {
     "short": {"temperature": 0.0},
+    "decode": {"temperature": 0.0, "ignore_eos": True},
     "sampled": {"temperature": 1.0, "seed": 7, "ignore_eos": True},
     "long": {"temperature": 0.0},
 }
 SHORT, LONG = (81, 265), 4000  # prompt lengths in tokens
+LENGTHS = {"short": 200, "decode": 24, "sampled": 200, "long": LONG}  # typical
 TRIES = 2  # runs per speculation setting when the best is chosen; the faster one counts
 
 
@@ -91,7 +95,7 @@ def read_prompts(tokenizer: Tokenizer, part: str, count: int) -> list[list[int]]
         found = [prompt for prompt in found if SHORT[0] <= len(prompt) <= SHORT[1]]
     if len(found) < count:
         raise SystemExit(f"The evaluation data has {len(found)} prompts of {SHORT} tokens, not {count}.")
-    return found[:count]
+    return [prompt[-LENGTHS[part] if part == "decode" else 0 :] for prompt in found[:count]]
 
 
 def make_cases(part: str, tokenizer: Tokenizer, args: argparse.Namespace) -> list[Json]:
@@ -99,7 +103,7 @@ def make_cases(part: str, tokenizer: Tokenizer, args: argparse.Namespace) -> lis
     most = {"long": 4}.get(part, max(args.batch))
     batches = [batch for batch in args.batch if batch <= most]
     prompts = read_prompts(tokenizer, part, max([*batches, args.prompts if part != "long" else 2]))
-    tokens, length = args.max_tokens // (1 + (part == "long")), LONG if part == "long" else 200
+    tokens, length = args.max_tokens // (1 + (part == "long")), LENGTHS[part]
     ending = ", sampled" * (part == "sampled")
     count = min(args.prompts, len(prompts))
     return [
@@ -145,7 +149,8 @@ class Race:
 
     def __init__(self, part: str, cases: list[Json], systems: Sequence[str], work: Json) -> None:
         self.cases, self.work = cases, work
-        self.systems = [s for s in systems if kind_of(s) in ("nanospec", "vllm") or part == "short"]
+        short = part in ("short", "decode")
+        self.systems = [s for s in systems if short or kind_of(s) in ("nanospec", "vllm")]
         self.running: dict[Lane, System] = {}
         self.about: dict[str, Json] = {}
         self.tried: dict[str, dict[str, float]] = {}  # by system and case: tokens per second by setting

@@ -165,19 +165,23 @@ def start_llama(work: Json) -> Generate:
         logits = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(scored, llm.n_vocab()))
         return [int(token) for token in logits.argmax(1)]
 
-    def answer(prompt: list[int], max_tokens: int) -> list[int]:
+    def answer(prompt: list[int], max_tokens: int, ending: int | None) -> list[int]:
         text, new = list(prompt), most_likely(prompt, 0, 1)
         while True:
             for token in new:
                 text.append(token)
-                if token == llm.token_eos() or len(text) == len(prompt) + max_tokens:
+                if token == ending or len(text) == len(prompt) + max_tokens:
                     return text[len(prompt) :]
             drafts = lookup(np.array(text, dtype=np.intc)).tolist() if work["setting"] else []
             new = most_likely([text[-1], *drafts], len(text) - 1, 1 + len(drafts))
             right = next((i for i, (a, b) in enumerate(zip(drafts, new)) if a != b), len(drafts))
             new = new[: right + 1]
 
-    return lambda prompts, case: [answer(prompt, case["max_tokens"]) for prompt in prompts]
+    def generate(prompts: list[list[int]], case: Json) -> list[list[int]]:
+        ending = None if case.get("ignore_eos") else llm.token_eos()
+        return [answer(prompt, case["max_tokens"], ending) for prompt in prompts]
+
+    return generate
 
 
 def packed_file() -> str:
