@@ -1,6 +1,5 @@
 """Quantized weights: their arithmetic, their layout for the kernel, and products with the kernel."""
 
-
 import pytest
 import torch
 from torch import Tensor
@@ -84,12 +83,15 @@ def test_packed_rows_are_the_weight(form: str) -> None:
         assert isinstance(linear, TritonLinear)
         assert linear.unpacked_weight is None
         assert linear.num_bytes == 7 * (K * weight.bits // 8 + 4 * words)
+        weight.tables[-1][0] = 1.9999 * 2.0**-40  # rounds up to a power of two in float16
+        assert_close(pack_codes(weight).rows(torch.arange(7)), weight.dequantize(), 1e-3)
 
 
 def test_float8_with_large_scales_becomes_integers() -> None:
-    weight = random_quantized("fp8", 5, 64, 32, 2.0**25)
-    assert not pack_codes(weight).is_float
-    error = (pack_codes(weight).rows(torch.arange(5)) - weight.dequantize()).unflatten(1, (2, 32)).abs()
+    weight = random_quantized("fp8", 5, 64, 32, 2.0**16, torch.bfloat16)
+    packed = pack_codes(weight)
+    assert (packed.is_float, packed.dtype) == (False, torch.bfloat16)
+    error = (packed.rows(torch.arange(5)) - weight.dequantize()).unflatten(1, (2, 32)).abs()
     assert (error <= as_integers(weight).scale[..., None]).all()
 
 

@@ -67,7 +67,8 @@ def test_float8(variant: str, rows: int, columns: int, name: str, tmp_path: Path
         spread = scale.repeat_interleave(r, 0)[:n].repeat_interleave(c, 1)[:, :k]
         codes = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored = scale.squeeze() if scale.numel() == 1 else scale
-        return {"weight": codes, name: stored, "input_scale": torch.ones(1)}, codes.float() * spread
+        unused = {f"{kind}_scale": torch.ones(1) for kind in ("input", "k", "v")}
+        return {"weight": codes, name: stored, **unused}, codes.float() * spread
 
     block = {} if columns < 0 else {"weight_block_size": [rows, columns]}
     config = {"quant_method": "fp8", "fmt": "e4m3", **block}

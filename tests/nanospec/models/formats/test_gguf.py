@@ -66,7 +66,7 @@ KINDS |= {"Q4_K": (4, True), "Q5_K": (8, True), "Q6_K": (8, False)}
 
 @pytest.mark.parametrize("kind", [*KINDS, "F16", "BF16"])
 def test_decoded_values(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = write_gguf(tmp_path / "m.gguf", kind=kind)
+    weights = write_gguf(tmp_path / "m.gguf", kind=kind, edit=lambda it: it.add_custom_alignment(4096))
     monkeypatch.setitem(sys.modules, "gguf", None)  # not needed
     convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
     for name, tensor in load_file(tmp_path / "m" / "model.safetensors").items():
@@ -111,14 +111,24 @@ def test_logits_equal_those_of_converted_folder(tmp_path: Path, architecture: st
 def test_folder_in_cache(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
+    create = formats.gguf.folder_files
+
+    def create_after_another_process(*arguments: Any) -> dict[str, str]:
+        monkeypatch.setattr(formats.gguf, "folder_files", create)
+        resolve_model(path)
+        return create(*arguments)
+
+    monkeypatch.setattr(formats.gguf, "folder_files", create_after_another_process)
     folder = resolve_model(path)
-    assert (folder.parent.parent, folder.name) == (cache, "tiny")
+    assert (os.listdir(cache), folder.name) == ([folder.parent.name], "tiny")
     monkeypatch.setattr(formats.gguf, "GGUFCheckpoint", Mock(side_effect=AssertionError))
     monkeypatch.chdir(tmp_path)
     assert resolve_model("tiny.gguf") == folder  # not written again
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent.parent))
     assert os.listdir(folder.parent) == ["tiny"]
+    path.write_bytes(path.read_bytes().replace(b"{{ messages", b"{{ messagez"))  # as large as before
+    assert "messagez" in (resolve_model(path) / "chat_template.jinja").read_text()
     write_gguf(path, "qwen2")
     replaced = resolve_model(path)
     assert json.loads((replaced / "config.json").read_text())["model_type"] == "qwen2"

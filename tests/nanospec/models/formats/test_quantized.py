@@ -31,6 +31,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({**GPTQ, "bits": 3}, "bits=3 is not supported; use 4 or 8"),
     ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported; use 'gptq' or"),
     ({**AWQ, "version": "gemv"}, "version='gemv' is not supported; use 'gemm'"),
+    ({**AWQ, "zero_point": False}, "zero_point=False is not supported; use True"),
     ({**AWQ, "group_size": 48}, "group_size=48 is not supported; its columns must be a multiple of 32"),
     ({**FP8, "weight_block_size": [128, "x"]}, r"weight_block_size=\[128, 'x'\] is not supported"),
     (grouped(actorder="group"), "actorder='group' is not supported"),
