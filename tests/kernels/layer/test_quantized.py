@@ -38,35 +38,16 @@ CASES = [
 ]
 
 
-def products_of(weight: Quantized, T: int, dtype: torch.dtype) -> Products:
-    N, K = weight.shape
-    products = Products(T, N, K, dtype)
-    products.quantized = weight._replace(dtype=dtype)
-    products.weight = products.quantized.dequantize()
-    return products
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "kind", "shape", "group", "dtype", "target"), CASES, ids=str)
 def test_product_matches_dequantized_weight(
     form: str, kind: str, shape: tuple[int, int, int], group: int, dtype: torch.dtype, target: str
 ) -> None:
-    products = products_of(random_quantized(form, *shape[1:], group, 2.0**-4), shape[0], dtype)
+    products = Products(*shape, dtype).of(random_quantized(form, *shape[1:], group, 2.0**-4))
     with forced(gpu=GPUS[target]):
         out = products.run(kind)
     assert out.dtype == dtype
     assert_close(out, products.expected(kind), 1e-3 if dtype == FP16 else 1e-6, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ordered_dot")
-@pytest.mark.parametrize(
-    ("form", "kind"), [("int4-min", "norm_swiglu"), ("int8", "linear_add"), ("fp8", "linear")]
-)
-def test_result_is_bitwise_independent_of_other_rows(
-    form: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    products_of(random_quantized(form, 128, 384, 32), 70, FP16).check_independence(kind, monkeypatch)
 
 
 @pytest.mark.parametrize("form", FORMS)

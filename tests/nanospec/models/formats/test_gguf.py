@@ -4,8 +4,8 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,13 +17,16 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.kernels.layer.quantized import Quantized
 from nanospec.models import formats, resolve_model
 from nanospec.models.config import ModelConfig
 from nanospec.models.formats.gguf import GGUFCheckpoint, GGUFError, convert, file
 from nanospec.models.weights import load_model
 from tests.gguf_file import VOCAB, write_gguf
+from tests.ranks import together
 from tests.tiny import first_logits
+from tests.util import assert_close
 
 
 @pytest.mark.parametrize(("architecture", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
@@ -87,7 +90,7 @@ def test_decoded_values(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPat
         assert not error[:, ::8].any()  # groups of Q6_K with equal scales
 
 
-def logits(folder: Path, split: Callable[[ModelConfig], Any] | None = None) -> Tensor:
+def logits(folder: Path, split: Callable[[ModelConfig], Shard] | None = None) -> Tensor:
     return first_logits(load_model(folder, "float32", "cpu", split=split), VOCAB)
 
 
@@ -97,15 +100,8 @@ def test_logits_equal_those_of_converted_folder(tmp_path: Path, architecture: st
     convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
     expected, folder = logits(tmp_path / "m"), resolve_model(tmp_path / "m.gguf")
     assert torch.equal(logits(folder), expected)
-    taken: dict[str, Tensor] = {}
-
-    def split(config: ModelConfig) -> Any:
-        """Return a shard that is the whole model."""
-        take = lambda name, tensor: taken.setdefault(name, tensor)  # noqa: E731
-        return SimpleNamespace(config=config, take=take, joined=lambda model: model)
-
-    assert torch.equal(logits(folder, split), expected)
-    assert taken.keys() >= {"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"}
+    for result in together(2, lambda group: logits(folder, partial(Shard, group=group))):
+        assert_close(result, expected, 1e-5)
 
 
 def test_folder_in_cache(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
