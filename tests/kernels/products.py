@@ -36,6 +36,12 @@ class Products:
         self.weight = (normal(N, K) / K**0.5).to(dtype)
         self.bias, self.scale, self.residual = normal(N), normal(K), normal(T, N)
 
+    def of(self, weight: Quantized) -> "Products":
+        """Use a quantized weight."""
+        self.quantized = weight._replace(dtype=self.x.dtype)
+        self.weight = self.quantized.dequantize()
+        return self
+
     def run(self, kind: str, rows: slice = slice(None)) -> Tensor:
         """Return the kernel's result for some rows."""
         with forced("triton"):

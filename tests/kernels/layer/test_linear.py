@@ -11,6 +11,7 @@ from nanospec.kernels.layer import product
 from nanospec.kernels.layer.linear import Linear, NativeLinear, OneDnnLinear, TritonLinear, make_linear
 from nanospec.kernels.native import library
 from tests.kernels.products import KINDS, Products
+from tests.random_weights import random_quantized
 from tests.util import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -44,13 +45,17 @@ def test_linear_matches_float64(
 @pytest.mark.slow
 @pytest.mark.usefixtures("ordered_dot")
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("linear_bias", FP32), ("linear_add", FP16), ("norm_linear", FP32), ("norm_swiglu", FP16)],
-)
+    ("kind", "weight"),
+    [("linear_bias", FP32), ("linear_add", FP16), ("norm_linear", FP32), ("norm_swiglu", FP16),
+     ("norm_swiglu", "int4-min"), ("linear_add", "int8"), ("linear", "fp8")],
+)  # fmt: skip
 def test_result_is_bitwise_independent_of_other_rows(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str, weight: torch.dtype | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Products(100, 128, 320, dtype).check_independence(kind, monkeypatch)
+    products = Products(100, 128, 320, FP16 if isinstance(weight, str) else weight)
+    if isinstance(weight, str):
+        products.of(random_quantized(weight, 128, 320, 32))
+    products.check_independence(kind, monkeypatch)
 
 
 @pytest.mark.parametrize("backend", ["triton", "naive"])

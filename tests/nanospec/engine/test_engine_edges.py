@@ -28,22 +28,6 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
 
-def test_drafts_of_repetitive_text_are_accepted() -> None:
-    """Check acceptance itself: it could drop to zero while outputs stay correct."""
-    model, prompt = cycle_model(8), cycle(0, 10, 8)
-    [request] = run(make_engine(model, 5), [Job(prompt, greedy(max_tokens=54))])
-    assert request.output_ids == cycle(10, 54, 8)
-    assert (request.stats.num_steps, request.stats.acceptance_rate) == (9, 1)
-    sources = [(s, t) for s, t in zip(request.draft_sources, request.output_ids, strict=True) if s >= 0]
-    assert len(sources) == 45
-    assert all(request.tokens[s] == token for s, token in sources)
-    limits = [Job(prompt, greedy(max_tokens=12, num_speculative_tokens=n)) for n in (0, 1, 2, None, 63)]
-    assert [r.stats.num_steps for r in run(make_engine(model, 3), limits)] == [12, 6, 4, 3, 3]
-    [stopped] = run(make_engine(model, 5), [Job(prompt, greedy(max_tokens=30, stop_token_ids=[4]))])
-    assert stopped.output_ids == [2, 3, 4]
-    assert (stopped.stats.num_drafted, stopped.stats.accepted_by_position) == (5, [1, 1, 1, 0, 0])
-
-
 @pytest.mark.parametrize("k", [0, 1, 3, 7, 16])
 def test_ends_inside_an_accepted_run(cyclic: Model, k: int, mode: dict[str, Any]) -> None:
     """The prompt contains the stop tokens too, where they have no effect."""

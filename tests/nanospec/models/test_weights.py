@@ -50,7 +50,7 @@ def folder(originals: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def test_all_file_layouts_load_the_same_weights(originals: dict[str, Path], folder: Path) -> None:
-    """Load one file, several files, and a file of another name with an unused tensor."""
+    """Load one file, several files, and a file of another name with an unused tensor, beside a GGUF file."""
     expected = first_logits(load(originals["file"]))
     assert len(list(originals["shards"].glob("*.safetensors"))) > 2
     shards = Path(shutil.copytree(originals["shards"], folder.parent / "shards"))
@@ -59,6 +59,7 @@ def test_all_file_layouts_load_the_same_weights(originals: dict[str, Path], fold
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     edit(folder, lambda tensors: tensors.update(frequencies))
     other = (folder / FILE).rename(folder / "consolidated.safetensors")
+    (folder / "model.gguf").touch()
     model = load(folder)
     with other.open("r+b") as stream:  # in place, visible through a memory mapping
         stream.write(bytes(other.stat().st_size))
@@ -166,6 +167,10 @@ def test_quantization_computes_logits_of_the_dequantized_model(variant: str, tmp
         )
         assert_close(first_logits(model).float(), first_logits(exact), 0.08)
         assert model.weight_bytes < exact.weight_bytes / 2
+        table, head = model.embedding.linear, model.lm_head
+        assert (table.weight.bits, head.weight.bits) == (8, 8)
+        others = model.weight_bytes - sum(linear.num_bytes for linear in model.linears)
+        assert (others > table.num_bytes) == (table is not head)
 
 
 def test_weights_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:

@@ -73,19 +73,33 @@ def test_unsuitable_sizes_are_rejected() -> None:
         check_split(tiny_config(vocab_size=9, num_heads=4, num_kv_heads=4), 4)
 
 
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
 @pytest.mark.parametrize(
-    "variant", ["llama-mqa", "qwen3-biases-windows", "phi3-partly-rotated", "gemma2-biases"]
+    ("variant", "dtype", "quantization"),
+    [
+        ("llama-mqa", FP32, "int4"),
+        ("llama-mqa", BF16, "int4"),
+        ("qwen3-biases-windows", FP32, None),
+        ("phi3-partly-rotated", FP32, None),
+        ("gemma2-biases", FP32, None),
+    ],
+    ids=str,
 )
-def test_ranks_compute_logits_of_the_whole_model(variant: str, tmp_path: Path) -> None:
-    """Test fused tensors, reordered heads, biases, Gemma's norms, QK norms and windows."""
+def test_ranks_compute_logits_of_the_whole_model(
+    variant: str, dtype: torch.dtype, quantization: str | None, tmp_path: Path
+) -> None:
+    """Test fused tensors, reordered heads, biases, Gemma's norms, QK norms and windows, and
+    4 bits with a padded intermediate size."""
     checkpoint(tmp_path, variant)
     ids = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(0))
 
     def logits(group: Group | None) -> Tensor:
         split = None if group is None else partial(Shard, group=group)
-        model = load_model(tmp_path, torch.float32, "cpu", split=split)
-        out = torch.empty(1, 199)
-        assert model.logits(torch.zeros(1, model.config.hidden_size), out) is out
+        model = load_model(tmp_path, dtype, "cpu", split=split, quantization=quantization)
+        out = torch.empty(1, 199, dtype=dtype)
+        assert model.logits(torch.zeros(1, model.config.hidden_size, dtype=dtype), out) is out
         pages = ModelRunner(model, 1, 64)
         pages.step({0: ids[:30]})
         return pages.step({0: ids[30:]})[0]
@@ -93,4 +107,4 @@ def test_ranks_compute_logits_of_the_whole_model(variant: str, tmp_path: Path) -
     expected = logits(None)
     assert expected.std() > 0.1
     for result in together(2, logits):
-        assert_close(result, expected, 1e-5)
+        assert_close(result, expected, 1e-5 if dtype == FP32 else 0.06)

@@ -4,8 +4,8 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,13 +17,16 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.kernels.layer.quantized import Quantized
 from nanospec.models import formats, resolve_model
 from nanospec.models.config import ModelConfig
 from nanospec.models.formats.gguf import GGUFCheckpoint, GGUFError, convert, file
 from nanospec.models.weights import load_model
 from tests.gguf_file import VOCAB, write_gguf
+from tests.ranks import together
 from tests.tiny import first_logits
+from tests.util import assert_close
 
 
 @pytest.mark.parametrize(("architecture", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
@@ -66,7 +69,7 @@ KINDS |= {"Q4_K": (4, True), "Q5_K": (8, True), "Q6_K": (8, False)}
 
 @pytest.mark.parametrize("kind", [*KINDS, "F16", "BF16"])
 def test_decoded_values(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = write_gguf(tmp_path / "m.gguf", kind=kind)
+    weights = write_gguf(tmp_path / "m.gguf", kind=kind, edit=lambda it: it.add_custom_alignment(4096))
     monkeypatch.setitem(sys.modules, "gguf", None)  # not needed
     convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
     for name, tensor in load_file(tmp_path / "m" / "model.safetensors").items():
@@ -87,7 +90,7 @@ def test_decoded_values(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPat
         assert not error[:, ::8].any()  # groups of Q6_K with equal scales
 
 
-def logits(folder: Path, split: Callable[[ModelConfig], Any] | None = None) -> Tensor:
+def logits(folder: Path, split: Callable[[ModelConfig], Shard] | None = None) -> Tensor:
     return first_logits(load_model(folder, "float32", "cpu", split=split), VOCAB)
 
 
@@ -97,28 +100,31 @@ def test_logits_equal_those_of_converted_folder(tmp_path: Path, architecture: st
     convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
     expected, folder = logits(tmp_path / "m"), resolve_model(tmp_path / "m.gguf")
     assert torch.equal(logits(folder), expected)
-    taken: dict[str, Tensor] = {}
-
-    def split(config: ModelConfig) -> Any:
-        """Return a shard that is the whole model."""
-        take = lambda name, tensor: taken.setdefault(name, tensor)  # noqa: E731
-        return SimpleNamespace(config=config, take=take, joined=lambda model: model)
-
-    assert torch.equal(logits(folder, split), expected)
-    assert taken.keys() >= {"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"}
+    for result in together(2, lambda group: logits(folder, partial(Shard, group=group))):
+        assert_close(result, expected, 1e-5)
 
 
 def test_folder_in_cache(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
+    create = formats.gguf.folder_files
+
+    def create_after_another_process(*arguments: Any) -> dict[str, str]:
+        monkeypatch.setattr(formats.gguf, "folder_files", create)
+        resolve_model(path)
+        return create(*arguments)
+
+    monkeypatch.setattr(formats.gguf, "folder_files", create_after_another_process)
     folder = resolve_model(path)
-    assert (folder.parent.parent, folder.name) == (cache, "tiny")
+    assert (os.listdir(cache), folder.name) == ([folder.parent.name], "tiny")
     monkeypatch.setattr(formats.gguf, "GGUFCheckpoint", Mock(side_effect=AssertionError))
     monkeypatch.chdir(tmp_path)
     assert resolve_model("tiny.gguf") == folder  # not written again
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent.parent))
     assert os.listdir(folder.parent) == ["tiny"]
+    path.write_bytes(path.read_bytes().replace(b"{{ messages", b"{{ messagez"))  # as large as before
+    assert "messagez" in (resolve_model(path) / "chat_template.jinja").read_text()
     write_gguf(path, "qwen2")
     replaced = resolve_model(path)
     assert json.loads((replaced / "config.json").read_text())["model_type"] == "qwen2"
@@ -147,34 +153,27 @@ def test_tokenizers(tmp_path: Path, pre: str) -> None:
     assert words == ["a", *(["Ġ", "012", "3"] if pre == "llama-bpe" else ["Ġ", "0", "1", "2", "3"])]
 
 
+def text(key: str, value: str) -> Callable[[gguf.GGUFWriter], None]:
+    field = gguf.GGUFValue(value, gguf.GGUFValueType.STRING)
+    return lambda writer: writer.kv_data[0].update({key: field})
+
+
 UNSUPPORTED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "pre": (lambda w: w.add_tokenizer_pre("gpt-4o"), "'gpt-4o' is not supported"),
-    "tokenizer": (lambda w: w.add_tokenizer_model("llama"), "tokenizer 'llama' with"),
-    "rope-scaling": (
-        lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
-        "rope.scaling.type='yarn' is",
-    ),
+    "pre": (text("tokenizer.ggml.pre", "gpt-4o"), "'gpt-4o' is not supported"),
+    "tokenizer": (text("tokenizer.ggml.model", "llama"), "tokenizer 'llama' with"),
+    "rope-scaling": (text("llama.rope.scaling.type", "yarn"), "rope.scaling.type='yarn' is"),
     "rope-factor": (lambda w: w.add_float32("llama.rope.scaling.factor", 2), "rope.scaling.factor=2.0 is"),
     "experts": (lambda w: w.add_expert_count(8), "expert_count=8 is"),
     "tensor": (lambda w: w.add_tensor("blk.0.ssm.weight", np.ones(4)), "'blk.0.ssm.weight' is not supported"),
-    "architecture": (lambda w: w.add_string("general.architecture", "mamba"), "'mamba' is not supported"),
-    "no-merges": (lambda w: w.kv_data[0].update({"tokenizer.ggml.merges": None}), "merges' is missing"),
+    "architecture": (text("general.architecture", "mamba"), "'mamba' is not supported"),
+    "no-merges": (lambda w: w.kv_data[0].pop("tokenizer.ggml.merges"), "merges' is missing"),
 }
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_unsupported_file_is_rejected(tmp_path: Path, cache: Path, case: str) -> None:
     edit, message = UNSUPPORTED[case]
-
-    def edit_again(writer: gguf.GGUFWriter) -> None:
-        """Let `edit` set a key again, which the writer would reject, or remove it."""
-        fields = writer.kv_data[0]
-        writer.kv_data[0] = {}
-        edit(writer)
-        merged = {**fields, **writer.kv_data[0]}
-        writer.kv_data[0] = {key: field for key, field in merged.items() if field}
-
-    write_gguf(tmp_path / "m.gguf", edit=edit_again)
+    write_gguf(tmp_path / "m.gguf", edit=edit)
     with pytest.raises(GGUFError, match=message) as caught:
         convert(tmp_path / "m.gguf", tmp_path / "m")
     assert len(str(caught.value)) < 600
