@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Gpu, counters, gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
-from .codes import Codes, PackedCodes, load_codes
+from .dequantize import Codes, PackedCodes, load_dequantized
 from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
 
 Weight = Tensor | PackedCodes
@@ -63,7 +63,7 @@ def split_k_parts(N: int, K: int, gpu: Gpu) -> tuple[int, int]:
 @cache
 def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsize: float = 0) -> Tiling:
     """Return the tiling for x [T, K] and weight [N, K]: the largest tile that occupies most of the GPU.
-    `weight_itemsize`: of the weight if it is quantized."""
+    `weight_itemsize`: the bytes of a weight in shared memory, if it is quantized."""
     parts, part = split_k_parts(N, K, gpu)
     split_k = parts > 1 and T <= MAX_SPLIT_TOKENS
     tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
@@ -179,7 +179,7 @@ def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr, CODES: tl.con
         if CODES is None:
             w = tl.load(w_row + column[None, :], tile.rows_in[:, None] & k_in[None, :], other=0.0)
         else:
-            w = load_codes(operands, tile, (first + step) * C.BLOCK_K, sizes, C, CODES)
+            w = load_dequantized(operands, tile, (first + step) * C.BLOCK_K, sizes, C, CODES)
         acc = tl.dot(w, tl.trans(value), acc, input_precision=C.PRECISION)
         if C.PARTS > 1 and not C.SPLIT_K:
             left -= 1

@@ -109,7 +109,7 @@ class Heads:
     def weight_bytes(self) -> int:
         """Bytes of the blocks and projections, including the target's lm_head if the heads use it."""
         blocks = sum(tensor.nbytes for block in self.blocks for tensor in block)
-        return blocks + sum(linear.num_bytes for linear in self.projections)
+        return blocks + sum(linear.nbytes for linear in self.projections)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of each head: [N, H] -> [N, num_heads, Vd]. For the hidden states that

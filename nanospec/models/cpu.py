@@ -35,7 +35,7 @@ class CompiledModel(Model):
         c, scalar = config, config.query_scalar or config.head_dim
         self._norms: list[Tensor] = []
         table, shape = self.embedding, (c.vocab_size, c.hidden_size)
-        embedding = packed.Packed(table, shape) if isinstance(table, Tensor) else table.linear.weight
+        embedding = packed.Packed(table, shape) if isinstance(table, Tensor) else table.weight
         self._layers = words(*(word for layer in self.layers for word in self._layer_words(layer)))
         self._model = words(
             c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,

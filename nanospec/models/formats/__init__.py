@@ -37,10 +37,10 @@ QUANTIZED = {"awq": "Awq", "compressed-tensors": "CompressedTensors", "fp8": "Fp
 
 def open_checkpoint(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     """Open the checkpoint in `folder`, whose config.json is `raw`. Raises FileNotFoundError or ValueError."""
-    from .quantized import QuantizedCheckpoint
+    from .quantized_safetensors import QuantizedCheckpoint
     from .safetensors import SafetensorsCheckpoint
 
-    gguf = folder / "model.gguf"
+    gguf = folder / "model.gguf"  # a link; if its file was moved, GGUFCheckpoint names that
     if os.path.lexists(gguf) and not any(folder.glob("*.safetensors")):
         from .gguf import GGUFCheckpoint
 

@@ -1,6 +1,5 @@
 """Quantized weights: their arithmetic, their layout for the kernel, and products with the kernel."""
 
-
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +7,7 @@ from torch import Tensor
 from nanospec.apps.cli import explain
 from nanospec.config import SamplingParams
 from nanospec.kernels.launch import GPUS, forced
-from nanospec.kernels.layer.codes import pack_codes
+from nanospec.kernels.layer.dequantize import pack_codes
 from nanospec.kernels.layer.linear import TritonLinear, make_linear
 from nanospec.kernels.layer.quantized import Quantized, as_integers, concatenate, quantize
 from nanospec.models.decoder import Model
@@ -83,7 +82,7 @@ def test_packed_rows_are_the_weight(form: str) -> None:
             linear = make_linear(weight, torch.zeros(7))
         assert isinstance(linear, TritonLinear)
         assert linear.unpacked_weight is None
-        assert linear.num_bytes == 7 * (K * weight.bits // 8 + 4 * words)
+        assert linear.nbytes == 7 * (K * weight.bits // 8 + 4 * words)
 
 
 def test_float8_with_large_scales_becomes_integers() -> None:

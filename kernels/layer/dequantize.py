@@ -89,7 +89,7 @@ def pack_codes(weight: Quantized) -> PackedCodes:
 
 
 @triton.jit
-def load_codes(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.constexpr):
+def load_dequantized(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.constexpr):
     """Return the tile [BLOCK_N, BLOCK_K] of the weight from column `first` on, in x's dtype. Elements outside
     of the weight are finite."""
     width = tl.multiple_of(sizes.K * CODES.BITS // 8, 16)  # since 32 divides K
