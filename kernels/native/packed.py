@@ -9,8 +9,6 @@ the operand of one instruction is contiguous. So is a block, and in it the keys 
 in the order in which they are read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

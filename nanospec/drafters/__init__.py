@@ -13,23 +13,21 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..config import SpecConfig
 from ..kernels import GENERATED, MAX_DRAFTS, NO_DRAFTER
 from ..kernels.batch import Batch
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.proposal import draft_limits as draft_limits  # for drafters
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
+from ..models.decoder import Model
 from ..text import as_int, shown
-
-if TYPE_CHECKING:
-    from ..config import SpecConfig
-    from ..models.decoder import Model
-    from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import Tokenizer
 
 
 class Target(NamedTuple):

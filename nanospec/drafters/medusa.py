@@ -23,12 +23,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import SpecConfig
 from ..kernels.batch import Batch
 from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.sampling import noise
@@ -36,13 +36,10 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models import default_heads
+from ..models.decoder import Model
 from ..models.formats.safetensors import check_fit, listed, open_safetensors
 from ..text import shown
 from . import Drafter, Memory, Target, draft_limits, make_proposal
-
-if TYPE_CHECKING:
-    from ..config import SpecConfig
-    from ..models.decoder import Model
 
 CONTENDERS = 16  # most likely tokens of a head from which it samples
 TOKEN_MAP = "token_map"

@@ -10,8 +10,6 @@ The model has no state except its weights; the caller owns the KV cache:
     kv_cache  [num_layers, 2, Hkv, num_blocks, block_size, D]      2: keys, values
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Capturing a step compiles its kernels, but a prompt chunk can have any number of
 product depends on it, and attention on the queries per row and on whether programs share a long context.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import torch

@@ -1,7 +1,5 @@
 """Load a `Model` from a folder with a config.json and a checkpoint in one of the formats in `formats/`."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from contextlib import suppress

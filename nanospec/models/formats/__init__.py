@@ -4,8 +4,6 @@ A format that stores weights in 8 or 4 bits returns them as `Quantized`. The che
 before the first tensor is read; one error lists all mismatches.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ since programs disagree on their syntax. Scales of activations and of the KV cac
 are quantized with their own, and the cache is not quantized.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping

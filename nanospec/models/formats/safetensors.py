@@ -1,8 +1,6 @@
 """Safetensors files. They are memory-mapped and copied tensor by tensor, so loading takes little more memory
 than the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
