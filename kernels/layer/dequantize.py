@@ -74,7 +74,7 @@ class PackedCodes(NamedTuple):
 
 def pack_codes(weight: Quantized) -> PackedCodes:
     """Return `weight` in the layout of the kernel."""
-    has_values = weight.device.type != "meta"  # no values while kernels are compiled without a GPU
+    has_values = weight.codes.device.type != "meta"  # no values while kernels are compiled without a GPU
     if weight.codes.is_floating_point() and has_values and weight.scale.max() >= MAX_FLOAT8_SCALE:
         weight = as_integers(weight)
     if weight.scale.shape[1] > 1:

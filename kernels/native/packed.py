@@ -130,10 +130,6 @@ def tiled_shape(num_blocks: int, layers: int, heads: int, block_size: int, head_
     return (num_blocks, layers, heads, 2, block_size // TILE, TILE, head_dim)
 
 
-def is_tiled(kv_cache: Tensor) -> bool:
-    return kv_cache.dim() == 7
-
-
 def cache_words(kv_cache: Tensor) -> tuple[NativeArg, ...]:
     """Return the fields of `Cache` in cache.h."""
     _, layers, heads, _, tiles, _, head_dim = kv_cache.shape

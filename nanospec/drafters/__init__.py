@@ -7,8 +7,6 @@ in device tensors with one entry per request row, plus a last entry that padding
 Pass an instance to `LLM(model, drafter=...)`; `docs/extend-drafter.md` shows how to write a drafter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import islice
@@ -69,7 +67,7 @@ class Drafter:
         cls.name = vars(cls).get("name", cls.__name__)
 
     @classmethod
-    def load(cls, spec: SpecConfig, target: Target) -> Drafter:
+    def load(cls, spec: SpecConfig, target: Target) -> "Drafter":
         """Load the drafter and its weights for the target model. Raises ValueError if a setting is missing or
         wrong, FileNotFoundError if a file is missing."""
         return cls()

@@ -13,8 +13,6 @@ beyond them and are overwritten); the host's `_RowState.computed` is never large
 hold the draft model's K/V of all their tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -73,7 +71,7 @@ class ModelDrafter(Drafter):
         self.memory = Memory(model.weight_bytes, per_token, window)
 
     @classmethod
-    def load(cls, spec: SpecConfig, target: Target) -> ModelDrafter:
+    def load(cls, spec: SpecConfig, target: Target) -> "ModelDrafter":
         if spec.draft_model is None:
             raise ValueError(f"method={spec.method!r} needs a draft model; set draft_model.")
         folder = resolve_model(spec.draft_model)

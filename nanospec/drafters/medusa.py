@@ -16,8 +16,6 @@ blocks per head. Names may have the prefix `medusa_head.`:
                                                 have Vd rows (as in FR-Spec, Zhao et al., 2025, and vLLM)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -61,7 +59,7 @@ class Heads:
     token_map: Tensor | None
 
     @classmethod
-    def load(cls, path: str | Path, model: Model) -> Heads:
+    def load(cls, path: str | Path, model: Model) -> "Heads":
         """Load heads from a safetensors file in the model's dtype. Raises FileNotFoundError if it does not
         exist, ValueError if it is corrupt or does not fit the model."""
         file, hidden, rows = Path(path), model.config.hidden_size, model.config.vocab_size
@@ -153,10 +151,9 @@ def lm_head_for(model: Model, token_map: Tensor | None) -> Linear:
 def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
     """Return the target's lm_head rows for the tokens [n] int64, as a plain tensor [n, H]. A packed lm_head
     has no readable rows, but its product with unit vectors gives its columns exactly."""
-    if isinstance(model.embedding, Tensor) and model.config.tie_word_embeddings:
-        return model.embedding[tokens]
-    if model.lm_head.unpacked_weight is not None:
-        return model.lm_head.unpacked_weight[tokens]
+    table = model.embedding if model.config.tie_word_embeddings else model.lm_head.unpacked_weight
+    if isinstance(table, Tensor):
+        return table[tokens]
     units = torch.eye(model.config.hidden_size, dtype=model.dtype, device=model.device)
     return torch.cat([model.lm_head(piece)[:, tokens] for piece in units.split(PIECE)]).T.contiguous()
 
@@ -185,7 +182,7 @@ class MedusaDrafter(Drafter):
         self._trees: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     @classmethod
-    def load(cls, spec: SpecConfig, target: Target) -> MedusaDrafter:
+    def load(cls, spec: SpecConfig, target: Target) -> "MedusaDrafter":
         file = spec.heads
         if file is None and target.folder is None:
             raise ValueError(f"method={spec.method!r} needs Medusa heads; set SpecConfig(heads=FILE).")

@@ -57,6 +57,10 @@ class Layer:
         self.down = linear(config.mlp_bias, "mlp.down_proj")
         self.down_norm = norm("mlp.out_norm") if config.out_norms else None
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
     def __call__(
         self, residual: Residual, cache: Tensor, angles: Tensor, metadata: AttentionMetadata, next_norm: Norm
     ) -> Residual:
@@ -114,10 +118,7 @@ class Model:
     @property
     def linears(self) -> list[Linear]:
         """The matrix products of a step; the last one is lm_head."""
-        layers = [
-            linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        ]
-        return [*layers, self.lm_head]
+        return [*(linear for layer in self.layers for linear in layer.linears), self.lm_head]
 
     def _load_vocabulary(self, get: GetWeight) -> tuple[Any, Linear]:
         """Return the embedding and lm_head."""

@@ -19,8 +19,9 @@ class Awq:
         self._block = parse_block(config, "group_size")
 
     def layout(self, module: Module) -> Layout:
-        (n, k), block = module.shape, module.block(self._block, "scales")
-        groups, words = module.grid(block)[1], -(-n // 8)
+        block, (_, groups) = module.blocks(self._block, "scales")
+        n, k = module.shape
+        words = -(-n // 8)
 
         def codes(packed: Tensor) -> Tensor:
             return unpack(packed, 4).unflatten(1, (-1, 8))[..., PLACES].flatten(1)[:, :n].T.contiguous()

@@ -60,8 +60,8 @@ class Integers:
         self._block = parse_block(weights, "block_structure") or parse_block(weights, "group_size")
 
     def layout(self, module: Module) -> Layout:
-        (n, k), block = module.shape, module.block(self._block, "weight_scale")
-        (rows, groups), scale = module.grid(block), module.scale_shape(block, "weight_scale")
+        block, (rows, groups) = module.blocks(self._block, "weight_scale")
+        (n, k), scale = module.shape, module.fitted("weight_scale", (rows, groups))
         is_packed = "weight_packed" in module.stored
         bits = self._bits if is_packed else 8
 

@@ -16,9 +16,9 @@ class Fp8:
 
     def layout(self, module: Module) -> Layout:
         name = "weight_scale_inv" if "weight_scale_inv" in module.stored else "weight_scale"
-        block = module.block(self._block, name)
+        block, grid = module.blocks(self._block, name)
 
         def decode(weight: Tensor, **scale: Tensor) -> Quantized:
             return from_blocks(weight, scale[name], block)
 
-        return {"weight": (module.shape, "F8_E4M3"), name: (module.scale_shape(block, name), "float")}, decode
+        return {"weight": (module.shape, "F8_E4M3"), name: (module.fitted(name, grid), "float")}, decode

@@ -25,8 +25,8 @@ class Gptq:
         self._added = ONES[self._bits] if option(config, key, "gptq", "gptq_v2") == "gptq" else 0
 
     def layout(self, module: Module) -> Layout:
-        (n, k), block, bits = module.shape, module.block(self._block, "scales"), self._bits
-        groups = module.grid(block)[1]
+        (n, k), bits = module.shape, self._bits
+        block, (_, groups) = module.blocks(self._block, "scales")
 
         def decode(
             qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None = None

@@ -35,22 +35,18 @@ class Module(NamedTuple):
     shape: Shape
     stored: Mapping[str, Shape]
 
-    def block(self, given: Block | None, scale: str) -> Block:
-        """Return the given block, at most the whole weight. Without one, the stored tensor `scale` has one
-        element for each row, or one in all."""
+    def blocks(self, given: Block | None, scale: str) -> tuple[Block, Shape]:
+        """Return the block, at most the whole weight, and the number of blocks in both dimensions. Without a
+        given block, the stored tensor `scale` has one element for each row, or one in all."""
         n, k = self.shape
         rows, columns = given or (1 if math.prod(self.stored.get(scale, ())) > 1 else n, k)
-        return min(rows, n), min(columns, k)
+        rows, columns = min(rows, n), min(columns, k)
+        return (rows, columns), (math.ceil(n / rows), math.ceil(k / columns))
 
-    def grid(self, block: Block) -> Shape:
-        """Return the number of blocks in both dimensions."""
-        return math.ceil(self.shape[0] / block[0]), math.ceil(self.shape[1] / block[1])
-
-    def scale_shape(self, block: Block, scale: str) -> Shape:
-        """Return the expected shape of the stored tensor `scale`, which may lack dimensions of 1."""
-        expected = self.grid(block)
-        stored = self.stored.get(scale, expected)
-        return stored if [n for n in stored if n != 1] == [n for n in expected if n != 1] else expected
+    def fitted(self, name: str, shape: Shape) -> Shape:
+        """Return the shape of a stored tensor if it differs from `shape` only in dimensions of 1."""
+        stored = self.stored.get(name, shape)
+        return stored if [n for n in stored if n != 1] == [n for n in shape if n != 1] else shape
 
 
 # The tensors that store a weight, by the last part of their names, and a function that converts them. It
