@@ -88,7 +88,7 @@ def pack_quantized(weight: Quantized) -> Packed:
     for first in range(0, len(data), STRIPS):
         rows = weight.rows(slice(first * WIDTH, (first + STRIPS) * WIDTH))
         missing, blocks = -len(rows.codes) % WIDTH, data[first : first + STRIPS]
-        quads = F.pad(rows.codes, (0, 0, 0, missing)).view(torch.int32)  # [32 S, K / 4]
+        quads = F.pad(rows.codes, (0, 0, 0, missing)).contiguous().view(torch.int32)  # [32 S, K / 4]
         quads = quads.view(-1, 2, 16, K // group, group // 4)
         quads = quads.permute(0, 3, 1, 4, 2)  # [S, groups, 2, quads, 16]
         if weight.bits == 4:

@@ -24,7 +24,7 @@ class Awq:
         words = -(-n // 8)
 
         def codes(packed: Tensor) -> Tensor:
-            return unpack(packed, 4).unflatten(1, (-1, 8))[..., PLACES].flatten(1)[:, :n].T.contiguous()
+            return unpack(packed, 4).unflatten(1, (-1, 8))[..., PLACES].flatten(1)[:, :n].T
 
         def decode(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Quantized:
             return from_blocks(codes(qweight), scales.T, block, codes(qzeros), 4)

@@ -36,11 +36,10 @@ class Module(NamedTuple):
     stored: Mapping[str, Shape]
 
     def blocks(self, given: Block | None, scale: str) -> tuple[Block, Shape]:
-        """Return the block, at most the whole weight, and the number of blocks in both dimensions. Without a
-        given block, the stored tensor `scale` has one element for each row, or one in all."""
+        """Return the block and the number of blocks in both dimensions. Without a given block, the stored
+        tensor `scale` has one element for each row, or one in all."""
         n, k = self.shape
         rows, columns = given or (1 if math.prod(self.stored.get(scale, ())) > 1 else n, k)
-        rows, columns = min(rows, n), min(columns, k)
         return (rows, columns), (math.ceil(n / rows), math.ceil(k / columns))
 
     def fitted(self, name: str, shape: Shape) -> Shape:

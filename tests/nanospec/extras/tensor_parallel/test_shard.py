@@ -11,6 +11,8 @@ from torch import Tensor
 
 from nanospec.extras.tensor_parallel.group import Group
 from nanospec.extras.tensor_parallel.shard import Shard, check_split
+from nanospec.kernels import native
+from nanospec.kernels.layer.residual import look_up
 from nanospec.models.weights import load_model
 from tests.ranks import groups_of, together
 from tests.tiny import ModelRunner, checkpoint, tiny_config
@@ -94,3 +96,17 @@ def test_ranks_compute_logits_of_the_whole_model(variant: str, tmp_path: Path) -
     assert expected.std() > 0.1
     for result in together(2, logits):
         assert_close(result, expected, 1e-5)
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler: install g++")
+def test_quantized_embedding_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "llama-mqa")
+
+    def rows(group: Group | None) -> Tensor:
+        split = None if group is None else partial(Shard, group=group)
+        model = load_model(tmp_path, torch.bfloat16, "cpu", split=split, quantization="int8")
+        return look_up(torch.arange(199), model.embedding)
+
+    expected = rows(None)
+    for result in together(2, rows):
+        assert torch.equal(result, expected)
