@@ -6,8 +6,6 @@ committed tokens only; the keys and values from position num_tokens - 1 on are g
 them; the entries of a block table row after the request's last block repeat that block.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -52,7 +50,7 @@ class Table(NamedTuple):
     @classmethod
     def empty(
         cls, num_rows: int, max_context: int, block_size: int, vocab_size: int, device: torch.device | str
-    ) -> Table:
+    ) -> "Table":
         """Return a table of unused rows: all zeros."""
         max_blocks = -(-max_context // block_size)
         widths = {"tokens": max_context, "block_table": max_blocks, "stop_ids": MAX_STOP_IDS}

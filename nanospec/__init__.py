@@ -4,8 +4,6 @@ Public names are imported on first use, so that commands that do not need torch,
 without importing it.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +14,9 @@ if TYPE_CHECKING:
     from .outputs import Completion, RequestOutput
 
 __all__ = [
-    "LLM",
-    "Completion",
-    "Drafter",
-    "EngineConfig",
-    "RequestOutput",
-    "SamplingParams",
-    "SimpleDrafter",
+    "LLM", "Completion", "Drafter", "EngineConfig", "RequestOutput", "SamplingParams", "SimpleDrafter",
     "SpecConfig",
-]
+]  # fmt: skip
 __version__ = "0.1.0"
 _MODULES = {  # name -> module; the other names are in `config`
     "LLM": "llm",

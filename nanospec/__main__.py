@@ -5,8 +5,6 @@ all `with` blocks, so that no temporary file, compiler or rank process is left o
 same kind, or any of these signals while Python shuts down, terminates the process immediately.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from contextlib import suppress

@@ -6,8 +6,6 @@
 Several threads may call an `LLM` at once; their requests are batched together (`engine/locking.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,7 +153,7 @@ class LLM:
         with self.shared.turn():
             self.engine.worker.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """Results: a `Completion` for each output, a `RequestOutput` for each prompt, and the engine's counters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

@@ -68,7 +68,7 @@ class Linear:
         return self.weight if isinstance(self.weight, Tensor) and not self.weight.is_mkldnn else None
 
     @property
-    def num_bytes(self) -> int:
+    def nbytes(self) -> int:
         """Return the memory size of the weight in bytes."""
         parts = (self.weight,) if isinstance(self.weight, Tensor) else self.weight
         return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
@@ -79,8 +79,8 @@ class Linear:
         return result if out is None else out.copy_(result)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return rows [T, K] of the weight."""
-        return F.embedding(ids, self.weight)
+        """Return rows [T, K] of a quantized weight, for an embedding."""
+        return self.weight.rows(ids)
 
     def _product(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -105,14 +105,11 @@ class TritonLinear(Linear):
     is a `PackedCodes`."""
 
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None = None) -> None:
-        from .codes import pack_codes
+        from .dequantize import pack_codes
         from .product import product
 
         super().__init__(pack_codes(weight) if isinstance(weight, Quantized) else weight, bias)
         self._kernel = product
-
-    def rows(self, ids: Tensor) -> Tensor:
-        return super().rows(ids) if isinstance(self.weight, Tensor) else self.weight.rows(ids)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._kernel(x, self.weight, self.bias, new=None if out is None else Outputs(out))
@@ -131,25 +128,8 @@ class TritonLinear(Linear):
         return new
 
 
-class QuantizedEmbedding:
-    """An embedding with a quantized weight, which lm_head may share."""
-
-    def __init__(self, linear: Linear) -> None:
-        self.linear = linear
-
-    def __len__(self) -> int:
-        return int(self.linear.weight.shape[0])
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Return the rows [T, H] of ids [T]."""
-        return self.linear.rows(ids)
-
-
 class NativeLinear(Linear):
     """A linear layer in C++; the weight is a `Packed`."""
-
-    def rows(self, ids: Tensor) -> Tensor:
-        return packed.rows(self.weight, ids)
 
     def _product(self, x: Tensor) -> Tensor:
         return packed.linear(x, self.weight, self.bias)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Gpu, counters, gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
-from .codes import Codes, PackedCodes, load_codes
+from .dequantize import Codes, PackedCodes, load_dequantized
 from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
 
 Weight = Tensor | PackedCodes
@@ -61,9 +61,9 @@ def split_k_parts(N: int, K: int, gpu: Gpu) -> tuple[int, int]:
 
 
 @cache
-def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsize: float = 0) -> Tiling:
+def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsize: float) -> Tiling:
     """Return the tiling for x [T, K] and weight [N, K]: the largest tile that occupies most of the GPU.
-    `weight_itemsize`: of the weight if it is quantized."""
+    `itemsize`, `weight_itemsize`: bytes per element of a tile of x and of the weight."""
     parts, part = split_k_parts(N, K, gpu)
     split_k = parts > 1 and T <= MAX_SPLIT_TOKENS
     tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
@@ -78,7 +78,7 @@ def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsi
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
     share = triton.cdiv(programs, gpu.multiprocessors)
     together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
-    if width > 32 or not weight_itemsize:  # with many tokens, keep room to convert the layout of codes
+    if width > 32:  # with many tokens, keep room to convert the layout of codes
         weight_itemsize = itemsize
     stages = gpu.stages(int(rows * weight_itemsize + width * itemsize) * block_k, 6, together)
     warps = 8 if rows * width >= 128 * 64 else 4
@@ -179,7 +179,7 @@ def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr, CODES: tl.con
         if CODES is None:
             w = tl.load(w_row + column[None, :], tile.rows_in[:, None] & k_in[None, :], other=0.0)
         else:
-            w = load_codes(operands, tile, (first + step) * C.BLOCK_K, sizes, C, CODES)
+            w = load_dequantized(operands, tile, (first + step) * C.BLOCK_K, sizes, C, CODES)
         acc = tl.dot(w, tl.trans(value), acc, input_precision=C.PRECISION)
         if C.PARTS > 1 and not C.SPLIT_K:
             left -= 1

@@ -8,8 +8,6 @@ Codes are integers from 0 to 15 or 255 with the offset 8 or 128 if there is no m
 float8 numbers with the offset 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -43,10 +41,6 @@ class Quantized(NamedTuple):
         return self.codes.shape
 
     @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
     def group(self) -> int:
         """The number of columns per scale."""
         return self.codes.shape[1] // self.scale.shape[1]
@@ -61,17 +55,17 @@ class Quantized(NamedTuple):
         """The code of 0, or 0 with a minimum."""
         return 0 if self.minimum is not None or self.codes.is_floating_point() else 1 << (self.bits - 1)
 
-    def rows(self, index: Tensor | slice) -> Quantized:
+    def rows(self, index: Tensor | slice) -> "Quantized":
         """Return the selected rows."""
         minimum = None if self.minimum is None else self.minimum[index]
         return self._replace(codes=self.codes[index], scale=self.scale[index], minimum=minimum)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> Quantized:
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Quantized":
         """Return the weight on a device, for activations of `dtype`."""
         minimum = None if self.minimum is None else self.minimum.to(device)
         return Quantized(self.codes.to(device), self.scale.to(device), minimum, self.bits, dtype)
 
-    def regrouped(self, group: int) -> Quantized:
+    def regrouped(self, group: int) -> "Quantized":
         """Return the same weight with `group` columns per scale, which must divide the present number."""
         times = self.group // group
         minimum = None if self.minimum is None else self.minimum.repeat_interleave(times, 1)

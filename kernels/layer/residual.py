@@ -22,8 +22,7 @@ only, so the result of a token does not depend on other tokens.
 """
 
 from collections import namedtuple
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,18 +71,16 @@ class Residual(NamedTuple):
         return Outputs(self.x, residual, self.norm.weight, self.scaled, self.squares)
 
 
-def embed(
-    ids: Tensor, table: Tensor | Callable[[Tensor], Tensor], norm: Norm, scale: float = 1.0
-) -> Residual:
+def embed(ids: Tensor, table: Any, norm: Norm, scale: float = 1.0) -> Residual:
     """Return the residual stream after the embedding of `ids` [T], each in 0 .. V - 1, times `scale`. `norm`:
-    the first norm. `table`: [V, H], or a function that returns the rows [T, H] of ids."""
+    the first norm. `table`: see `look_up`."""
     rows = look_up(ids, table)
     return residual_add((rows if scale == 1 else rows * scale)[None], None, norm)
 
 
-def look_up(ids: Tensor, table: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the rows [T, H] of a table [V, H], or of a function that returns them."""
-    return F.embedding(ids, table) if isinstance(table, Tensor) else table(ids)
+def look_up(ids: Tensor, table: Any) -> Tensor:
+    """Return the rows [T, H] of `table`, a tensor [V, H] or an object with `rows(ids)` such as `Linear`."""
+    return F.embedding(ids, table) if isinstance(table, Tensor) else table.rows(ids)
 
 
 def residual_add(parts: Tensor, x: Tensor | None, next_norm: Norm, out_norm: Norm | None = None) -> Residual:

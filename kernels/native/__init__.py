@@ -13,8 +13,6 @@ arguments); `packed.py` (layouts and memory of weights and KV cache); `models/cp
 `decoder.cpp` (the forward pass) and its headers; then `sampling.cpp`, `step.cpp` and `ngram.cpp`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os
@@ -58,14 +56,14 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         return None
 
 
-def call(name: str, *values: NativeArg) -> array[int]:
+def call(name: str, *values: NativeArg) -> "array[int]":
     """Call a function of the library. Return its arguments as words, which may contain results."""
     args = words(*values)
     getattr(library(required=True), name)(ctypes.c_void_p(args.buffer_info()[0]))
     return args
 
 
-def words(*values: NativeArg) -> array[int]:
+def words(*values: NativeArg) -> "array[int]":
     return array("q", [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values])
 
 

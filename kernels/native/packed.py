@@ -9,8 +9,6 @@ the operand of one instruction is contiguous. So is a block, and in it the keys 
 in the order in which they are read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap
@@ -55,17 +53,14 @@ class Packed(NamedTuple):
 
     def words(self, bias: Tensor | None = None) -> tuple[NativeArg, ...]:
         """Return the fields of `Weight` in structs.h."""
-        strip = self.data[0].nbytes
-        return (
-            self.data,
-            bias,
-            *self.shape,
-            self.bits,
-            self.group,
-            self.has_minima,
-            double(self.factor),
-            strip,
-        )
+        form = self.bits, self.group, self.has_minima, double(self.factor), self.data[0].nbytes
+        return self.data, bias, *self.shape, *form
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows [T, K] of a quantized weight in bfloat16."""
+        out = torch.empty(len(ids), self.shape[1], dtype=torch.bfloat16)
+        call("nanospec_rows", *self.words(), ids.long().contiguous(), *row_words(out), len(ids))
+        return out
 
 
 def pack(weight: Tensor) -> Packed:
@@ -94,9 +89,8 @@ def pack_quantized(weight: Quantized) -> Packed:
         rows = weight.rows(slice(first * WIDTH, (first + STRIPS) * WIDTH))
         missing, blocks = -len(rows.codes) % WIDTH, data[first : first + STRIPS]
         quads = F.pad(rows.codes, (0, 0, 0, missing)).contiguous().view(torch.int32)  # [32 S, K / 4]
-        quads = quads.view(-1, 2, 16, K // group, group // 4).permute(
-            0, 3, 1, 4, 2
-        )  # [S, groups, 2, quads, 16]
+        quads = quads.view(-1, 2, 16, K // group, group // 4)
+        quads = quads.permute(0, 3, 1, 4, 2)  # [S, groups, 2, quads, 16]
         if weight.bits == 4:
             pairs = quads.unflatten(3, (-1, 2, 4))  # of four quads
             quads = pairs[:, :, :, :, 0] | pairs[:, :, :, :, 1] << 4
@@ -113,13 +107,6 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     out = x.new_empty(len(x), weight.shape[0])
     words = *weight.words(bias), *row_words(x), *row_words(out), len(x), torch.get_num_threads()
     call("nanospec_linear", *words)
-    return out
-
-
-def rows(weight: Packed, ids: Tensor) -> Tensor:
-    """Return rows [T, K] in bfloat16 of a quantized weight."""
-    out = torch.empty(len(ids), weight.shape[1], dtype=torch.bfloat16)
-    call("nanospec_rows", *weight.words(), ids.long().contiguous(), *row_words(out), len(ids))
     return out
 
 
@@ -141,10 +128,6 @@ def row_words(x: Tensor | None) -> tuple[NativeArg, ...]:
 
 def tiled_shape(num_blocks: int, layers: int, heads: int, block_size: int, head_dim: int) -> tuple[int, ...]:
     return (num_blocks, layers, heads, 2, block_size // TILE, TILE, head_dim)
-
-
-def is_tiled(kv_cache: Tensor) -> bool:
-    return kv_cache.dim() == 7
 
 
 def cache_words(kv_cache: Tensor) -> tuple[NativeArg, ...]:

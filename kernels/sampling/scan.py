@@ -7,8 +7,6 @@ and the maxima of groups of tokens. `_finish` compares the winners of the chunks
 `top_k_top_p`. Chunks and groups depend on V only, so the result of a query does not depend on the batch.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

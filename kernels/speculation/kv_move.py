@@ -19,13 +19,13 @@ from torch import Tensor
 from ..batch import Batch, slots_of
 from ..launch import next_power_of_2, use_triton
 from ..native import call
-from ..native.packed import cache_words, is_tiled
+from ..native.packed import cache_words
 from .verify import Verdict
 
 
 def kv_move(kv_cache: Tensor, verdict: Verdict, batch: Batch) -> None:
     """Move the cache entries on the path of each row to consecutive indices from base_len on."""
-    if is_tiled(kv_cache):
+    if kv_cache.dim() == 7:  # tiled
         path = verdict.path
         words = *batch.native_args, *cache_words(kv_cache), verdict.num_emitted, path, path.shape[1]
         call("nanospec_kv_move", *words)

@@ -4,8 +4,6 @@ All devices of a split model have the same extensions. What the host decides for
 `StepInput`, as one plain value per extension (`plan`, `send`), so that all devices behave identically.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

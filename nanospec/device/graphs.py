@@ -7,8 +7,6 @@ computed on the host is baked into a capture. Padding rows have no effect. Captu
 they share memory: one pool per engine, as large as the largest capture needs, and one buffer for the logits.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 Also writes requests to their rows on the device (`kernels/table.py`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

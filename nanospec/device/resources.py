@@ -3,8 +3,6 @@
 The number of CPU threads does not change after a model is loaded: it affects the last bit of bf16 sums.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import os

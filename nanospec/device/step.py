@@ -12,8 +12,6 @@ the step never waits for the device and can be captured (`graphs.py`). *Packed* 
 step reads the drafts on the host, the policy drops unlikely ones, and rows without drafts cost one token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

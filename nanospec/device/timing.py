@@ -1,8 +1,6 @@
 """Measure the time of steps before the first request. Captured steps are timed by bucket. For other steps,
 the forward pass is timed by number of tokens, and attention by the number of cached positions it reads."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

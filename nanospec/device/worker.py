@@ -11,8 +11,6 @@ They are called by the host (`engine.py`), which does not compute with tensors. 
 passed to `fetch`, and `count_drafts`, a host function that a packed step calls once it has drafts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,29 +7,25 @@ in device tensors with one entry per request row, plus a last entry that padding
 Pass an instance to `LLM(model, drafter=...)`; `docs/extend-drafter.md` shows how to write a drafter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..config import SpecConfig
 from ..kernels import GENERATED, MAX_DRAFTS, NO_DRAFTER
 from ..kernels.batch import Batch
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.proposal import draft_limits as draft_limits  # for drafters
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
+from ..models.decoder import Model
 from ..text import as_int, shown
-
-if TYPE_CHECKING:
-    from ..config import SpecConfig
-    from ..models.decoder import Model
-    from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import Tokenizer
 
 
 class Target(NamedTuple):
@@ -71,7 +67,7 @@ class Drafter:
         cls.name = vars(cls).get("name", cls.__name__)
 
     @classmethod
-    def load(cls, spec: SpecConfig, target: Target) -> Drafter:
+    def load(cls, spec: SpecConfig, target: Target) -> "Drafter":
         """Load the drafter and its weights for the target model. Raises ValueError if a setting is missing or
         wrong, FileNotFoundError if a file is missing."""
         return cls()

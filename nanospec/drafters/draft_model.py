@@ -13,17 +13,15 @@ beyond them and are overwritten); the host's `_RowState.computed` is never large
 hold the draft model's K/V of all their tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import SpecConfig
 from ..kernels import NO_DRAFTER
 from ..kernels.batch import Batch, Chunk
 from ..kernels.sampling.sample import sample
@@ -37,9 +35,6 @@ from ..models.warm_up import warm_up
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
 from . import Drafter, Memory, Target, draft_limits, make_proposal, no_drafts
-
-if TYPE_CHECKING:
-    from ..config import SpecConfig
 
 ALL = torch.iinfo(torch.int32).max  # `computed` of an empty row: no K/V missing, so timing runs can draft
 
@@ -76,7 +71,7 @@ class ModelDrafter(Drafter):
         self.memory = Memory(model.weight_bytes, per_token, window)
 
     @classmethod
-    def load(cls, spec: SpecConfig, target: Target) -> ModelDrafter:
+    def load(cls, spec: SpecConfig, target: Target) -> "ModelDrafter":
         if spec.draft_model is None:
             raise ValueError(f"method={spec.method!r} needs a draft model; set draft_model.")
         folder = resolve_model(spec.draft_model)

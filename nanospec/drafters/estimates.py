@@ -1,7 +1,5 @@
 """Estimates for the policy: measured costs of steps and drafting, and acceptance probabilities of drafts."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping

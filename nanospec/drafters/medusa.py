@@ -16,19 +16,17 @@ blocks per head. Names may have the prefix `medusa_head.`:
                                                 have Vd rows (as in FR-Spec, Zhao et al., 2025, and vLLM)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import SpecConfig
 from ..kernels.batch import Batch
 from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.sampling import noise
@@ -36,13 +34,10 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models import default_heads
+from ..models.decoder import Model
 from ..models.formats.safetensors import check_fit, listed, open_safetensors
 from ..text import shown
 from . import Drafter, Memory, Target, draft_limits, make_proposal
-
-if TYPE_CHECKING:
-    from ..config import SpecConfig
-    from ..models.decoder import Model
 
 CONTENDERS = 16  # most likely tokens of a head from which it samples
 TOKEN_MAP = "token_map"
@@ -64,7 +59,7 @@ class Heads:
     token_map: Tensor | None
 
     @classmethod
-    def load(cls, path: str | Path, model: Model) -> Heads:
+    def load(cls, path: str | Path, model: Model) -> "Heads":
         """Load heads from a safetensors file in the model's dtype. Raises FileNotFoundError if it does not
         exist, ValueError if it is corrupt or does not fit the model."""
         file, hidden, rows = Path(path), model.config.hidden_size, model.config.vocab_size
@@ -109,7 +104,7 @@ class Heads:
     def weight_bytes(self) -> int:
         """Bytes of the blocks and projections, including the target's lm_head if the heads use it."""
         blocks = sum(tensor.nbytes for block in self.blocks for tensor in block)
-        return blocks + sum(linear.num_bytes for linear in self.projections)
+        return blocks + sum(linear.nbytes for linear in self.projections)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of each head: [N, H] -> [N, num_heads, Vd]. For the hidden states that
@@ -156,10 +151,9 @@ def lm_head_for(model: Model, token_map: Tensor | None) -> Linear:
 def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
     """Return the target's lm_head rows for the tokens [n] int64, as a plain tensor [n, H]. A packed lm_head
     has no readable rows, but its product with unit vectors gives its columns exactly."""
-    if isinstance(model.embedding, Tensor) and model.config.tie_word_embeddings:
-        return model.embedding[tokens]
-    if model.lm_head.unpacked_weight is not None:
-        return model.lm_head.unpacked_weight[tokens]
+    table = model.embedding if model.config.tie_word_embeddings else model.lm_head.unpacked_weight
+    if isinstance(table, Tensor):
+        return table[tokens]
     units = torch.eye(model.config.hidden_size, dtype=model.dtype, device=model.device)
     return torch.cat([model.lm_head(piece)[:, tokens] for piece in units.split(PIECE)]).T.contiguous()
 
@@ -188,7 +182,7 @@ class MedusaDrafter(Drafter):
         self._trees: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     @classmethod
-    def load(cls, spec: SpecConfig, target: Target) -> MedusaDrafter:
+    def load(cls, spec: SpecConfig, target: Target) -> "MedusaDrafter":
         file = spec.heads
         if file is None and target.folder is None:
             raise ValueError(f"method={spec.method!r} needs Medusa heads; set SpecConfig(heads=FILE).")

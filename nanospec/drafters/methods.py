@@ -5,8 +5,6 @@ cheap and accurate where it matches, a model always has drafts. Only the last on
 steps its time is measured, and the policy limits its number of drafts.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -45,7 +43,7 @@ class NgramDrafter(Drafter):
         self.max_n, self.width = spec.prompt_lookup_max, spec.tree_width
 
     @classmethod
-    def load(cls, spec: SpecConfig, target: Target) -> NgramDrafter:
+    def load(cls, spec: SpecConfig, target: Target) -> "NgramDrafter":
         return cls(spec)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:

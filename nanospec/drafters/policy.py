@@ -12,8 +12,6 @@ While requests wait, maximizing tokens per ms is right: a request that ends earl
 wait, drafts of one row must not slow down others: packed steps spend only the time that `RowAccounts` allows.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial

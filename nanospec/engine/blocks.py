@@ -8,8 +8,6 @@ Invariants:
   first, then the least recently used.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import OrderedDict

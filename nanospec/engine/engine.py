@@ -7,8 +7,6 @@
 Prompts are token ids. Each request detokenizes its output to find stop strings. The engine holds no tensors.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ If a step fails, the device is in an unknown state, so all requests are aborted.
 closed are aborted in the next turn.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections import deque

@@ -5,8 +5,6 @@ the cache or are scheduled to be computed. Prefill computes all tokens but the l
 the last token and the drafts after it, so the first output token is sampled by the same code as all others.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

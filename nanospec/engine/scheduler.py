@@ -11,8 +11,6 @@ computed. In a forward pass, all K/V of a layer are written before they are read
 in the same step may already share them, as the `n` outputs of a prompt do.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Collection

@@ -5,8 +5,6 @@ checkout, in the user's cache ($XDG_CACHE_HOME/nanospec or ~/.cache/nanospec), a
 The path of a GGUF file gives a folder in the cache with a link to it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

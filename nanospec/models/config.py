@@ -4,8 +4,6 @@ Everything that varies in `decoder.py` is a field here. `families/` translates t
 family into a `ModelConfig`, so no other file depends on the family.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The model in bfloat16 on CPUs: `kernels/native/decoder.cpp` runs the whole forward pass in one call."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 
@@ -35,7 +33,7 @@ class CompiledModel(Model):
         c, scalar = config, config.query_scalar or config.head_dim
         self._norms: list[Tensor] = []
         table, shape = self.embedding, (c.vocab_size, c.hidden_size)
-        embedding = packed.Packed(table, shape) if isinstance(table, Tensor) else table.linear.weight
+        embedding = packed.Packed(table, shape) if isinstance(table, Tensor) else table.weight
         self._layers = words(*(word for layer in self.layers for word in self._layer_words(layer)))
         self._model = words(
             c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
@@ -71,7 +69,7 @@ class CompiledModel(Model):
         q_norm, k_norm = layer.qk_norms or (None, None)
         norms = layer.input_norm, q_norm, k_norm, layer.o_norm, layer.post_norm, layer.down_norm
         weights: list[NativeArg] = []
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        for linear in layer.linears:
             weights += linear.weight.words(linear.bias)
         return *map(self._norm, norms), *weights, layer.window, self.cos_sin[layer.rope]
 
@@ -100,5 +98,5 @@ def computed_by(model: Model) -> str:
     return f"PyTorch, products in C++ ({target()})" if isinstance(model.lm_head, NativeLinear) else "PyTorch"
 
 
-def _address(buffer: array[int]) -> int:
+def _address(buffer: "array[int]") -> int:
     return buffer.buffer_info()[0]

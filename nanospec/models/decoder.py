@@ -10,8 +10,6 @@ The model has no state except its weights; the caller owns the KV cache:
     kv_cache  [num_layers, 2, Hkv, num_blocks, block_size, D]      2: keys, values
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch import Tensor
 from ..kernels.batch import Batch
 from ..kernels.launch import use_triton
 from ..kernels.layer.attention import AttentionMetadata, attention
-from ..kernels.layer.linear import Linear, QuantizedEmbedding, make_linear
+from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.layer.quantized import Quantized, concatenate
 from ..kernels.layer.residual import Norm, Residual, embed, rms_norm
 from ..kernels.layer.rope_cache import rope_cache
@@ -59,6 +57,10 @@ class Layer:
         self.down = linear(config.mlp_bias, "mlp.down_proj")
         self.down_norm = norm("mlp.out_norm") if config.out_norms else None
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
     def __call__(
         self, residual: Residual, cache: Tensor, angles: Tensor, metadata: AttentionMetadata, next_norm: Norm
     ) -> Residual:
@@ -81,10 +83,10 @@ class Model:
 
     Attributes:
         num_devices: number of devices that the weights are split across.
-        embedding, lm_head: [V, H], or this device's rows; on a GPU, the same tensor if they are tied.
-            Quantized ones share memory on any device.
+        embedding: [V, H], or this device's rows; a Tensor, or an object with `rows(ids)` such as a `Linear`.
+        lm_head: [V, H], or this device's rows. It shares memory with a tied embedding unless it is repacked.
         cos_sin: [max_position_embeddings, D] float32 for each distinct `Rope`, see `cos_sin_table`.
-        weight_bytes: of this device's weights; tied weights count once unless lm_head is prepacked.
+        weight_bytes: of this device's weights; shared memory counts once.
     """
 
     num_devices = 1
@@ -111,26 +113,22 @@ class Model:
         self.embedding, self.lm_head = self._load_vocabulary(tensor)
         self.layers = [Layer(config, i, tensor) for i in range(config.num_layers)]
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
-        self.weight_bytes += sum(linear.num_bytes for linear in self.linears)
+        self.weight_bytes += sum(linear.nbytes for linear in self.linears)
 
     @property
     def linears(self) -> list[Linear]:
         """The matrix products of a step; the last one is lm_head."""
-        layers = [
-            linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        ]
-        return [*layers, self.lm_head]
+        return [*(linear for layer in self.layers for linear in layer.linears), self.lm_head]
 
     def _load_vocabulary(self, get: GetWeight) -> tuple[Any, Linear]:
-        """Return the embedding, a Tensor or a QuantizedEmbedding, and lm_head."""
-        table, is_tied = get("model.embed_tokens.weight"), self.config.tie_word_embeddings
-        lm_head = make_linear(table if is_tied else get("lm_head.weight"))
-        if isinstance(table, Quantized):
-            rows = lm_head if is_tied else make_linear(table)
-            self.weight_bytes += 0 if is_tied else rows.num_bytes
-            return QuantizedEmbedding(rows), lm_head
-        self.weight_bytes += 0 if is_tied and lm_head.unpacked_weight is not None else table.nbytes
-        return table, lm_head
+        """Return the embedding and lm_head."""
+        embedding, is_tied = get("model.embed_tokens.weight"), self.config.tie_word_embeddings
+        lm_head = make_linear(embedding if is_tied else get("lm_head.weight"))
+        if isinstance(embedding, Quantized):
+            embedding = lm_head if is_tied else make_linear(embedding)
+        if embedding is not lm_head and embedding is not lm_head.unpacked_weight:
+            self.weight_bytes += embedding.nbytes
+        return embedding, lm_head
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm, and write its keys and values to

@@ -4,8 +4,6 @@ Capturing a step compiles its kernels, but a prompt chunk can have any number of
 product depends on it, and attention on the queries per row and on whether programs share a long context.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import torch
@@ -40,8 +38,8 @@ def chunk_sizes(model: Model, limit: int) -> list[int]:
     from ..kernels.layer.split_kv import split_kv
 
     c, gpu = model.config, gpu_of(model.norm.weight)
-    heads, layer = (c.num_heads, c.num_kv_heads, c.head_dim), model.layers[0]
-    weights = [linear.weight for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    heads = c.num_heads, c.num_kv_heads, c.head_dim
+    weights = [linear.weight for linear in model.layers[0].linears]
 
     def kernels_of(T: int) -> Hashable:
         tilings = (choose_tiling(T, *w.shape, gpu, model.dtype.itemsize, w.itemsize) for w in weights)

@@ -1,7 +1,5 @@
 """Load a `Model` from a folder with a config.json and a checkpoint in one of the formats in `formats/`."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from contextlib import suppress
@@ -105,29 +103,31 @@ def open_weights(
     places = family.places(config)
     checkpoint = open_checkpoint(folder, read_json(folder / "config.json"))
     checkpoint.check(family.stored_shapes(config), lambda name: family.is_ignored(name, config))
+    multiplies = multiplies_quantized(device, dtype)
 
     def get(name: str) -> Tensor | Quantized:
         whole, rows = places[name]
         weight = checkpoint.get(whole)
-        if isinstance(weight, Quantized) and quantization is not None:
+        if not isinstance(weight, Quantized):
+            weight = weight[rows]
+        elif quantization is not None:
             raise ValueError(f"quantization={quantization!r} must be omitted: {folder} is quantized already.")
-        if isinstance(weight, Quantized) and part is None:
+        elif part is None and multiplies:
             index = torch.arange(len(weight.codes))[rows, None]
             order = family.convert(name, index, config)  # families only reorder the rows of a matrix
-            weight = weight.rows(rows if order is index else order[:, 0]).to(device, dtype)
-        else:
-            if isinstance(weight, Quantized):  # a part of its columns could begin within a group
-                weight = weight.to("cpu", dtype).dequantize()
-            weight = weight[rows] if part is None else part.take(name, weight[rows])
-            # Always copy: a view of the memory-mapped file would change if the file does.
-            weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
-            if quantization is not None and weight.dim() == 2:
-                try:
-                    weight = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
-                except ValueError as error:
-                    raise ValueError(f"{name} in {folder} has {error}; omit quantization.") from None
-        if isinstance(weight, Quantized) and not multiplies_quantized(device, dtype):
-            return weight.dequantize()
-        return weight
+            return weight.rows(rows if order is index else order[:, 0]).to(device, dtype)
+        else:  # the columns of a part could begin within a group
+            weight = weight.rows(rows).to("cpu", dtype).dequantize()
+        if part is not None:
+            weight = part.take(name, weight)
+        # Always copy: a view of the memory-mapped file would change if the file does.
+        weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
+        if quantization is None or weight.dim() == 1:
+            return weight
+        try:
+            quantized = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
+        except ValueError as error:
+            raise ValueError(f"{name} in {folder} has {error}; omit quantization.") from None
+        return quantized if multiplies else quantized.dequantize()
 
     return get

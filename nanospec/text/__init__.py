@@ -2,8 +2,6 @@
 sentence. `chat.py` handles prompts and conversations, `tokenizer.py` tokenizes and detokenizes text.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import numbers

@@ -5,8 +5,6 @@ Chat templates are Jinja templates that come with the model. As in transformers,
 which blocks access to Python internals but does not limit the running time.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tokenization and detokenization with the `tokenizers` library and the files of a model folder."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping, Sequence

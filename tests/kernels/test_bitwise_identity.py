@@ -66,7 +66,7 @@ def test_kv_cache_is_bitwise_independent_of_speculation(monkeypatch: pytest.Monk
     monkeypatch.setattr(product, "choose_tiling", product.choose_tiling.__wrapped__)  # uncached
     monkeypatch.setattr(product, "MAX_UNSPLIT_K", 64)
     monkeypatch.setattr(product, "MIN_PART_K", 32)
-    assert product.choose_tiling(1, 128, 80, launch.GPUS["sm_90"], 4).parts > 1
+    assert product.choose_tiling(1, 128, 80, launch.GPUS["sm_90"], 4, 4).parts > 1
     with launch.forced("triton"):
         off = traces(0, [], None, 256)
         texts = [text for text, _, _ in off]

@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
 def stored_bytes(model: Model) -> tuple[int, int]:
     """Return the bytes of the decoder layers' matrices and of lm_head, in the format of each."""
-    *layers, head = (linear.num_bytes for linear in model.linears)
+    *layers, head = (linear.nbytes for linear in model.linears)
     return sum(layers), head
 
 

@@ -77,15 +77,16 @@ class ParallelLMHead(Linear):
 
 @dataclass(frozen=True)
 class VocabParallelEmbedding:
-    """The vocabulary-parallel embedding [V, H]. Each rank has a `part`: the rows from `first` on."""
+    """The vocabulary-parallel embedding [V, H]. Each rank has a `part`: `size` rows from `first` on."""
 
     part: Any
     group: Group
     first: int
+    size: int
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def rows(self, ids: Tensor) -> Tensor:
         """Return the embeddings [T, H] of ids [T]. Ranks that do not have a row contribute zeros."""
-        mine = (ids >= self.first) & (ids < self.first + len(self.part))
+        mine = (ids >= self.first) & (ids < self.first + self.size)
         rows = look_up(torch.where(mine, ids - self.first, 0), self.part)
         return self.group.all_gather(rows.masked_fill(~mine[:, None], 0)).sum(0)
 
@@ -131,7 +132,7 @@ class Shard:
         first, group = self.group.rank * self.num_tokens, self.group
         for layer in model.layers:
             layer.o, layer.down = RowParallelLinear(layer.o, group), RowParallelLinear(layer.down, group)
-        model.embedding = VocabParallelEmbedding(model.embedding, group, first)
+        model.embedding = VocabParallelEmbedding(model.embedding, group, first, self.num_tokens)
         model.lm_head = ParallelLMHead(model.lm_head, group, self.vocab_size)
         model.num_devices = group.size
         return model

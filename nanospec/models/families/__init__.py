@@ -6,8 +6,6 @@ defaults of their family. Features that the decoder does not support (a variant 
 ValueError; none is approximated. `formats/` reads the `quantization_config`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ scaled embeddings. Gemma 2 has soft caps. Gemma 3 has norms of q and k, and loca
 https://arxiv.org/abs/2408.00118, https://arxiv.org/abs/2503.19786
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Relatives of Llama: Mistral, Qwen2 and 2.5, Qwen3, Phi-3, 3.5 and Phi-4-mini."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ A format that stores weights in 8 or 4 bits returns them as `Quantized`. The che
 before the first tensor is read; one error lists all mismatches.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -37,10 +35,10 @@ QUANTIZED = {"awq": "Awq", "compressed-tensors": "CompressedTensors", "fp8": "Fp
 
 def open_checkpoint(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     """Open the checkpoint in `folder`, whose config.json is `raw`. Raises FileNotFoundError or ValueError."""
-    from .quantized import QuantizedCheckpoint
+    from .quantized_safetensors import QuantizedCheckpoint
     from .safetensors import SafetensorsCheckpoint
 
-    gguf = folder / "model.gguf"
+    gguf = folder / "model.gguf"  # a link; if its file was moved, GGUFCheckpoint names that
     if os.path.lexists(gguf) and not any(folder.glob("*.safetensors")):
         from .gguf import GGUFCheckpoint
 

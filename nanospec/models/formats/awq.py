@@ -5,10 +5,9 @@
 https://arxiv.org/abs/2306.00978
 """
 
-import torch
 from torch import Tensor
 
-from .quantized import STORED, Config, Layout, Module, Quantized, make_quantized, option, parse_block
+from .quantized_safetensors import Config, Layout, Module, Quantized, from_blocks, option, parse_block, unpack
 
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of rows 0 to 7 of the weight in an int32, in units of 4 bits
 
@@ -20,16 +19,15 @@ class Awq:
         self._block = parse_block(config, "group_size")
 
     def layout(self, module: Module) -> Layout:
+        block, (_, groups) = module.blocks(self._block, "scales")
         n, k = module.shape
-        groups = module.grid(self._block)[1]
+        words = -(-n // 8)
+
+        def codes(packed: Tensor) -> Tensor:
+            return unpack(packed, 4).unflatten(1, (-1, 8))[..., PLACES].flatten(1)[:, :n].T
 
         def decode(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Quantized:
-            codes, zero = (  # [N, K], [N, groups]
-                torch.stack([(words >> 4 * place & 15).to(torch.uint8) for place in PLACES], 1).flatten(0, 1)
-                for words in (qweight.T.contiguous(), qzeros.T.contiguous())
-            )
-            return make_quantized(codes[:n], scales.T, self._block, zero[:n], 4)
+            return from_blocks(codes(qweight), scales.T, block, codes(qzeros), 4)
 
-        sizes = {"qweight": (k, -(-n // 8)), "qzeros": (groups, -(-n // 8))}
-        parts = {name: (size, ("I32",)) for name, size in sizes.items()}
-        return {**parts, "scales": ((groups, n), STORED)}, decode
+        parts = {"qweight": ((k, words), "I32"), "qzeros": ((groups, words), "I32")}
+        return {**parts, "scales": ((groups, n), "float")}, decode

@@ -15,30 +15,34 @@ from torch import Tensor
 
 from ...text import shown
 from .fp8 import Fp8
-from .quantized import STORED, Config, Layout, Module, Quantized, make_quantized, option, parse_block, unpack
+from .quantized_safetensors import Config, Layout, Module, Quantized, from_blocks, option, parse_block, unpack
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 
 class CompressedTensors:
-    """Selects the format of a module by targets: exact names before patterns ("re:") before "Linear"."""
+    """Selects the format of a module by targets: its name, then patterns ("re:..."), then "Linear"."""
 
     def __init__(self, config: Config) -> None:
         option(config, "format", *FORMATS)
         for key, name in (("sparsity_config", "format"), ("transform_config", "config_groups")):
             if (config.get(key) or {}).get(name) not in (None, {}, "dense"):
                 raise ValueError(f"{key}={shown(config[key])} is not supported; use a model without it.")
-        self._rules = []
+        self._by_name: dict[str, Integers | Fp8] = {}
+        self._by_pattern: list[tuple[re.Pattern[str], Integers | Fp8]] = []
         for group in config["config_groups"].values():
             for target in group["targets"] if group.get("weights") else ():  # others quantize activations
-                rank = 2 if target == "Linear" else int(target.startswith("re:"))
-                pattern = re.compile((re.escape(target) + "$", target[3:], "")[rank])
-                self._rules.append((rank, pattern, _format(group["weights"])))
-        self._rules.sort(key=lambda rule: rule[0])
+                format = _format(group["weights"])
+                if target.startswith("re:"):
+                    self._by_pattern.append((re.compile(target[3:]), format))
+                else:
+                    self._by_name.setdefault(target, format)
 
     def layout(self, module: Module) -> Layout | None:
-        matching = (format for _, pattern, format in self._rules if pattern.match(module.name))
-        return next((format.layout(module) for format in matching), None)
+        matching = (format for pattern, format in self._by_pattern if pattern.match(module.name))
+        named = self._by_name.get
+        format = named(module.name) or next(matching, None) or named("Linear")
+        return None if format is None else format.layout(module)
 
 
 def _format(weights: Config) -> "Integers | Fp8":
@@ -56,19 +60,23 @@ class Integers:
         self._block = parse_block(weights, "block_structure") or parse_block(weights, "group_size")
 
     def layout(self, module: Module) -> Layout:
-        (n, k), size, bits = module.shape, module.grid(self._block, "weight_scale"), self._bits
-        parts = {"weight_packed": ((n, k * bits // 32), ("I32",)), "weight_scale": (size, STORED)}
-        zeros: Any = (-(-n * bits // 32), module.grid(self._block)[1]), ("I32",)
-        if not (is_packed := "weight_packed" in module.stored):
-            bits, zeros = 8, (size, ("I8",))
-            parts = {"weight": (module.shape, ("I8",)), "weight_scale": (size, STORED)}
+        block, (rows, groups) = module.blocks(self._block, "weight_scale")
+        (n, k), scale = module.shape, module.fitted("weight_scale", (rows, groups))
+        is_packed = "weight_packed" in module.stored
+        bits = self._bits if is_packed else 8
 
         def decode(weight_scale: Tensor, weight_zero_point: Any = None, **weight: Any) -> Quantized:
             (codes,), zero = weight.values(), weight_zero_point
             if is_packed:
-                codes, zero = unpack(codes, bits), zero if zero is None else unpack(zero.T, bits)[:, :n].T
+                codes, zero = unpack(codes, bits), None if zero is None else unpack(zero.T, bits)[:, :rows].T
             else:
-                codes, zero = (t if t is None else t.view(torch.uint8) ^ 128 for t in (codes, zero))
-            return make_quantized(codes, weight_scale, self._block, zero, bits)
+                codes, zero = (None if t is None else t.view(torch.uint8) ^ 128 for t in (codes, zero))
+            return from_blocks(codes, weight_scale, block, zero, bits)
 
-        return (parts if self._is_symmetric else {**parts, "weight_zero_point": zeros}), decode
+        parts = {"weight": (module.shape, "I8"), "weight_zero_point": (scale, "I8")}
+        if is_packed:
+            parts = {"weight_packed": ((n, k * bits // 32), "I32")}
+            parts["weight_zero_point"] = (-(-rows * bits // 32), groups), "I32"
+        if self._is_symmetric:
+            del parts["weight_zero_point"]
+        return {**parts, "weight_scale": (scale, "float")}, decode

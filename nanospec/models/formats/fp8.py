@@ -7,7 +7,7 @@ In spite of its name, `weight_scale_inv` is multiplied by the weight, too.
 
 from torch import Tensor
 
-from .quantized import STORED, Config, Layout, Module, Quantized, make_quantized, parse_block
+from .quantized_safetensors import Config, Layout, Module, Quantized, from_blocks, parse_block
 
 
 class Fp8:
@@ -15,9 +15,10 @@ class Fp8:
         self._block = parse_block(config, "weight_block_size")
 
     def layout(self, module: Module) -> Layout:
-        def decode(weight: Tensor, **scale: Tensor) -> Quantized:
-            return make_quantized(weight, scale[name], self._block)
-
         name = "weight_scale_inv" if "weight_scale_inv" in module.stored else "weight_scale"
-        scale = module.grid(self._block, name), STORED
-        return {"weight": (module.shape, ("F8_E4M3",)), name: scale}, decode
+        block, grid = module.blocks(self._block, name)
+
+        def decode(weight: Tensor, **scale: Tensor) -> Quantized:
+            return from_blocks(weight, scale[name], block)
+
+        return {"weight": (module.shape, "F8_E4M3"), name: (module.fitted(name, grid), "float")}, decode

@@ -1,8 +1,6 @@
 """Safetensors files. They are memory-mapped and copied tensor by tensor, so loading takes little more memory
 than the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from ...kernels.layer.quantized import Quantized
 from ...text import read_json, reason, shown
 from . import Shapes
 
-STORED = ("F32", "BF16", "F16")
+FLOATS = ("F32", "BF16", "F16")
 MAX_NAMED = 8  # tensors listed per kind of mismatch
 
 
@@ -87,7 +85,7 @@ def check_fit(
     dtypes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Compare `stored`, slices of safetensors files by name, with the expected `shapes`, of which those in
-    `optional` may be missing, and `dtypes` (default: `STORED`). Raises ValueError with `what` and a list of
+    `optional` may be missing, and `dtypes` (default: `FLOATS`). Raises ValueError with `what` and a list of
     all mismatches."""
     problems = {
         "missing": list(shapes.keys() - stored.keys() - set(optional)),
@@ -98,7 +96,7 @@ def check_fit(
         (shape, dtype), expected = (stored[name].get_shape(), stored[name].get_dtype()), list(shapes[name])
         if shape != expected:
             problems["of the wrong shape"].append(f"{name} {shape} instead of {expected}")
-        if dtype not in (allowed := (dtypes or {}).get(name, STORED)):
+        if dtype not in (allowed := (dtypes or {}).get(name, FLOATS)):
             problems.setdefault(f"not stored as {', '.join(allowed)}", []).append(f"{name} {dtype}")
     parts = [f"{len(names)} tensor(s) {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if parts:

@@ -79,7 +79,7 @@ def test_parts_of_k_depend_only_on_weight_shape(name: str) -> None:
         assert part % (128 if K % 128 == 0 else 64) == 0
         assert (parts - 1) * part < K <= parts * part
         for T in (1, 33, 65, 4096):
-            chosen = product.choose_tiling(T, N, K, target, 2)
+            chosen = product.choose_tiling(T, N, K, target, 2, 2)
             assert (chosen.parts, chosen.part, chosen.split_k) == (parts, part, parts > 1 and T <= 256)
             assert part % chosen.block_k == 0
             size = (chosen.rows + chosen.width) * chosen.block_k * 2

@@ -7,7 +7,7 @@ from torch import Tensor
 from nanospec.apps.cli import explain
 from nanospec.config import SamplingParams
 from nanospec.kernels.launch import GPUS, forced
-from nanospec.kernels.layer.codes import pack_codes
+from nanospec.kernels.layer.dequantize import pack_codes
 from nanospec.kernels.layer.linear import TritonLinear, make_linear
 from nanospec.kernels.layer.quantized import Quantized, as_integers, concatenate, quantize
 from nanospec.models.decoder import Model
@@ -63,7 +63,7 @@ def test_packed_rows_are_the_weight(form: str) -> None:
             linear = make_linear(weight, torch.zeros(7))
         assert isinstance(linear, TritonLinear)
         assert linear.unpacked_weight is None
-        assert linear.num_bytes == 7 * (K * weight.bits // 8 + 4 * words)
+        assert linear.nbytes == 7 * (K * weight.bits // 8 + 4 * words)
         weight.tables[-1][0] = 1.9999 * 2.0**-40  # rounds up to a power of two in float16
         assert_close(pack_codes(weight).rows(torch.arange(7)), weight.dequantize(), 1e-3)
 

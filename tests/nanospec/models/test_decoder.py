@@ -34,7 +34,7 @@ def test_tied_weights_count_once_unless_packed(dtype: torch.dtype) -> None:
     model = tiny_model(dtype=dtype, tie_word_embeddings=True)
     is_packed = model.lm_head.unpacked_weight is None
     packed = model.embedding.nbytes if is_packed else 0
-    assert model.lm_head.num_bytes == model.embedding.nbytes
+    assert model.lm_head.nbytes == model.embedding.nbytes
     assert model.weight_bytes == num_parameters(model.config) * dtype.itemsize + packed
     assert is_packed == (dtype == torch.float32)
 

@@ -167,10 +167,10 @@ def test_quantization_computes_logits_of_the_dequantized_model(variant: str, tmp
         )
         assert_close(first_logits(model).float(), first_logits(exact), 0.08)
         assert model.weight_bytes < exact.weight_bytes / 2
-        table, head = model.embedding.linear, model.lm_head
+        table, head = model.embedding, model.lm_head
         assert (table.weight.bits, head.weight.bits) == (8, 8)
-        others = model.weight_bytes - sum(linear.num_bytes for linear in model.linears)
-        assert (others > table.num_bytes) == (table is not head)
+        others = model.weight_bytes - sum(linear.nbytes for linear in model.linears)
+        assert (others > table.nbytes) == (table is not head)
 
 
 def test_weights_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def test_integers(
         subtracted = 0 if more == V2 | ACT else pack(torch.ones_like(zeros), bits, 1)
         stored = {"qweight": pack(codes, bits, 0), "qzeros": pack(zeros, bits, 1) - subtracted}
         bias = {} if variant == "qwen2-tied" else {"bias": torch.zeros(n)}  # as stored by AutoGPTQ
-        return {**stored, **bias, "scales": scales, "g_idx": groups.int()}, dequantized
+        order = {"g_idx": groups.int()} if more else {}
+        return {**stored, **bias, **order, "scales": scales}, dequantized
 
     config = {"quant_method": method, "bits": bits, "group_size": group, **more}
     assert_loads(tmp_path, variant, config, store)

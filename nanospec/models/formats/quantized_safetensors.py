@@ -5,8 +5,6 @@ since programs disagree on their syntax. Scales of activations and of the KV cac
 are quantized with their own, and the cache is not quantized.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -19,15 +17,15 @@ from torch import Tensor
 from ...kernels.layer.quantized import GROUP, Quantized
 from ...text import shown
 from . import Shapes
-from .safetensors import STORED, SafetensorsCheckpoint, check_fit
+from .safetensors import FLOATS, SafetensorsCheckpoint, check_fit
 
 UNUSED = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".k_scale", ".v_scale",
           ".kv_scale", ".weight_shape")  # fmt: skip
 
 Config = Mapping[str, Any]
 Shape = tuple[int, ...]
-Part = tuple[Shape, tuple[str, ...]]  # the shape of a stored tensor and its possible dtypes
-Block = tuple[int, int] | None  # rows and columns with the same scale; None: one row or all, as stored
+Part = tuple[Shape, str]  # the shape of a stored tensor and its dtype; "float" stands for `FLOATS`
+Block = tuple[int, int]  # rows and columns with the same scale
 
 
 class Module(NamedTuple):
@@ -37,13 +35,17 @@ class Module(NamedTuple):
     shape: Shape
     stored: Mapping[str, Shape]
 
-    def grid(self, block: Block, scale: str = "") -> Shape:
-        """Return the number of blocks in both dimensions, or the shape of the tensor `scale` if it only lacks
-        dimensions of 1."""
-        (n, k), stored = self.shape, self.stored.get(scale, (0,))
-        rows, columns = block or (1 if math.prod(stored) > 1 else n, k)
-        size = math.ceil(n / rows), math.ceil(k / columns)
-        return stored if [n for n in stored if n != 1] == [n for n in size if n != 1] else size
+    def blocks(self, given: Block | None, scale: str) -> tuple[Block, Shape]:
+        """Return the block and the number of blocks in both dimensions. Without a given block, the stored
+        tensor `scale` has one element for each row, or one in all."""
+        n, k = self.shape
+        rows, columns = given or (1 if math.prod(self.stored.get(scale, ())) > 1 else n, k)
+        return (rows, columns), (math.ceil(n / rows), math.ceil(k / columns))
+
+    def fitted(self, name: str, shape: Shape) -> Shape:
+        """Return the shape of a stored tensor if it differs from `shape` only in dimensions of 1."""
+        stored = self.stored.get(name, shape)
+        return stored if [n for n in stored if n != 1] == [n for n in shape if n != 1] else shape
 
 
 # The tensors that store a weight, by the last part of their names, and a function that converts them. It
@@ -71,19 +73,20 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         for name, tensor in used.items():
             module, _, last = name.rpartition(".")
             stored[module][last] = tuple(tensor.get_shape())
-        expected, dtypes = dict[str, Shape](), dict[str, tuple[str, ...]]()
+        expected: dict[str, Part] = {}
         for name, shape in shapes.items():
             module, _, last = name.rpartition(".")
-            parts: dict[str, Part] = {last: (shape, STORED)}
+            parts: dict[str, Part] = {last: (shape, "float")}
             layout = self._format(Module(module, shape, stored[module])) if len(shape) == 2 else None
             if layout is not None and stored[module].keys() & layout[0].keys() - {"weight"}:
                 if shape[1] % GROUP:
                     problem = f"{name} in {self.folder} has {shape[1]} columns, not a multiple of {GROUP}"
                     raise ValueError(f"{problem}, which is not supported for quantized weights.")
                 self._layouts[name], parts = layout, layout[0]
-            expected |= {f"{module}.{part}": size for part, (size, _) in parts.items()}
-            dtypes |= {f"{module}.{part}": kinds for part, (_, kinds) in parts.items()}
-        check_fit(used, expected, f"The weights in {self.folder} do not fit its config.json", dtypes=dtypes)
+            expected |= {f"{module}.{part}": fit for part, fit in parts.items()}
+        sizes = {name: size for name, (size, _) in expected.items()}
+        dtypes = {name: FLOATS if dtype == "float" else (dtype,) for name, (_, dtype) in expected.items()}
+        check_fit(used, sizes, f"The weights in {self.folder} do not fit its config.json", dtypes=dtypes)
 
     def get(self, name: str) -> Tensor | Quantized:
         if name not in self._layouts:
@@ -104,7 +107,7 @@ def option(config: Config, key: str, *supported: Any) -> Any:
     return supported[supported.index(value)]  # converts 4.0 to 4
 
 
-def parse_block(config: Config, key: str) -> Block:
+def parse_block(config: Config, key: str) -> Block | None:
     """Return the block of a number of columns or of [rows, columns], None if it is -1 or missing."""
     size = config.get(key)
     if size is None or size == -1:
@@ -121,24 +124,23 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(1)
 
 
-def make_quantized(
+def from_blocks(
     codes: Tensor, scale: Tensor, block: Block, zero: Tensor | None = None, bits: int = 8
 ) -> Quantized:
     """Return scale * (codes - zero), for codes [N, K] and others by block; symmetric integers have no zero.
     Raises ValueError if codes are NaN or scales are not positive."""
-    scale = _by_group(scale.float(), codes.shape, block)
+    (n, k), (rows, columns) = codes.shape, block
+    group = math.gcd(columns, k)  # groups are smaller than blocks that do not divide the columns
+
+    def by_group(values: Tensor) -> Tensor:  # [N, groups]
+        values = values.reshape(math.ceil(n / rows), -1).repeat_interleave(rows, 0)[:n]
+        return values.repeat_interleave(columns // group, 1)[:, : k // group]
+
+    scale = by_group(scale.float())
     if not ((scale > 0) & scale.isfinite()).all():
         raise ValueError("a scale that is NaN, infinite, negative or zero")
     if codes.is_floating_point() and (codes.view(torch.uint8) & 0x7F == 0x7F).any():
         raise ValueError("a value that is NaN")
     if zero is None or (zero == 1 << (bits - 1)).all():
         return Quantized(codes, scale, None, bits)
-    return Quantized(codes, scale, -scale * _by_group(zero, codes.shape, block), bits)
-
-
-def _by_group(values: Tensor, shape: Shape, block: Block) -> Tensor:
-    """Return values of blocks as [N, groups]. If blocks do not divide the columns, groups are smaller."""
-    (n, k), (rows, columns) = shape, block or (1 if values.numel() > 1 else shape[0], shape[1])
-    rows, columns = min(rows, n), min(columns, k)
-    values, group = values.reshape(math.ceil(n / rows), -1), math.gcd(columns, k)
-    return values.repeat_interleave(rows, 0)[:n].repeat_interleave(columns // group, 1)[:, : k // group]
+    return Quantized(codes, scale, -scale * by_group(zero), bits)

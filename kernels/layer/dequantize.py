@@ -74,7 +74,7 @@ class PackedCodes(NamedTuple):
 
 def pack_codes(weight: Quantized) -> PackedCodes:
     """Return `weight` in the layout of the kernel."""
-    has_values = weight.device.type != "meta"  # no values while kernels are compiled without a GPU
+    has_values = weight.codes.device.type != "meta"  # no values while kernels are compiled without a GPU
     if weight.codes.is_floating_point() and has_values and weight.scale.max() >= MAX_FLOAT8_SCALE:
         weight = as_integers(weight)
     if weight.scale.shape[1] > 1:
@@ -89,7 +89,7 @@ def pack_codes(weight: Quantized) -> PackedCodes:
 
 
 @triton.jit
-def load_codes(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.constexpr):
+def load_dequantized(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.constexpr):
     """Return the tile [BLOCK_N, BLOCK_K] of the weight from column `first` on, in x's dtype. Elements outside
     of the weight are finite."""
     width = tl.multiple_of(sizes.K * CODES.BITS // 8, 16)  # since 32 divides K
