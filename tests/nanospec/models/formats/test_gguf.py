@@ -2,8 +2,10 @@
 
 import json
 import os
+import random
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,6 +175,45 @@ def test_tokenizers(tmp_path: Path, pre: str) -> None:
     assert words == ["a", *(["Ġ", "012", "3"] if pre == "llama-bpe" else ["Ġ", "0", "1", "2", "3"])]
 
 
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+MERGED = ["er", "he", "the", "▁t", "▁the", "▁▁", "th", "her", "re", "▁th", "e▁", "ab", "é▁"]
+SPM = ["<unk>", "<s>", "</s>", "<tool>", *BYTES, *MERGED, *"▁abehrté.", "日"]
+SCORES = {token: float(score) for score, token in enumerate(reversed(MERGED))}
+
+
+def sentencepiece(text: str) -> list[str]:
+    """Encode `text` as SentencePiece: merge the pair with the highest score until no pair is a token."""
+    pieces = list("▁" + text.replace(" ", "▁"))
+    while pairs := [(SCORES[a + b], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in SCORES]:
+        i = -max(pairs)[1]
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    as_bytes = lambda piece: [BYTES[byte] for byte in piece.encode()]  # noqa: E731
+    return [part for piece in pieces for part in ([piece] if piece in SPM else as_bytes(piece))]
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    def edit(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(SPM)
+        writer.add_token_scores([SCORES.get(token, -1e3) for token in SPM])
+        writer.add_token_types([2, 3, 3, 4, *[6] * 256, *[1] * (len(SPM) - 260)])
+        writer.kv_data[0].update({"tokenizer.ggml.merges": None})
+
+    write_gguf(tmp_path / "m.gguf", edit=override(edit))
+    convert(tmp_path / "m.gguf", tmp_path / "m")
+    tokenizer, rng = Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json")), random.Random(0)
+    texts = [
+        "the  her",
+        " \n\tthé 日本 😀",
+        *("".join(rng.choices("theréab. \n日本", k=30)) for _ in range(50)),
+    ]
+    for text in texts:
+        encoded = tokenizer.encode(text)
+        assert encoded.tokens == ["<s>", *sentencepiece(text)]
+        assert tokenizer.decode(encoded.ids) == text
+    assert tokenizer.encode("a<tool>b</s>").tokens == ["<s>", "▁", "a", "<tool>", "▁", "b", "</s>"]
+
+
 def override(edit: Callable[[gguf.GGUFWriter], Any]) -> Callable[[gguf.GGUFWriter], None]:
     """Return an edit that also sets keys again, which the writer would reject, or removes them."""
 
@@ -188,7 +229,7 @@ def override(edit: Callable[[gguf.GGUFWriter], Any]) -> Callable[[gguf.GGUFWrite
 
 UNSUPPORTED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "pre": (lambda w: w.add_tokenizer_pre("gpt-4o"), "'gpt-4o' is not supported"),
-    "tokenizer": (lambda w: w.add_tokenizer_model("llama"), "tokenizer 'llama' with"),
+    "tokenizer": (lambda w: w.add_tokenizer_model("t5"), "tokenizer 't5' with"),
     "split": (lambda w: w.add_uint16("split.count", 2), r"split.count=2 .* --merge"),
     "rope-factors": (lambda w: w.add_tensor("rope_freqs.weight", np.ones(3, "f4")), "for each of 4 pairs"),
     "rope-scaling": (
