@@ -178,7 +178,7 @@ def test_tokenizers(tmp_path: Path, pre: str) -> None:
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 MERGED = ["er", "he", "the", "▁t", "▁the", "▁▁", "th", "her", "re", "▁th", "e▁", "ab", "é▁"]
 SPM = ["<unk>", "<s>", "</s>", "<tool>", *BYTES, *MERGED, *"▁abehrté.", "日"]
-SCORES = {token: float(score) for score, token in enumerate(reversed(MERGED))}
+SCORES = {token: float(score) for score, token in enumerate(sorted(MERGED))}
 
 
 def sentencepiece(text: str) -> list[str]:
