@@ -54,6 +54,7 @@ NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_
 NAMES |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
 NAMES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16", 39: "MXFP4"}
 CHUNK = 1 << 20  # elements that are decoded at a time
+CUT_OFF = "but the file has {} bytes; it is truncated or corrupt, download it again."
 
 
 class GGUFError(ValueError):
@@ -110,13 +111,8 @@ def stamp(path: Path) -> tuple[int, int]:
 
 
 class GGUFCheckpoint:
-    """A checkpoint in a GGUF file. Weights may be quantized. Raises GGUFError.
-
-    Attributes:
-        fields: the metadata.
-        tensors: the weights by Hugging Face name.
-        rope_factors: divisors of the frequencies of RoPE, one per pair; empty if they are not scaled.
-    """
+    """A checkpoint in a GGUF file, with its `fields`, its `tensors` by Hugging Face name, and `rope_factors`,
+    divisors of the frequencies of RoPE, one per pair or none. Weights may be quantized. Raises GGUFError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.parent / os.readlink(path) if path.is_symlink() else path  # for messages
@@ -207,7 +203,7 @@ class _Cursor:
         """Return `count` values of a type of `struct`; for "s", one of `count` bytes."""
         begin, self.at = self.at, self.at + count * struct.calcsize(f"<{code}")
         if self.at > len(self.data):
-            raise GGUFError(f"its header continues to byte {self.at}, {_cut_off(len(self.data))}")
+            raise GGUFError(f"its header continues to byte {self.at}, {CUT_OFF.format(len(self.data))}")
         return struct.unpack_from(f"<{count}{code}", self.data, begin)
 
     def number(self, code: str) -> Any:
@@ -247,12 +243,8 @@ def _checked(tensor: StoredTensor, begin: int, file_size: int) -> StoredTensor:
         raise GGUFError(f"{problem}, but {tensor.type} needs rows of a multiple of {elements} columns.")
     offset = begin + tensor.offset
     if (end := offset + math.prod(tensor.shape) // elements * size) > file_size:
-        raise GGUFError(f"tensor {shown(tensor.name)} ends at byte {end}, {_cut_off(file_size)}")
+        raise GGUFError(f"tensor {shown(tensor.name)} ends at byte {end}, {CUT_OFF.format(file_size)}")
     return tensor._replace(offset=offset)
-
-
-def _cut_off(file_size: int) -> str:
-    return f"but the file has {file_size} bytes; it is truncated or corrupt, download it again."
 
 
 def hf_name(name: str) -> str:

@@ -83,21 +83,19 @@ def sentencepiece(fields: Fields, vocab: dict[str, int]) -> tokenizers.Tokenizer
     two tokens whose concatenation is a token merge, those with the highest score first."""
     scores, space = fields["tokenizer.ggml.scores"], "\u2581"
     unknown = fields["tokenizer.ggml.tokens"][token_id(fields, "unknown") or 0]
-    merges = [
-        (scores[i], token[:at], token[at:])
+    merges = sorted(
+        (-scores[i], token[:at], token[at:])
         for token, i in vocab.items()
         for at in range(1, len(token))
         if token[:at] in vocab and token[at:] in vocab
-    ]
-    merges.sort(key=lambda merge: -merge[0])
+    )
     pairs, fallback = [merge[1:] for merge in merges], {"byte_fallback": True, "fuse_unk": True}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, pairs, unk_token=unknown, **fallback))
-    is_prefixed = fields.get("tokenizer.ggml.add_space_prefix", True)
-    prefix = [normalizers.Prepend(space)] if is_prefixed else []
+    begin = bool(fields.get("tokenizer.ggml.add_space_prefix", True))  # adds a space before a text
+    prefix = [normalizers.Prepend(space)] * begin
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", space)])
-    strip = [decoders.Strip(" ", 1, 0)] if is_prefixed else []
-    text = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    tokenizer.decoder = decoders.Sequence(text)
+    steps = decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", begin, 0)])
     return tokenizer
 
 
