@@ -22,11 +22,11 @@ from ....kernels.native import cache_folder
 from ....text import shown
 from ...config import DTYPES
 from ...families import config_of
-from .file import ARCHITECTURES, GGUFCheckpoint, GGUFError, naming
+from .file import ARCHITECTURES, GGUFCheckpoint, GGUFError, naming, stamp
 from .tokenizer import build_tokenizer, end_ids, token_id, tokenizer_config
 
 LINK = "model.gguf"  # in a folder that `model_folder` writes
-VERSION = 2  # of the content of these folders; increment it when that changes
+VERSION = 3  # of the content of these folders; increment it when that changes
 ROWS = 1 << 13  # of a tensor that are dequantized at a time
 STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # dtype -> its name in safetensors
 
@@ -34,8 +34,8 @@ STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # dtype -> it
 def model_folder(source: Path) -> Path:
     """Return a model folder for a GGUF file in the cache: an earlier one if the file has not changed, else a
     new one. Raises OSError or GGUFError."""
-    source, status = source.absolute(), source.stat()
-    state = repr((str(source), status.st_size, status.st_mtime_ns, VERSION))
+    source = source.absolute()
+    state = repr((str(source), *stamp(source), VERSION))
     cache = cache_folder() / "gguf"
     folder = cache / hashlib.sha256(state.encode()).hexdigest()[:16] / source.stem
     if (folder / LINK).is_symlink():
@@ -94,9 +94,9 @@ def model_config(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, Any]:
     for key, supported in only.items():
         if (value := get(key, supported)) != supported:
             raise GGUFError(f"{key}={shown(value)} is not supported; only {shown(supported)} is.")
-    if (count := fields.get("split.count", 1)) > 1:
-        problem = f"split.count={shown(count)} is not supported"
-        raise GGUFError(f"{problem}; merge the files with llama-gguf-split --merge.")
+    rope: dict[str, Any] | None = None
+    if factors := checkpoint.rope_factors:  # of llama3; longrope has a factor per pair, too
+        rope = {"rope_type": "longrope", "factor": 1.0, "short_factor": factors, "long_factor": factors}
     return {
         "architectures": [ARCHITECTURES[checkpoint.architecture]],
         "model_type": checkpoint.architecture,
@@ -110,6 +110,7 @@ def model_config(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base", 10000.0),
+        "rope_scaling": rope,
         "vocab_size": checkpoint.tensors["model.embed_tokens.weight"].shape[0],
         "tie_word_embeddings": "lm_head.weight" not in checkpoint.tensors,
         "bos_token_id": token_id(fields, "bos"),

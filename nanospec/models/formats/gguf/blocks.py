@@ -1,4 +1,9 @@
-"""Types of GGUF tensors and their blocks, whose layouts are defined in ggml-common.h of llama.cpp.
+"""Types of GGUF tensors and their blocks, whose layouts are defined in ggml-common.h of llama.cpp. In bytes:
+
+    Q4_0 to Q5_1  scale 2, minimum 2 (Q4_1, Q5_1), fifth bits 4 (Q5_0, Q5_1), codes 16
+    Q8_0          scale 2, codes 32
+    Q4_K, Q5_K    scale of scales 2, scale of minima 2, both of 8 groups 12, fifth bits 32 (Q5_K), codes 128
+    Q6_K          low bits of codes 128, high bits 64, scales of 16 groups 16, scale of scales 2
 
 Values are kept exactly, except that Q6_K has groups of 16 columns, which `join_groups` joins in pairs.
 """

@@ -45,6 +45,7 @@ TENSOR_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "rope_freqs": "rope_freqs",
 }
 # Types of metadata, as codes of `struct`, and of tensors, by their numbers in the file.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -53,6 +54,7 @@ NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_
 NAMES |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
 NAMES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16", 39: "MXFP4"}
 CHUNK = 1 << 20  # elements that are decoded at a time
+CUT_OFF = "but the file has {} bytes; it is truncated or corrupt, download it again."
 
 
 class GGUFError(ValueError):
@@ -77,7 +79,7 @@ class Fields(dict[str, Any]):
     """The metadata of a GGUF file by key. A missing key raises GGUFError."""
 
     def __missing__(self, key: str) -> NoReturn:
-        raise GGUFError(f"the required field {key!r} is missing.")
+        raise GGUFError(f"the required field {key!r} is missing; use another file of the model.")
 
     def hparam(self, key: str, default: Any = None) -> Any:
         """Return the field `ARCHITECTURE.key`, or `default`. Without a default, it must be present."""
@@ -102,23 +104,36 @@ class StoredTensor(NamedTuple):
         return self.type
 
 
+def stamp(path: Path) -> tuple[int, int]:
+    """Return the size and modification time of a file."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 class GGUFCheckpoint:
-    """A checkpoint in a GGUF file, with its `fields` and `tensors` by Hugging Face name. Weights may be
-    quantized. Raises GGUFError."""
+    """A checkpoint in a GGUF file, with its `fields`, its `tensors` by Hugging Face name, and `rope_factors`,
+    divisors of the frequencies of RoPE, one per pair or none. Weights may be quantized. Raises GGUFError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.parent / os.readlink(path) if path.is_symlink() else path  # for messages
         with naming(self.path):
             if not self.path.is_file():
                 raise GGUFError("file not found; specify the path of a GGUF file.")
+            self._stamp = stamp(self.path)
             with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 self._read_head(_Cursor(data))
 
     def _read_head(self, cursor: _Cursor) -> None:
-        if cursor.numbers("4s") != [b"GGUF"] or cursor.number("I") not in (2, 3):
-            raise ValueError("it has no header of version 2 or 3")
-        num_tensors, num_fields = cursor.numbers("2Q")
+        if (magic := cursor.take(4, "s")[0]) != b"GGUF":
+            raise GGUFError(f"it begins with {magic!r} instead of b'GGUF'; use a GGUF file.")
+        if (version := cursor.number("I")) not in (2, 3):
+            kind = f"GGUF version {version}" if version & 0xFFFF else "big-endian byte order"
+            raise GGUFError(f"{kind} is not supported; use a little-endian file of version 2 or 3.")
+        num_tensors, num_fields = cursor.take(2, "Q")
         self.fields = Fields((cursor.text(), cursor.value(cursor.number("I"))) for _ in range(num_fields))
+        if (count := self.fields.get("split.count", 1)) > 1:
+            problem = f"split.count={shown(count)} is not supported"
+            raise GGUFError(f"{problem}; merge the files with llama-gguf-split --merge.")
         self.architecture = self.fields["general.architecture"]
         if self.architecture not in ARCHITECTURES:
             problem = f"architecture {shown(self.architecture)} is not supported"
@@ -127,6 +142,8 @@ class GGUFCheckpoint:
         alignment = self.fields.get("general.alignment", 32)
         begin = -(-cursor.at // alignment) * alignment
         self.tensors = {hf_name(t.name): _checked(t, begin, len(cursor.data)) for t in tensors}
+        freqs = self.tensors.pop("rope_freqs.weight", None)
+        self.rope_factors = [] if freqs is None else self._read(freqs, True).dequantize().tolist()
 
     def check(self, shapes: Shapes, is_ignored: Callable[[str], bool]) -> None:
         used = {name: tensor for name, tensor in self.tensors.items() if not is_ignored(name)}
@@ -170,40 +187,48 @@ class GGUFCheckpoint:
 
     def _bytes(self, offset: int, size: int) -> Tensor:
         # Not memory-mapped, because resident pages would count as memory of the process.
-        return torch.from_numpy(np.fromfile(self.path, np.uint8, size, offset=offset))
+        data = torch.from_numpy(np.fromfile(self.path, np.uint8, size, offset=offset))
+        if stamp(self.path) != self._stamp:
+            raise GGUFError("the file changed while it was read; load it again.")
+        return data
 
 
 class _Cursor:
-    """Reads consecutive values. Raises an error at the end of the data."""
+    """Reads consecutive values. Raises GGUFError at the end of the data."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
 
-    def numbers(self, format: str) -> list[Any]:
-        at, self.at = self.at, self.at + struct.calcsize(f"<{format}")
-        return list(struct.unpack_from(f"<{format}", self.data, at))
+    def take(self, count: int, code: str) -> tuple[Any, ...]:
+        """Return `count` values of a type of `struct`; for "s", one of `count` bytes."""
+        begin, self.at = self.at, self.at + count * struct.calcsize(f"<{code}")
+        if self.at > len(self.data):
+            raise GGUFError(f"its header continues to byte {self.at}, {CUT_OFF.format(len(self.data))}")
+        return struct.unpack_from(f"<{count}{code}", self.data, begin)
 
     def number(self, code: str) -> Any:
-        return self.numbers(code)[0]
+        return self.take(1, code)[0]
 
     def text(self) -> str:
-        return str(self.number(f"{self.number('Q')}s"), "utf-8")
+        return str(self.take(self.number("Q"), "s")[0], "utf-8")
 
     def value(self, kind: int) -> Any:
         """Return a value of metadata, whose type is `kind`."""
         if kind == STRING:
             return self.text()
-        if kind != ARRAY:
-            return self.number(SCALARS[kind])
-        kind, count = self.number("I"), self.number("Q")
-        if kind in SCALARS:
-            return self.numbers(f"{count}{SCALARS[kind]}")
-        return [self.value(kind) for _ in range(count)]
+        if kind == ARRAY:
+            kind, count = self.number("I"), self.number("Q")
+            if kind in SCALARS:
+                return self.take(count, SCALARS[kind])
+            return [self.value(kind) for _ in range(count)]
+        if kind not in SCALARS:
+            raise GGUFError(f"its header has a value of the type {kind}; download it again.")
+        return self.number(SCALARS[kind])
 
     def tensor(self) -> StoredTensor:
-        name, dims = self.text(), self.numbers(f"{self.number('I')}Q")
+        name, dims = self.text(), self.take(self.number("I"), "Q")
         kind, offset = self.number("I"), self.number("Q")
-        return StoredTensor(name, NAMES.get(kind, f"type {kind}"), tuple(reversed(dims)), offset)
+        return StoredTensor(name, NAMES.get(kind, str(kind)), tuple(reversed(dims)), offset)
 
 
 def _checked(tensor: StoredTensor, begin: int, file_size: int) -> StoredTensor:
@@ -217,8 +242,8 @@ def _checked(tensor: StoredTensor, begin: int, file_size: int) -> StoredTensor:
         problem = f"tensor {shown(tensor.name)} has the shape {shown(list(tensor.shape))}"
         raise GGUFError(f"{problem}, but {tensor.type} needs rows of a multiple of {elements} columns.")
     offset = begin + tensor.offset
-    if offset + math.prod(tensor.shape) // elements * size > file_size:
-        raise ValueError("unexpected end of file")
+    if (end := offset + math.prod(tensor.shape) // elements * size) > file_size:
+        raise GGUFError(f"tensor {shown(tensor.name)} ends at byte {end}, {CUT_OFF.format(file_size)}")
     return tensor._replace(offset=offset)
 
 
@@ -226,7 +251,7 @@ def hf_name(name: str) -> str:
     """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in TENSOR_NAMES:
-        kind = "RoPE scaling tensor" if name == "rope_freqs.weight" else "tensor"
-        raise GGUFError(f"{kind} {shown(name)} is not supported.")
+        only = f"only those of {' or '.join(ARCHITECTURES)} are"
+        raise GGUFError(f"tensor {shown(name)} is not supported; {only}.")
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
     return f"{layer}{TENSOR_NAMES[match[2]]}.{match[3]}"

@@ -18,9 +18,9 @@ PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "qwen2": pre_tokenizers.Split(tokenizers.Regex(rf"{WORDS}|\p{{N}}|{OTHERS}"), "isolated"),
     "llama-bpe": pre_tokenizers.Split(tokenizers.Regex(rf"{WORDS}|\p{{N}}{{1,3}}|{OTHERS}"), "isolated"),
 }
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # `tokenizer.ggml.token_type`
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # `tokenizer.ggml.token_type`
 # A GGUF file names a single end token; as in llama.cpp, control tokens with these names also end a text.
-END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>")
 
 
 def token_id(fields: Fields, name: str) -> int | None:
@@ -43,15 +43,31 @@ def end_ids(fields: Fields) -> list[int]:
 
 
 def build_tokenizer(fields: Fields) -> tokenizers.Tokenizer:
-    """Build the byte-level BPE tokenizer described by the metadata."""
+    """Build the tokenizer described by the metadata, byte-level BPE or SentencePiece BPE."""
     kind, pre = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+    if kind != "llama" and (kind != "gpt2" or pre not in PRE_TOKENIZERS):
         raise GGUFError(
-            f"tokenizer {shown(kind)} with pre-tokenizer {shown(pre)} is not supported; available: 'gpt2' "
-            f"(byte-level BPE) with {', '.join(PRE_TOKENIZERS)}."
+            f"tokenizer {shown(kind)} with pre-tokenizer {shown(pre)} is not supported; available: 'llama' "
+            f"(SentencePiece BPE), 'gpt2' (byte-level BPE) with {', '.join(PRE_TOKENIZERS)}."
         )
     tokens = vocabulary(fields)
     vocab = {token: i for i, (token, kind) in enumerate(tokens) if kind != UNUSED}
+    tokenizer = sentencepiece(fields, vocab) if kind == "llama" else byte_level(fields, vocab, pre)
+    bos_id, starts = token_id(fields, "bos"), kind == "llama" or pre == "llama-bpe"
+    if bos_id is not None and fields.get("tokenizer.ggml.add_bos_token", starts):
+        bos = tokens[bos_id][0]
+        begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+        tokenizer.post_processor = begins
+    # Added tokens are already in `vocab`, so they keep their ids.
+    for token, kind in tokens:
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+            special = kind != USER_DEFINED
+            tokenizer.add_tokens([tokenizers.AddedToken(token, special=special, normalized=False)])
+    return tokenizer
+
+
+def byte_level(fields: Fields, vocab: dict[str, int], pre: str) -> tokenizers.Tokenizer:
+    """Return a tokenizer as in GPT-2, which merges UTF-8 bytes."""
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
@@ -59,15 +75,27 @@ def build_tokenizer(fields: Fields) -> tokenizers.Tokenizer:
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    bos_id = token_id(fields, "bos")
-    if bos_id is not None and fields.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
-        bos = tokens[bos_id][0]
-        begins = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
-        tokenizer.post_processor = begins
-    # Added tokens are already in `vocab`, so they keep their ids.
-    for token, kind in tokens:
-        if kind in (CONTROL, USER_DEFINED):
-            tokenizer.add_tokens([tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)])
+    return tokenizer
+
+
+def sentencepiece(fields: Fields, vocab: dict[str, int]) -> tokenizers.Tokenizer:
+    """Return a tokenizer as in Llama 2, which merges characters, and the bytes of those without a token. Any
+    two tokens whose concatenation is a token merge, those with the highest score first."""
+    scores, space = fields["tokenizer.ggml.scores"], "\u2581"
+    unknown = fields["tokenizer.ggml.tokens"][token_id(fields, "unknown") or 0]
+    merges = sorted(
+        (-scores[i], token[:at], token[at:])
+        for token, i in vocab.items()
+        for at in range(1, len(token))
+        if token[:at] in vocab and token[at:] in vocab
+    )
+    pairs, fallback = [merge[1:] for merge in merges], {"byte_fallback": True, "fuse_unk": True}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, pairs, unk_token=unknown, **fallback))
+    begin = bool(fields.get("tokenizer.ggml.add_space_prefix", True))  # adds a space before a text
+    prefix = [normalizers.Prepend(space)] * begin
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", space)])
+    steps = decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", begin, 0)])
     return tokenizer
 
 

@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +25,7 @@ from nanospec.models import formats, resolve_model
 from nanospec.models.config import ModelConfig
 from nanospec.models.formats.gguf import GGUFCheckpoint, GGUFError, convert, file
 from nanospec.models.weights import load_model
-from tests.gguf_file import VOCAB, write_gguf
+from tests.gguf_file import HEADS, INTERMEDIATE, KV_HEADS, LAYERS, VOCAB, write_gguf
 from tests.ranks import together
 from tests.tiny import first_logits
 from tests.util import assert_close
@@ -54,6 +56,31 @@ def test_transformers_computes_same_logits(tmp_path: Path, architecture: str, ti
     assert expected.load_state_dict(state, strict=False).unexpected_keys == []
     ids = torch.arange(VOCAB)[None]
     torch.testing.assert_close(loaded(ids).logits, expected(ids).logits, rtol=0, atol=0)
+
+
+def test_rope_of_llama3(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 64, "rope_theta": 5000.0}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": INTERMEDIATE, "head_dim": 8}
+    heads = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    norms = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 64}
+    expected = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, **heads, **norms, rope_parameters=rope)
+    ).eval()
+    factors = (
+        5000.0 ** -(torch.arange(4) / 4) / expected.model.rotary_emb.inv_freq
+    )  # as llama.cpp stores them
+    assert factors[0] == 1 < factors[1] < factors[2] == factors[3] == 8
+    add = lambda writer: writer.add_tensor("rope_freqs.weight", factors.numpy())  # noqa: E731
+    weights = write_gguf(tmp_path / "m.gguf", edit=add)
+    expected.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
+    ids = torch.arange(VOCAB)[None]
+    result = expected(ids).logits[0]
+    assert_close(logits(resolve_model(tmp_path / "m.gguf")), result, 1e-5)
+    convert(tmp_path / "m.gguf", tmp_path / "m", "float32")
+    converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    assert_close(converted(ids).logits[0], result, 1e-5)
 
 
 @pytest.fixture(autouse=True)
@@ -153,27 +180,79 @@ def test_tokenizers(tmp_path: Path, pre: str) -> None:
     assert words == ["a", *(["Ġ", "012", "3"] if pre == "llama-bpe" else ["Ġ", "0", "1", "2", "3"])]
 
 
-def text(key: str, value: str) -> Callable[[gguf.GGUFWriter], None]:
-    field = gguf.GGUFValue(value, gguf.GGUFValueType.STRING)
-    return lambda writer: writer.kv_data[0].update({key: field})
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+MERGED = ["er", "he", "the", "▁t", "▁the", "▁▁", "th", "her", "re", "▁th", "e▁", "ab", "é▁"]
+SPM = ["<unk>", "<s>", "</s>", "<tool>", *BYTES, *MERGED, *"▁abehrté.", "日"]
+SCORES = {token: float(score) for score, token in enumerate(sorted(MERGED))}
+
+
+def sentencepiece(text: str) -> list[str]:
+    """Encode `text` as SentencePiece: merge the pair with the highest score until no pair is a token."""
+    pieces = list("▁" + text.replace(" ", "▁"))
+    while pairs := [(SCORES[a + b], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in SCORES]:
+        i = -max(pairs)[1]
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    as_bytes = lambda piece: [BYTES[byte] for byte in piece.encode()]  # noqa: E731
+    return [part for piece in pieces for part in ([piece] if piece in SPM else as_bytes(piece))]
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    def edit(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(SPM)
+        writer.add_token_scores([SCORES.get(token, -1e3) for token in SPM])
+        writer.add_token_types([2, 3, 3, 4, *[6] * 256, *[1] * (len(SPM) - 260)])
+        writer.kv_data[0].update({"tokenizer.ggml.merges": None})
+
+    write_gguf(tmp_path / "m.gguf", edit=override(edit))
+    convert(tmp_path / "m.gguf", tmp_path / "m")
+    tokenizer, rng = Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json")), random.Random(0)
+    texts = [
+        "the  her",
+        " \n\tthé 日本 😀",
+        *("".join(rng.choices("theréab. \n日本", k=30)) for _ in range(50)),
+    ]
+    for text in texts:
+        encoded = tokenizer.encode(text)
+        assert encoded.tokens == ["<s>", *sentencepiece(text)]
+        assert tokenizer.decode(encoded.ids) == text
+    assert tokenizer.encode("a<tool>b</s>").tokens == ["<s>", "▁", "a", "<tool>", "▁", "b", "</s>"]
+
+
+def override(edit: Callable[[gguf.GGUFWriter], Any]) -> Callable[[gguf.GGUFWriter], None]:
+    """Return an edit that also sets keys again, which the writer would reject, or removes them."""
+
+    def edit_again(writer: gguf.GGUFWriter) -> None:
+        fields = writer.kv_data[0]
+        writer.kv_data[0] = {}
+        edit(writer)
+        merged = {**fields, **writer.kv_data[0]}
+        writer.kv_data[0] = {key: field for key, field in merged.items() if field}
+
+    return edit_again
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "pre": (text("tokenizer.ggml.pre", "gpt-4o"), "'gpt-4o' is not supported"),
-    "tokenizer": (text("tokenizer.ggml.model", "llama"), "tokenizer 'llama' with"),
-    "rope-scaling": (text("llama.rope.scaling.type", "yarn"), "rope.scaling.type='yarn' is"),
+    "pre": (lambda w: w.add_tokenizer_pre("gpt-4o"), "'gpt-4o' is not supported"),
+    "tokenizer": (lambda w: w.add_tokenizer_model("t5"), "tokenizer 't5' with"),
+    "split": (lambda w: w.add_uint16("split.count", 2), r"split.count=2 .* --merge"),
+    "rope-factors": (lambda w: w.add_tensor("rope_freqs.weight", np.ones(3, "f4")), "for each of 4 pairs"),
+    "rope-scaling": (
+        lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+        "rope.scaling.type='yarn' is",
+    ),
     "rope-factor": (lambda w: w.add_float32("llama.rope.scaling.factor", 2), "rope.scaling.factor=2.0 is"),
     "experts": (lambda w: w.add_expert_count(8), "expert_count=8 is"),
     "tensor": (lambda w: w.add_tensor("blk.0.ssm.weight", np.ones(4)), "'blk.0.ssm.weight' is not supported"),
-    "architecture": (text("general.architecture", "mamba"), "'mamba' is not supported"),
-    "no-merges": (lambda w: w.kv_data[0].pop("tokenizer.ggml.merges"), "merges' is missing"),
+    "architecture": (lambda w: w.add_string("general.architecture", "mamba"), "'mamba' is not supported"),
+    "no-merges": (lambda w: w.kv_data[0].update({"tokenizer.ggml.merges": None}), "merges' is missing"),
 }
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_unsupported_file_is_rejected(tmp_path: Path, cache: Path, case: str) -> None:
     edit, message = UNSUPPORTED[case]
-    write_gguf(tmp_path / "m.gguf", edit=edit)
+    write_gguf(tmp_path / "m.gguf", edit=override(edit))
     with pytest.raises(GGUFError, match=message) as caught:
         convert(tmp_path / "m.gguf", tmp_path / "m")
     assert len(str(caught.value)) < 600
@@ -182,18 +261,60 @@ def test_unsupported_file_is_rejected(tmp_path: Path, cache: Path, case: str) ->
     assert not list(cache.glob("*"))
 
 
-def test_corrupt_file_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    with pytest.raises(GGUFError, match="file not found; specify the path of a GGUF file"):
-        convert(path, tmp_path / "m")
+HUGE = (2**60).to_bytes(8, "little")
+HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda data: b"", "empty file"),
+    "head": (lambda data: data[:100], r"its header continues to byte \d+, but the file has 100 bytes"),
+    "data": (
+        lambda data: data[:-1],
+        r"tensor 'output_norm.weight' ends at byte \d+, but the file has \d+ bytes",
+    ),
+    "magic": (lambda data: b"<htm" + data[4:], "it begins with b'<htm' instead of b'GGUF'"),
+    "version": (lambda data: data[:4] + b"\1" + data[5:], "GGUF version 1 is not supported"),
+    "endian": (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "big-endian byte order is not supported"),
+    "tensors": (lambda data: data[:8] + HUGE + data[16:], r"its header continues to byte \d+"),
+    "fields": (lambda data: data[:16] + HUGE + data[24:], r"its header continues to byte \d+"),
+    "strings": (lambda data: insert(data, b"tokenizer.ggml.merges", 8, HUGE), r"continues to byte \d+, but"),
+    "numbers": (
+        lambda data: insert(data, b"tokenizer.ggml.token_type", 8, HUGE),
+        r"continues to byte \d+, but",
+    ),
+    "type": (
+        lambda data: insert(data, b"tokenizer.ggml.merges", 0, b"\77"),
+        "a value of the type 63; download it again",
+    ),
+    "utf-8": (lambda data: insert(data, b"general.architecture", 12, b"\xff"), "corrupt; download it again"),
+}
+
+
+def insert(data: bytes, key: bytes, offset: int, new: bytes) -> bytes:
+    """Return `data` with `new` at an offset behind the first `key`."""
+    at = data.index(key) + len(key) + offset
+    return data[:at] + new + data[at + len(new) :]
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_corrupt_file_is_rejected(tmp_path: Path, cache: Path, case: str) -> None:
+    change, message = HEADERS[case]
+    write_gguf(path := tmp_path / "m.gguf")
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(GGUFError, match=rf"^{path}.*{message}"):
+        resolve_model(path)
+    assert not list(cache.glob("*"))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(GGUFError, match="m.gguf: file not found; specify the path of a GGUF file"):
+        convert(tmp_path / "m.gguf", tmp_path / "m")
+
+
+def test_file_changes_while_it_is_read(tmp_path: Path) -> None:
+    write_gguf(path := tmp_path / "m.gguf")
+    checkpoint = GGUFCheckpoint(path)
+    checkpoint.get("model.norm.weight")
     write_gguf(path)
-    data, key = path.read_bytes(), b"tokenizer.ggml.merges"
-    at = data.index(key) + len(key) + 8  # after the types of an array and of its elements
-    huge = data[:at] + (2**62).to_bytes(8, "little") + data[at + 8 :]  # the library would loop 2^62 times
-    for content in (b"", data[:100], data[:-1], huge):
-        path.write_bytes(content)
-        with pytest.raises(GGUFError, match=r"not a GGUF file, or corrupt; download it again"):
-            convert(path, tmp_path / "m")
+    with pytest.raises(GGUFError, match=r"m.gguf: the file changed while it was read; load it again\."):
+        checkpoint.get("model.norm.weight")
 
 
 NOT_FINITE = "the scales of tensor blk.1.ffn_up.weight are NaN, infinite or"
