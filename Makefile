@@ -94,7 +94,7 @@ lint: $(DONE)lint  ## run ruff and mypy
 	@$(BIN)/mypy nanospec bench tests campaigns run.py  # nanospec/kernels is kernels
 
 pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
-	@$(BIN)/python -m bench.pictures $(ARGS) && $(BIN)/python -m bench.diagrams
+	@$(BIN)/python -m bench.pictures && $(BIN)/python -m bench.diagrams
 
 gpu:  ## run tests and benchmarks on a GPU: PART=tests, kernels, steps or e2e; PART=smoke for any with compute capability 8.0 and 8 GB
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/gpu.py $(PART) --out $(OUT)

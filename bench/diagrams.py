@@ -1,16 +1,15 @@
 """Draw docs/pictures/architecture.svg and request.svg, the diagrams of docs/reading.md, from the source code.
 
-    python -m bench.diagrams [--out docs/pictures]
+    python -m bench.diagrams
 
 The layers' files and the arrows between layers are read from the import statements, lazy and type-only ones
 included; an import of a higher layer is an error, as is a name in the life of a request that does not exist.
 """
 
-import argparse
 import ast
 import pkgutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -178,14 +177,8 @@ def request() -> str:
     return svg("The life of a request", 980, tops[-1] + heights[-1] + 20, parts())
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
-    out = parser.parse_args(argv).out
-    for draw in (architecture, request):
-        (out / f"{draw.__name__}.svg").write_text(draw(), encoding="utf-8")
-        print(out / f"{draw.__name__}.svg")
-
-
 if __name__ == "__main__":
-    main()
+    for draw in (architecture, request):
+        path = ROOT / "docs" / "pictures" / f"{draw.__name__}.svg"
+        path.write_text(draw(), encoding="utf-8")
+        print(path)

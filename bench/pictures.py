@@ -1,16 +1,14 @@
 """Draw docs/pictures/over_k.svg, the cost and benefit of K drafts, from `over_k.json`.
 
-    python -m bench.pictures [--results bench/results] [--out docs/pictures]
+    python -m bench.pictures
 
 All numbers come from the JSON. Text stays text in the SVG, which has a background to be readable on dark
 pages. The output is deterministic.
 """
 
-import argparse
 import json
 import re
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +49,22 @@ def pyplot() -> Any:
     return plt
 
 
-def canvas(title: str, note: str, height: float, columns: int = 1, left: float = 0.1) -> tuple[Any, Any]:
+def canvas(title: str, note: str, height: float, columns: int) -> tuple[Any, Any]:
     """Return a figure with a title and a note, and its axes in a row, `height` inches high."""
     head, foot = textwrap.wrap(title, 58), textwrap.wrap(note, 130)
     above, below = 0.55 + 0.27 * len(head), 0.6 + 0.14 * len(foot)
     total = above + height + below
     figure, axes = pyplot().subplots(1, columns, figsize=(WIDTH, total), sharey=True, squeeze=False)
     top, bottom = 1 - above / total, below / total
-    figure.subplots_adjust(left=left, right=0.97, top=top, bottom=bottom, wspace=0.08)
+    figure.subplots_adjust(left=0.1, right=0.97, top=top, bottom=bottom, wspace=0.08)
     figure.text(0.03, 1 - 0.2 / total, "\n".join(head), va="top", fontsize=15, fontweight="bold")
     figure.text(0.03, 0.15 / total, "\n".join(foot), va="bottom", fontsize=7.5, color=MUTED)
     return figure, axes[0]
 
 
-def over_k(folder: Path) -> Any:
+def over_k() -> Any:
     """Plot tokens per step and time per step over K, relative to a step without speculation."""
-    results = json.loads((folder / "over_k.json").read_text(encoding="utf-8"))
+    results = json.loads((ROOT / "bench" / "results" / "over_k.json").read_text(encoding="utf-8"))
     rows: dict[tuple[str, int], dict[str, Json]] = {}
     for row in results["rows"]:
         rows.setdefault((row["kind"], row["batch"]), {})[row["k"]] = row
@@ -89,7 +87,7 @@ def over_k(folder: Path) -> Any:
         f"lookup, greedy; at least {settings['prompts']} prompts of each kind, {settings['max_tokens']} "
         f"tokens each, prefill excluded. Medians of {settings['rounds']} rounds; all K took turns."
     )
-    figure, axes = canvas(title, note, 3.4, columns=len(batches))
+    figure, axes = canvas(title, note, 3.4, len(batches))
     for axis, batch in zip(axes, batches):
         for kind, color in zip(kinds, (BLUE, ORANGE, GREEN)):
             by_k = rows[kind, batch]
@@ -113,15 +111,7 @@ def over_k(folder: Path) -> Any:
     return figure
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
-    args = parser.parse_args(argv)
-    figure = over_k(args.results)
-    figure.savefig(args.out / "over_k.svg", metadata={"Date": None, "Title": "over_k"})
-    print(args.out / "over_k.svg")
-
-
 if __name__ == "__main__":
-    main()
+    path = ROOT / "docs" / "pictures" / "over_k.svg"
+    over_k().savefig(path, metadata={"Date": None, "Title": "over_k"})
+    print(path)

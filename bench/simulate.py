@@ -24,7 +24,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
 from bench import common, roofline, traces
 from bench.strategies import Fixed, Strategy, automatic, last_done, simulate
 from bench.traces import MAX_DRAFTS, Trace

@@ -13,7 +13,6 @@ from tests.interpreted import order_programs_by  # before triton is imported
 # isort: split
 from tests.alphabet import folder  # noqa: F401
 from tests.processors import built_for, compiled_for, other_library  # noqa: F401
-from tests.progress import pytest_configure, pytest_sessionfinish  # noqa: F401
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from nanospec import SamplingParams
-from nanospec.device.step import _truncate
+from nanospec.device.graphs import StepGraphs
+from nanospec.device.step import Step, _truncate
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.estimates import RowProposal
+from nanospec.drafters.estimates import RowProposal, StepCosts
 from nanospec.drafters.medusa import CONTENDERS, Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
@@ -56,6 +57,19 @@ SETUPS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model() -> Model:
     return tiny_model()
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace measured times: a step takes 1 ms, and 0.01 ms per token; a drafter takes no time."""
+
+    def costs(step: Step, max_k: int, graphs: StepGraphs | None, *_: Any) -> StepCosts:
+        if graphs is None:
+            return StepCosts(packed={1: 1.01, 101: 2.01})
+        sizes = graphs.batch_sizes
+        return StepCosts({B: {k: 1 + 0.01 * B * (k + 1) for k in graphs.ks_for(B)} for B in sizes})
+
+    monkeypatch.setattr("nanospec.device.worker.step_costs", costs)
 
 
 @pytest.mark.slow

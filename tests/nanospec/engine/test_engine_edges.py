@@ -6,11 +6,9 @@ step accepts all its drafts, and every limit and stop lies inside an accepted ru
 from typing import Any
 
 import pytest
-import torch
 
 from nanospec.config import EngineConfig
 from nanospec.device.worker import Worker
-from nanospec.kernels import launch
 from nanospec.models.decoder import Model
 from tests.drive import MODES, Job, assert_idle, cycle, cycle_model, finish, greedy, make_engine, run
 
@@ -45,21 +43,6 @@ def test_ends_inside_an_accepted_run(cyclic: Model, k: int, mode: dict[str, Any]
         for token, entry in zip(request.output_ids, request.logprobs, strict=True):
             assert next(iter(entry.items())) == (token, (0.0, 1, None))
             assert [e.rank for e in entry.values()] == [*range(1, max(stop % 3, 1) + 1)]
-
-
-@pytest.mark.parametrize(
-    ("k", "room", "block_size"), [(0, 17, 16), (1, 1, 16), (3, 5, 32), (7, 2, 32), (16, 16, 16)]
-)
-def test_max_model_len_inside_an_accepted_run(
-    cyclic: Model, k: int, room: int, block_size: int, mode: dict[str, Any]
-) -> None:
-    """The context length may end inside the last block."""
-    window = len(PROMPT) + room
-    sizes: dict[str, Any] = {"block_size": block_size, "num_blocks": -(-window // block_size)}
-    engine = make_engine(cyclic, k, max_model_len=window, **sizes, **mode)
-    [request] = run(engine, [Job(PROMPT, greedy(max_tokens=None))])
-    assert (request.output_ids, request.finish_reason) == (cycle(4, room), "length")
-    assert len(request.hashes(16)) <= window // 16
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["packed", "captured"])
@@ -115,17 +98,6 @@ def test_abort_keeps_output_and_frees_resources(cyclic: Model, steps: int, mode:
     assert (engine.metrics.num_aborted, engine.metrics.num_finished) == (1, 1)
     engine.abort(other)
     assert other.finish_reason == "length"
-
-
-def test_reallocated_blocks_are_zeroed(cyclic: Model) -> None:
-    engine = make_engine(cyclic, 3, num_blocks=8)
-    engine.worker.kv_cache.fill_(float("nan"))
-    request = engine.add(cycle(0, 20), greedy())
-    engine.step()
-    assert torch.isfinite(engine.worker.kv_cache[:, :, :, request.blocks]).all()
-    with launch.forced("triton"):  # the kernel never loads masked elements
-        cyclic.zero_blocks(engine.worker.kv_cache, [7])
-    assert torch.isnan(engine.worker.kv_cache[:, :, :, 7]).all()
 
 
 def test_abort_all_after_device_failure(cyclic: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from nanospec import LLM, RequestOutput, SamplingParams
+from nanospec import LLM, SamplingParams
 from nanospec.engine.locking import SharedEngine
 from tests.alphabet import ALPHABET, after, greedy, make
 from tests.drive import MODES, assert_idle
@@ -92,15 +92,6 @@ def test_threads_share_batches_and_take_turns(folder: Path, monkeypatch: pytest.
     long = lambda: call("b", ignore_eos=True)  # noqa: E731
     first, last = at_once([lambda: begun.wait(10) and call("a", max_tokens=2), long])
     assert first < last
-
-
-def test_callback_may_wait_for_other_threads(llm: LLM) -> None:
-    def report(index: int, output: RequestOutput) -> None:
-        [inner] = at_once([lambda: llm.generate(after("abc"), greedy())[0].text])
-        assert inner == ALPHABET[3:]
-        assert llm.metrics()["num_finished"]
-
-    assert llm.generate(after("ab"), greedy(), report)[0].text == ALPHABET[2:]
 
 
 def test_stream_garbage_collected_during_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

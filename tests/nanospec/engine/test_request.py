@@ -1,4 +1,4 @@
-"""Requests: stop strings, grammars, hashes, seeds and validation."""
+"""Requests: stop strings, grammars, log-probabilities and validation."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -7,11 +7,10 @@ import pytest
 
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.messages import logprobs_by_id
-from nanospec.engine.blocks import block_hash
-from nanospec.engine.request import SEED_STEP, Limits, Request, check_request, derive_seed
+from nanospec.engine.request import Limits, Request, check_request
 from nanospec.kernels import FROM_TARGET, LENGTH, MAX_STOP_IDS, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
-from nanospec.outputs import Logprob, Piece
+from nanospec.outputs import Logprob
 from nanospec.text.tokenizer import OutputText, Tokenizer
 from tests.nanospec.text.conftest import byte_fallback
 
@@ -34,9 +33,8 @@ def request_for(tokenizer: Tokenizer | None, **params: Any) -> Request:
     return Request(id="a", prompt_ids=[5], params=sampling, seed=0, max_len=99, output=output)
 
 
-def step(tokens: list[int], finished: int = RUNNING, accepted: int = 0, source: int = -1) -> RowReport:
-    sources = [source + i if i < accepted and source >= 0 else FROM_TARGET for i in range(len(tokens))]
-    return RowReport(tokens, accepted, accepted, 0, 0, finished, sources)
+def step(tokens: list[int], finished: int = RUNNING) -> RowReport:
+    return RowReport(tokens, 0, 0, 0, 0, finished, [FROM_TARGET] * len(tokens))
 
 
 @pytest.mark.parametrize(("ends", "reason"), [("length", "stop"), ("abort", "abort")])
@@ -82,15 +80,6 @@ def test_grammar_does_not_see_the_stop_token(finished: int, shown: list[int]) ->
     assert request.output_ids == [7, 8, 9]
 
 
-def test_drafts_not_copied_have_no_source(bytes_only: Tokenizer) -> None:
-    [a] = ids_of(bytes_only, "a")
-    request = request_for(bytes_only)
-    request.append(step([a, a, a], accepted=2, source=-1))
-    request.append(step([a, a, a], accepted=2, source=1))
-    assert request.draft_sources == [-1, -1, -1, 1, 2, -1]
-    assert request.new_pieces()[-3:] == [Piece("a", 1), Piece("a", 2), Piece("a", -1)]
-
-
 def test_finish_reason_and_stop_reason() -> None:
     request = request_for(None)
     request.append(step([1, 2], LENGTH))
@@ -99,32 +88,6 @@ def test_finish_reason_and_stop_reason() -> None:
     stopped = request_for(None, stop_token_ids=[8, 9])
     stopped.append(step([9, 8], STOPPED))
     assert stopped.stop_reason == 8
-    assert stopped.finish_time is not None
-    assert stopped.first_token_time is not None
-    assert stopped.finish_time >= stopped.first_token_time
-
-
-def test_block_hashes_depend_on_tokens_and_salt() -> None:
-    plain, salted, twin, other = (request_for(None) for _ in range(4))
-    salted.salt, twin.salt = (b"a long salt " * 20 + end for end in (b"a", b"b"))
-    for request, first in (plain, 0), (salted, 0), (twin, 0), (other, 9):
-        request.append(step([first, *range(1, 40)]))
-    before = list(plain.hashes(16))
-    root = block_hash(b"", plain.tokens[:16])
-    assert before == [root, block_hash(root, plain.tokens[16:32])]
-    hashes = {*before, *salted.hashes(16), *twin.hashes(16), *other.hashes(16)}
-    assert len(hashes) == 8  # each covers all blocks before
-    plain.append(step([7] * 7))
-    assert plain.hashes(16)[:2] == before
-    assert len(plain.hashes(16)) == 3
-
-
-def test_derive_seed() -> None:
-    lowest, highest = -(2**63), 2**63 - 1
-    assert [derive_seed(seed, 0, 9) for seed in (lowest, -1, 0, 7, highest)] == [lowest, -1, 0, 7, highest]
-    steps = [SEED_STEP - 2**64, 2 * SEED_STEP - 2**64, 3 * SEED_STEP - 2**65]
-    assert [derive_seed(0, i, 9) for i in (1, 2, 3)] == steps
-    assert [derive_seed(None, 5, number) for number in (1, 2)] == steps[:2]
 
 
 def test_logprobs_as_dict() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from nanospec.extras.grammar.extension import Grammar, mask
 from nanospec.extras.grammar.grammar import Draft
@@ -18,6 +17,7 @@ from nanospec.kernels.launch import Backend, forced
 from nanospec.kernels.native import library
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
 from nanospec.kernels.table import Table
+from tests.kernels.batches import ints
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NON_FINITE = torch.tensor([math.nan, math.inf, -math.inf])  # kept bitwise where allowed
@@ -31,10 +31,6 @@ WORKER: Any = type("Worker", (), {"table": TABLE, "max_k": 5, "methods": ("ngram
 def line(*tokens: int) -> bytes:
     """Return a mask that allows these tokens."""
     return sum(1 << token for token in tokens).to_bytes(8, "little")
-
-
-def ints(*values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.fixture(params=[None, SimpleNamespace(max_tokens=12)], ids=["packed", "captured"])
@@ -56,7 +52,7 @@ def guided(request: pytest.FixtureRequest) -> Grammar:
 def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
     drafts = torch.arange(12, dtype=torch.int32).view(4, 3) + 20
     logits = None if tree else torch.randn(4, 3, V)
-    parents = ints([0, 0, 1]).repeat(4, 1) if tree else None
+    parents = ints(0, 0, 1).repeat(4, 1) if tree else None
     each = ints(3, 2, 1, 3), drafts - 10, ints(4, 5, 6, 7), ints(1, 0, 1, 0)
     given = Proposal(drafts, *each, parents, logits)
     rows = ints(3, 0, 1, -1)
