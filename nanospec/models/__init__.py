@@ -92,8 +92,8 @@ def default_heads(model_folder: Path) -> Path:
         if path.is_file():
             return path
     raise FileNotFoundError(
-        f"no Medusa heads found for {model_folder.name!r}; specify a file, or train them with: "
-        f"{program()} train --model {model_folder.name}"
+        f"no Medusa heads found for {model_folder.name!r}; specify a file of heads, or train them with: "
+        f"{program()} train --model MODEL --text FILE"
     )
 
 

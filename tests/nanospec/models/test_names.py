@@ -44,7 +44,7 @@ def test_search_order(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("NANOSPEC_WEIGHTS")
     (folders["checkout"].parent / "run.py").unlink()  # an installed package
     assert models.weights_folders() == [folders["here"], folders["cache"]]
-    with pytest.raises(FileNotFoundError, match="train them with: nanospec train --model mine"):
+    with pytest.raises(FileNotFoundError, match="train them with: nanospec train --model MODEL --text"):
         default_heads(Path("mine"))
     for folder in (models.PACKAGE, folders["cache"], folders["here"]):
         (folder / "heads").mkdir(parents=True)
