@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .quantized import Quantized, as_integers
 
-FLOAT8 = tl.constexpr(2.0**120)  # a float8 number, divided by the float32 number with its bits
+FLOAT8 = tl.constexpr(2.0**120)  # corrects the exponent of float8 in float32: the biases are 7 and 127
 FLOAT8_BITS = tl.constexpr(-0x78100000)  # sign, low 4 bits of the exponent, high 3 bits of the mantissa
 MAX_FLOAT8_SCALE = 128.0  # times FLOAT8, still finite in float32
 
@@ -53,12 +53,12 @@ class PackedCodes(NamedTuple):
 
     @property
     def itemsize(self) -> float:
-        """The bytes of a code in a tile with a word for 32 of them, the most that it has."""
+        """Bytes per element of a tile, including a word of 4 bytes for each 32 columns, the most possible."""
         return (self.bits + 1) / 8
 
     @property
     def shift(self) -> int:
-        """The logarithm of the columns in a group, if there are several."""
+        """The group of a column is column >> shift: log2 of the columns per group, or 31 if there is one."""
         return 31 if len(self.words) == 1 else (self.shape[1] // len(self.words)).bit_length() - 1
 
     def rows(self, index: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def load_dequantized(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.co
     if CODES.FLOAT:
         bits = codes.to(tl.int8, bitcast=True).to(tl.int32) << 20 & FLOAT8_BITS
     else:
-        bits = codes.to(tl.int32) << (23 - CODES.BITS) | (127 + CODES.BITS) << 23
+        bits = codes.to(tl.int32) << (23 - CODES.BITS) | (127 + CODES.BITS) << 23  # 2^BITS + code
     SHARE: tl.constexpr = C.BLOCK_K // CODES.SCALES
     value = tl.reshape(bits.to(tl.float32, bitcast=True), [C.BLOCK_N, CODES.SCALES, SHARE])
     column = first + tl.arange(0, CODES.SCALES) * SHARE
@@ -112,9 +112,8 @@ def load_dequantized(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.co
     if not C.EVEN:
         inside = inside & (column < sizes.K)[None, :]
     N = sizes.N * 2 if C.GATE != "" else sizes.N
-    words = tl.load(
-        operands.words + (column >> sizes.shift)[None, :] * N + tile.rows[:, None], inside, other=0
-    )
+    place = operands.words + (column >> sizes.shift)[None, :] * N + tile.rows[:, None]
+    words = tl.load(place, inside, other=0)
     scale, minimum = half_of(words) * sizes.factor, half_of(words >> 16) * sizes.factor
     if CODES.FLOAT:
         scale *= FLOAT8
