@@ -226,14 +226,14 @@ static void multiply_tiles(
 }
 #endif
 
-// Calls f<Block>() for the format of a weight.
+// Calls f with an empty block of the type that the weight has.
 template <class F>
 static void with_block(const Weight& w, F f) {
-    const auto grouped = [&]<int BITS, bool MINIMUM>() {
-        w.group == 64 ? f.template operator()<Block<BITS, MINIMUM, 64>>() : f.template operator()<Block<BITS, MINIMUM, 32>>();
-    };
-    if (w.bits == 4) w.has_minima ? grouped.template operator()<4, true>() : grouped.template operator()<4, false>();
-    else w.has_minima ? grouped.template operator()<8, true>() : grouped.template operator()<8, false>();
+    const bool wide = w.group == 64;
+    if (w.bits == 4 && w.has_minima) wide ? f(Block<4, true, 64>{}) : f(Block<4, true, 32>{});
+    else if (w.bits == 4) wide ? f(Block<4, false, 64>{}) : f(Block<4, false, 32>{});
+    else if (w.has_minima) wide ? f(Block<8, true, 64>{}) : f(Block<8, true, 32>{});
+    else wide ? f(Block<8, false, 64>{}) : f(Block<8, false, 32>{});
 }
 
 // A packed weight and quantized rows of x, the operands of `multiply_all`.
@@ -245,7 +245,7 @@ struct QuantizedOperands {
     static long most_rows() { return MAX_PRODUCT_ROWS; }  // amortizes unpacking; the sums stay in the L1 cache
     void multiply(long t, long m, long strip, const char* ahead, long bytes, Sums sums) const {
         const long groups = w.columns / w.group;
-        with_block(w, [&]<class Block>() {
+        with_block(w, [&]<class Block>(Block) {
             auto f = multiply_groups<Block>;
 #if defined __AMX_INT8__ && defined __AVX512VNNI__
             if (m >= (w.group == 64 ? 2 : 6) && has_amx()) f = multiply_tiles<Block>;  // slower for fewer rows
@@ -259,7 +259,7 @@ struct QuantizedOperands {
 static inline void dequantize_row(const Weight& w, long id, float scale, bf16* out) {
     const long row = id % WIDTH / ROW_LANES * ROW_LANES, lane = id % ROW_LANES;
     const int offset = w.has_minima ? 0 : 1 << (w.bits - 1);
-    with_block(w, [&]<class Block>() {
+    with_block(w, [&]<class Block>(Block) {
         for (long k = 0; k < w.columns; k += 4 * QUADS) {
             const Block block{w.strip(id / WIDTH) + k / Block::GROUP * Block::SIZE};
             RowInts codes[QUADS];
