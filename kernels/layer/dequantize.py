@@ -104,7 +104,7 @@ def load_dequantized(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.co
     if CODES.FLOAT:
         bits = codes.to(tl.int8, bitcast=True).to(tl.int32) << 20 & FLOAT8_BITS
     else:
-        bits = codes.to(tl.int32) << (23 - CODES.BITS) | (127 + CODES.BITS) << 23  # 2^BITS + code
+        bits = codes.to(tl.int32) << (23 - CODES.BITS) | (127 + CODES.BITS) << 23
     SHARE: tl.constexpr = C.BLOCK_K // CODES.SCALES
     value = tl.reshape(bits.to(tl.float32, bitcast=True), [C.BLOCK_N, CODES.SCALES, SHARE])
     column = first + tl.arange(0, CODES.SCALES) * SHARE
@@ -112,8 +112,9 @@ def load_dequantized(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.co
     if not C.EVEN:
         inside = inside & (column < sizes.K)[None, :]
     N = sizes.N * 2 if C.GATE != "" else sizes.N
-    place = operands.words + (column >> sizes.shift)[None, :] * N + tile.rows[:, None]
-    words = tl.load(place, inside, other=0)
+    words = tl.load(
+        operands.words + (column >> sizes.shift)[None, :] * N + tile.rows[:, None], inside, other=0
+    )
     scale, minimum = half_of(words) * sizes.factor, half_of(words >> 16) * sizes.factor
     if CODES.FLOAT:
         scale *= FLOAT8
