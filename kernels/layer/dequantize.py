@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .quantized import Quantized, as_integers
 
-FLOAT8 = tl.constexpr(2.0**120)  # a float8 number, divided by the float32 number with its bits
+FLOAT8 = tl.constexpr(2.0**120)  # corrects the exponent of float8 in float32: the biases are 7 and 127
 FLOAT8_BITS = tl.constexpr(-0x78100000)  # sign, low 4 bits of the exponent, high 3 bits of the mantissa
 MAX_FLOAT8_SCALE = 128.0  # times FLOAT8, still finite in float32
 
@@ -53,12 +53,12 @@ class PackedCodes(NamedTuple):
 
     @property
     def itemsize(self) -> float:
-        """The bytes of a code in a tile with a word for 32 of them, the most that it has."""
+        """Bytes per element of a tile, including a word of 4 bytes for each 32 columns, the most possible."""
         return (self.bits + 1) / 8
 
     @property
     def shift(self) -> int:
-        """The logarithm of the columns in a group, if there are several."""
+        """The group of a column is column >> shift: log2 of the columns per group, or 31 if there is one."""
         return 31 if len(self.words) == 1 else (self.shape[1] // len(self.words)).bit_length() - 1
 
     def rows(self, index: Tensor) -> Tensor:

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-GROUP = 32  # columns per scale when a weight is quantized here; other groups must be multiples of it
+GROUP = 32  # the minimum number of columns per scale in kernels; K and larger groups are multiples of it
 ROWS = 4096  # rows that are quantized at once
 
 
 class Quantized(NamedTuple):
-    """A weight [N, K] that has not been packed for an implementation.
+    """A quantized weight [N, K] that has not been packed for a kernel.
 
     Attributes:
         codes: [N, K] uint8, or float8_e4m3fn with `bits` 8 and no minimum.
         scale: [N, groups] float32; negative in some groups of GGUF files.
         minimum: [N, groups] float32, or None if codes are symmetric around the offset.
         bits: 4 or 8.
-        dtype: of the activations that it is multiplied with.
+        dtype: of the activations, and of the dequantized weight.
     """
 
     codes: Tensor
@@ -52,7 +52,7 @@ class Quantized(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The code of 0, or 0 with a minimum."""
+        """The code of the value 0 if integers are symmetric, else 0."""
         return 0 if self.minimum is not None or self.codes.is_floating_point() else 1 << (self.bits - 1)
 
     def rows(self, index: Tensor | slice) -> "Quantized":
@@ -81,9 +81,9 @@ class Quantized(NamedTuple):
 
 
 def concatenate(weights: Sequence[Any]) -> Any:
-    """Return the rows of all weights (Tensor or Quantized) as one: quantized if all are, with groups that
-    divide all, the most bits, and minima if any has them. No value changes, except that integers replace
-    float8 if both occur."""
+    """Concatenate the rows of weights (Tensor or Quantized). The result is quantized if all weights are, with
+    the largest group that divides all groups, the most bits, and minima if any weight has them. Values do not
+    change, except that float8 becomes integers if both occur."""
     if len(weights) == 1:
         return weights[0]
     parts = [weight for weight in weights if isinstance(weight, Quantized)]
@@ -101,14 +101,14 @@ def concatenate(weights: Sequence[Any]) -> Any:
 
 
 def as_integers(weight: Quantized) -> Quantized:
-    """Return a float8 weight with integer codes in groups of `GROUP`; others unchanged."""
+    """Requantize float8 to 8-bit integers; return other weights unchanged."""
     if not weight.codes.is_floating_point():
         return weight
     return quantize(weight._replace(dtype=torch.float32).dequantize(), 8)._replace(dtype=weight.dtype)
 
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
-    """Return `weight` [N, K] rounded to nearest with 8 bits (symmetric, in groups of 64 columns if these
+    """Round `weight` [N, K] to the nearest values with 8 bits (symmetric, in groups of 64 columns if these
     divide K) or 4 bits (with minima, in groups of `GROUP`). Raises ValueError with the name of the problem if
     K or the values are not supported."""
     if weight.shape[1] % GROUP:
@@ -119,7 +119,7 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
         return concatenate([quantize(part, bits) for part in weight.split(ROWS)])
     group = math.gcd(weight.shape[1], 2 * GROUP) if bits == 8 else GROUP
     groups = weight.float().unflatten(1, (-1, group))  # [N, groups, group]
-    if bits == 8:
+    if bits == 8:  # low: the value of code 0
         scale = groups.abs().amax(-1) / 127
         low, minimum = -128 * scale, None
     else:

@@ -1,6 +1,6 @@
-// Products with weights of 8 or 4 bits, and rows of x quantized to 8 bits in the groups of columns of the weight.
+// Products with weights of 8 or 4 bits. Rows of x are quantized to 8 bits, in groups of the same columns as the weight.
 //
-// A code of the weight is unsigned, a code of x signed. Their products are summed exactly in int32 over a group; the
+// The codes of the weight are unsigned, those of x signed. Their products are summed exactly in int32 over a group; the
 // groups are scaled and added in ascending order in float. So the result of a row does not depend on other rows.
 
 #pragma once
@@ -58,8 +58,8 @@ struct Block {
     }
 };
 
-// The scale of a group of a row of x. `sum` is, for a weight without minima, -offset * the sum of the codes; else, as a
-// float, `scale` times that sum.
+// The scale of a group of a row of x, and the sum of its codes: without minima, times -offset, to be added to the products
+// of codes; with minima, times `scale` (the bits of a float), to be multiplied by the minima.
 struct Factor {
     float scale;
     int sum;
@@ -72,13 +72,13 @@ struct QuantizedRows {
     long tokens;
 };
 
-// Quantizes a row x for a product with w: to the nearest multiples of 1/127 of the largest value of a group. A group with
-// a NaN or an infinity gets such a scale.
+// Quantizes row t of x for a product with w: the scale of a group is its largest absolute value / 127. A group with a NaN
+// or an infinity gets a NaN or infinite scale.
 template <int GROUP>
 static inline void quantize_row(const bf16* x, const Weight& w, const QuantizedRows& to, long t) {
     const float unit = w.factor / 127;
     for (long g = 0; g < w.columns / GROUP; g++, x += GROUP) {
-        uint16_t most = 0;
+        uint16_t most = 0;  // without signs, bfloat16 are ordered like their bits
         for (int i = 0; i < GROUP; i++) most = std::max<uint16_t>(most, x[i] & 0x7FFF);
         const float largest = to_float(most), steps = most ? 127 / largest : 0;
         int8_t* codes = to.codes + (g * to.tokens + t) * GROUP;
@@ -166,12 +166,7 @@ static void multiply_groups(
     }
 }
 
-// Returns from how many rows on AMX is faster.
-constexpr long min_tile_rows(long group) { return group == 64 ? 2 : 6; }
-
 #if defined __AMX_INT8__ && defined __AVX512VNNI__
-constexpr bool HAS_TILES = true;
-
 // `multiply_groups` with AMX. In an iteration, the matrix unit multiplies group g while the other units scale the
 // products of group g - 1 and unpack the codes of group g + 2: a tile cannot be loaded before its codes are in the cache.
 template <class Block>
@@ -220,7 +215,7 @@ static void multiply_tiles(
         if (!g) continue;
         const auto block = block_of(g - 1);
         const RowFloats scales[] = {block.scales(0), block.scales(LANES)};
-        const RowFloats minima[] = {MINIMUM ? block.minima(0) : scales[0], MINIMUM ? block.minima(LANES) : scales[0]};
+        const RowFloats minima[] = {MINIMUM ? block.minima(0) : RowFloats{}, MINIMUM ? block.minima(LANES) : RowFloats{}};
         const Factor* factor = x.factors + (g - 1) * x.tokens + t;
         for (long i = 0; i < m; i++, factor++)
             for (int v = 0; v < 2; v++) {
@@ -229,21 +224,16 @@ static void multiply_tiles(
             }
     }
 }
-#else
-constexpr bool HAS_TILES = false;
-
-template <class Block>
-static void multiply_tiles(const QuantizedRows&, long, long, const char*, long, const char*, long, Sums) {}
 #endif
 
-// Calls f<Block>() for the format of a weight.
+// Calls f with an empty block of the type that the weight has.
 template <class F>
 static void with_block(const Weight& w, F f) {
-    const auto grouped = [&]<int BITS, bool MINIMUM>() {
-        w.group == 64 ? f.template operator()<Block<BITS, MINIMUM, 64>>() : f.template operator()<Block<BITS, MINIMUM, 32>>();
-    };
-    if (w.bits == 4) w.has_minima ? grouped.template operator()<4, true>() : grouped.template operator()<4, false>();
-    else w.has_minima ? grouped.template operator()<8, true>() : grouped.template operator()<8, false>();
+    const bool wide = w.group == 64;
+    if (w.bits == 4 && w.has_minima) wide ? f(Block<4, true, 64>{}) : f(Block<4, true, 32>{});
+    else if (w.bits == 4) wide ? f(Block<4, false, 64>{}) : f(Block<4, false, 32>{});
+    else if (w.has_minima) wide ? f(Block<8, true, 64>{}) : f(Block<8, true, 32>{});
+    else wide ? f(Block<8, false, 64>{}) : f(Block<8, false, 32>{});
 }
 
 // A packed weight and quantized rows of x, the operands of `multiply_all`.
@@ -255,9 +245,11 @@ struct QuantizedOperands {
     static long most_rows() { return MAX_PRODUCT_ROWS; }  // amortizes unpacking; the sums stay in the L1 cache
     void multiply(long t, long m, long strip, const char* ahead, long bytes, Sums sums) const {
         const long groups = w.columns / w.group;
-        with_block(w, [&]<class Block>() {
-            const bool by_tiles = HAS_TILES && m >= min_tile_rows(w.group) && has_amx();
-            const auto f = by_tiles ? multiply_tiles<Block> : multiply_groups<Block>;
+        with_block(w, [&]<class Block>(Block) {
+            auto f = multiply_groups<Block>;
+#if defined __AMX_INT8__ && defined __AVX512VNNI__
+            if (m >= (w.group == 64 ? 2 : 6) && has_amx()) f = multiply_tiles<Block>;  // slower for fewer rows
+#endif
             f(x, t, m, w.strip(strip), groups, ahead, bytes / groups, sums);
         });
     }
@@ -267,7 +259,7 @@ struct QuantizedOperands {
 static inline void dequantize_row(const Weight& w, long id, float scale, bf16* out) {
     const long row = id % WIDTH / ROW_LANES * ROW_LANES, lane = id % ROW_LANES;
     const int offset = w.has_minima ? 0 : 1 << (w.bits - 1);
-    with_block(w, [&]<class Block>() {
+    with_block(w, [&]<class Block>(Block) {
         for (long k = 0; k < w.columns; k += 4 * QUADS) {
             const Block block{w.strip(id / WIDTH) + k / Block::GROUP * Block::SIZE};
             RowInts codes[QUADS];

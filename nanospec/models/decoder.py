@@ -110,7 +110,12 @@ class Model:
             for rope in set(config.ropes)
         }
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
-        self.embedding, self.lm_head = self._load_vocabulary(tensor)
+        self.embedding, is_tied = tensor("model.embed_tokens.weight"), config.tie_word_embeddings
+        self.lm_head = make_linear(self.embedding if is_tied else tensor("lm_head.weight"))
+        if isinstance(self.embedding, Quantized):
+            self.embedding = self.lm_head if is_tied else make_linear(self.embedding)
+        if self.embedding is not self.lm_head and self.embedding is not self.lm_head.unpacked_weight:
+            self.weight_bytes += self.embedding.nbytes
         self.layers = [Layer(config, i, tensor) for i in range(config.num_layers)]
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
         self.weight_bytes += sum(linear.nbytes for linear in self.linears)
@@ -119,16 +124,6 @@ class Model:
     def linears(self) -> list[Linear]:
         """The matrix products of a step; the last one is lm_head."""
         return [*(linear for layer in self.layers for linear in layer.linears), self.lm_head]
-
-    def _load_vocabulary(self, get: GetWeight) -> tuple[Any, Linear]:
-        """Return the embedding and lm_head."""
-        embedding, is_tied = get("model.embed_tokens.weight"), self.config.tie_word_embeddings
-        lm_head = make_linear(embedding if is_tied else get("lm_head.weight"))
-        if isinstance(embedding, Quantized):
-            embedding = lm_head if is_tied else make_linear(embedding)
-        if embedding is not lm_head and embedding is not lm_head.unpacked_weight:
-            self.weight_bytes += embedding.nbytes
-        return embedding, lm_head
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm, and write its keys and values to

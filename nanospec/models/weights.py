@@ -21,7 +21,7 @@ from .families import read_config
 from .formats import open_checkpoint
 
 QUANTIZATIONS = {"int8": 8, "int4": 4}  # bits; the names are checked by `EngineConfig`
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # always 8 bits
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # 8 bits also with int4
 
 
 class Split(Protocol):
@@ -114,7 +114,7 @@ def open_weights(
             raise ValueError(f"quantization={quantization!r} must be omitted: {folder} is quantized already.")
         elif part is None and multiplies:
             index = torch.arange(len(weight.codes))[rows, None]
-            order = family.convert(name, index, config)  # families only reorder the rows of a matrix
+            order = family.convert(name, index, config)  # families at most reorder the rows of a matrix
             return weight.rows(rows if order is index else order[:, 0]).to(device, dtype)
         else:  # the columns of a part could begin within a group
             weight = weight.rows(rows).to("cpu", dtype).dequantize()

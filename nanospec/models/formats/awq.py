@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .quantized_safetensors import Config, Layout, Module, Quantized, from_blocks, option, parse_block, unpack
 
-PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of rows 0 to 7 of the weight in an int32, in units of 4 bits
+PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # positions of 8 rows of the weight in an int32, in units of 4 bits
 
 
 class Awq:

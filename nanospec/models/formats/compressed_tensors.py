@@ -1,7 +1,7 @@
 """compressed-tensors, as stored by llm-compressor: integers of 8 or 4 bits, or float8 as in `fp8.py`.
 
     weight_packed [N, K * bits / 32] int32      weight_zero_point [N * bits / 32, groups] int32
-    weight [N, K] int8                          weight_zero_point int8, like the scale
+    weight [N, K] int8                          weight_zero_point int8, shaped like the scale
     weight_scale [1], [N, 1], [N, groups] or one for each block
 
 Only asymmetric weights have zero points. Integers in int32 have the offset 2^(bits - 1).

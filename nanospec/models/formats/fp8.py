@@ -2,7 +2,7 @@
 
     weight [N, K] float8      weight_scale or weight_scale_inv [], [N, 1] or [N / rows, K / columns]
 
-In spite of its name, `weight_scale_inv` is multiplied by the weight, too.
+Despite its name, `weight_scale_inv` is the scale, not its inverse.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Safetensors checkpoints with weights of 8 and 4 bits, and what their formats have in common.
+"""Safetensors checkpoints with weights of 8 and 4 bits, and functions for their formats.
 
 A weight is quantized if its codes or scales are stored. Lists of excluded modules in the config are not read,
 since programs disagree on their syntax. Scales of activations and of the KV cache are ignored: activations
@@ -127,8 +127,8 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 def from_blocks(
     codes: Tensor, scale: Tensor, block: Block, zero: Tensor | None = None, bits: int = 8
 ) -> Quantized:
-    """Return scale * (codes - zero), for codes [N, K] and others by block; symmetric integers have no zero.
-    Raises ValueError if codes are NaN or scales are not positive."""
+    """Return scale * (codes - zero) of codes [N, K], with a scale and zero point for each block; without
+    `zero`, integers have the offset 2^(bits - 1). Raises ValueError if a code is NaN or a scale invalid."""
     (n, k), (rows, columns) = codes.shape, block
     group = math.gcd(columns, k)  # groups are smaller than blocks that do not divide the columns
 

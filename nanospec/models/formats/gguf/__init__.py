@@ -3,8 +3,6 @@
 `model_folder` writes a model folder with a link to the file instead of weights, which `GGUFCheckpoint` reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -22,7 +20,7 @@ from ....kernels.native import cache_folder
 from ....text import shown
 from ...config import DTYPES
 from ...families import config_of
-from .file import ARCHITECTURES, GGUFCheckpoint, GGUFError, naming, stamp
+from .file import ARCHITECTURES, GGUFCheckpoint, GGUFError, prefix_errors, stamp
 from .tokenizer import build_tokenizer, end_ids, token_id, tokenizer_config
 
 LINK = "model.gguf"  # in a folder that `model_folder` writes
@@ -66,7 +64,7 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
 
 def folder_files(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, str]:
     """Return the contents of the text files of a model folder, whose config.json names `dtype`."""
-    with naming(checkpoint.path):
+    with prefix_errors(checkpoint.path):
         fields, config = checkpoint.fields, model_config(checkpoint, dtype)
         config_of(config)  # raises if the result could not be loaded
         ends = {"eos_token_id": end_ids(fields), "pad_token_id": token_id(fields, "padding")}

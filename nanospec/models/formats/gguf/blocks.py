@@ -8,8 +8,6 @@
 Values are kept exactly, except that Q6_K has groups of 16 columns, which `join_groups` joins in pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,7 +32,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _bits(raw: Tensor, run: int, width: int = 4) -> Tensor:
-    """Return codes of `width` bits: of each `run` bytes, first the lowest bits of all, then the next ones."""
+    """Split bytes into codes: the lowest `width` bits of `run` bytes are the first `run` codes, and so on."""
     raw = raw.unflatten(1, (-1, run))
     return torch.stack([raw >> shift & (1 << width) - 1 for shift in range(0, 8, width)], 2).flatten(1)
 

@@ -7,8 +7,6 @@ For the llama architecture, llama.cpp reorders rows of q and k for interleaved R
 the order of Hugging Face.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os
@@ -50,9 +48,9 @@ TENSOR_NAMES = {
 # Types of metadata, as codes of `struct`, and of tensors, by their numbers in the file.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-NAMES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K"}
-NAMES |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
-NAMES |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16", 39: "MXFP4"}
+TYPE_OF = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K"}
+TYPE_OF |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
+TYPE_OF |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16", 39: "MXFP4"}
 CHUNK = 1 << 20  # elements that are decoded at a time
 CUT_OFF = "but the file has {} bytes; it is truncated or corrupt, download it again."
 
@@ -62,8 +60,8 @@ class GGUFError(ValueError):
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Raise GGUFError with the path for errors in the file's content."""
+def prefix_errors(path: Path) -> Iterator[None]:
+    """Raise errors in the content of a file as GGUFError with its path."""
     try:
         yield
     except (OSError, MemoryError):
@@ -116,14 +114,14 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path.parent / os.readlink(path) if path.is_symlink() else path  # for messages
-        with naming(self.path):
+        with prefix_errors(self.path):
             if not self.path.is_file():
                 raise GGUFError("file not found; specify the path of a GGUF file.")
             self._stamp = stamp(self.path)
             with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 self._read_head(_Cursor(data))
 
-    def _read_head(self, cursor: _Cursor) -> None:
+    def _read_head(self, cursor: "_Cursor") -> None:
         if (magic := cursor.take(4, "s")[0]) != b"GGUF":
             raise GGUFError(f"it begins with {magic!r} instead of b'GGUF'; use a GGUF file.")
         if (version := cursor.number("I")) not in (2, 3):
@@ -152,14 +150,14 @@ class GGUFCheckpoint:
 
     def get(self, name: str, exact: bool = False) -> Tensor | Quantized:
         """Return a tensor. With `exact`, Q6_K keeps groups of 16 columns."""
-        with naming(self.path):
+        with prefix_errors(self.path):
             tensor = self._read(self.tensors[name], exact)
             heads, kind = self.fields.hparam("attention.head_count"), name.split(".")[-2]
             num_heads = {"q_proj": heads, "k_proj": self.fields.hparam("attention.head_count_kv", heads)}
             if self.architecture != "llama" or kind not in num_heads:
                 return tensor
             # Within a head, rows (0, 1, 2, 3, ...) of the file are rows (0, D/2, 1, D/2 + 1, ...) here.
-            order = torch.arange(tensor.shape[0]).view(num_heads[kind], -1, 2).transpose(1, 2).flatten()
+            order = torch.arange(tensor.shape[0]).view(num_heads[kind], -1, 2).mT.flatten()
             return tensor.rows(order) if isinstance(tensor, Quantized) else tensor[order]
 
     def _read(self, tensor: StoredTensor, exact: bool) -> Tensor | Quantized:
@@ -174,16 +172,16 @@ class GGUFCheckpoint:
             raw = self._bytes(tensor.offset + first * row, len(codes[rows]) * row)
             new, new_scale, new_minimum = decode(raw.view(-1, size))
             if new_scale.shape[1] * group > elements:
-                new, new_scale = join_groups(new, new_scale)
+                new, new_scale = join_groups(new, new_scale)  # of 16 columns in Q6_K
             codes[rows], scale[rows] = new.view(-1, K), new_scale.view(-1, K // group)
             if new_minimum is not None:
                 minimum[rows] = new_minimum.view(-1, K // group)
         minima = None if new_minimum is None else minimum
-        total = scale.sum() + (0 if minima is None else minima.sum())  # NaN or infinite if one of them is
-        if not total.isfinite() or not scale.any():
+        weight = Quantized(codes, scale, minima, bits=4 if tensor.type.startswith("Q4") else 8)
+        if not all(table.isfinite().all() for table in weight.tables) or not scale.any():
             problem = f"the scales of tensor {tensor.name} are NaN, infinite or all 0"
             raise GGUFError(f"{problem}; download the file again.")
-        return Quantized(codes, scale, minima, bits=4 if tensor.type.startswith("Q4") else 8)
+        return weight
 
     def _bytes(self, offset: int, size: int) -> Tensor:
         # Not memory-mapped, because resident pages would count as memory of the process.
@@ -228,7 +226,7 @@ class _Cursor:
     def tensor(self) -> StoredTensor:
         name, dims = self.text(), self.take(self.number("I"), "Q")
         kind, offset = self.number("I"), self.number("Q")
-        return StoredTensor(name, NAMES.get(kind, str(kind)), tuple(reversed(dims)), offset)
+        return StoredTensor(name, TYPE_OF.get(kind, str(kind)), tuple(reversed(dims)), offset)
 
 
 def _checked(tensor: StoredTensor, begin: int, file_size: int) -> StoredTensor:

@@ -1,7 +1,5 @@
 """Build the tokenizer that the metadata of a GGUF file describes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import tokenizers
