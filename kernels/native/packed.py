@@ -82,7 +82,7 @@ def pack_quantized(weight: Quantized) -> Packed:
     weight = weight.regrouped(math.gcd(weight.group, MAX_GROUP))
     (N, K), group, has_minima = weight.shape, weight.group, weight.minimum is not None
     largest = max(float(table.abs().max()) for table in weight.tables)
-    factor = 2.0 ** (math.frexp(largest)[1] - 15)
+    factor = 2.0 ** max(math.frexp(largest)[1] - 15, -119)  # factor / 127 is normal in float32
     size = group * WIDTH * weight.bits // 8
     data = _arena.zeros((-(-N // WIDTH), K // group, size + 2 * WIDTH * (1 + has_minima)), torch.uint8)
     for first in range(0, len(data), STRIPS):

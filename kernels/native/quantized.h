@@ -73,23 +73,23 @@ struct QuantizedRows {
 };
 
 // Quantizes row t of x for a product with w: the scale of a group is its largest absolute value / 127. A group with a NaN
-// or an infinity gets a NaN or infinite scale.
+// or an infinity gets a NaN or infinite scale; one without values of at least 4e-37, whose inverse overflows, counts as 0.
 template <int GROUP>
 static inline void quantize_row(const bf16* x, const Weight& w, const QuantizedRows& to, long t) {
     const float unit = w.factor / 127;
     for (long g = 0; g < w.columns / GROUP; g++, x += GROUP) {
         uint16_t most = 0;  // without signs, bfloat16 are ordered like their bits
         for (int i = 0; i < GROUP; i++) most = std::max<uint16_t>(most, x[i] & 0x7FFF);
-        const float largest = to_float(most), steps = most ? 127 / largest : 0;
+        const float largest = to_float(most), steps = largest < 4e-37f ? 0 : 127 / largest;
         int8_t* codes = to.codes + (g * to.tokens + t) * GROUP;
-        int sum = 0;
+        uint32_t sum = 0;  // of any integers in a group with a NaN
         for (int i = 0; i < GROUP; i++) {  // adding 1.5 * 2^23 rounds to an integer, the low bits of the result
-            const int code = std::bit_cast<int>(to_float(x[i]) * steps + 12582912.0f) - 0x4B400000;
+            const uint32_t code = std::bit_cast<uint32_t>(to_float(x[i]) * steps + 12582912.0f) - 0x4B400000;
             codes[i] = code;
             sum += code;
         }
         const float scale = largest * unit;
-        to.factors[g * to.tokens + t] = {scale, w.has_minima ? std::bit_cast<int>(scale * sum) : -sum * (1 << (w.bits - 1))};
+        to.factors[g * to.tokens + t] = {scale, w.has_minima ? std::bit_cast<int>(scale * int(sum)) : int(-sum << (w.bits - 1))};
     }
 }
 
@@ -154,7 +154,7 @@ static void multiply_groups(
             for (int part = 0; part < Block::PARTS; part++) {
                 for (int v = 0; v < VECTORS; v++) block.load(row + v * ROW_LANES, part, codes[v]);
                 const int8_t* with = x.codes + (g * x.tokens + t) * Block::GROUP + part * 4 * QUADS;
-                for (long i = 0; i < m; i++, with += Block::GROUP) {
+                for (long i = 0; i < m; i++, with += Block::GROUP) {  // if there is one part, products stay in registers
                     for (int v = 0; part == 0 && v < VECTORS; v++)
                         products[i][v] = RowInts{} + (Block::MINIMUM ? 0 : factors[i].sum);
                     dot<Block::BITS>(products[i], codes, with);

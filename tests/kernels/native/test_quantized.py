@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels import native
-from nanospec.kernels.layer.quantized import GROUP, Quantized, as_integers
+from nanospec.kernels.layer.quantized import GROUP, Quantized, as_integers, quantize
 from nanospec.kernels.native import packed
 from tests.random_weights import random_quantized
 
@@ -72,6 +72,16 @@ def test_nan_and_infinity_stay_in_their_row(form: str) -> None:
     assert not out[3].isfinite().any()
     assert (out[4] == 0).all()
     assert torch.equal(out[[0, 2, 5]], clean[[0, 2, 5]])
+
+
+def test_smallest_weights_and_activations_do_not_overflow() -> None:
+    weight, x = quantize(torch.full((32, 64), 1e-39).to(BF16), 8), torch.full((4, 64), 1.0, dtype=BF16)
+    assert packed.linear(x, packed.pack_quantized(weight)).abs().max() < 1e-36
+    large, x = quantize(torch.full((32, 64), 1e30), 8), torch.zeros(4, 64, dtype=BF16)
+    x[:, 5] = torch.tensor([1e-30, 1e-36, 3e-37, 1e-40])  # the inverse of the last two overflows
+    out = packed.linear(x, packed.pack_quantized(large))
+    assert torch.allclose(out[:2], (x[:2, 5:6] * 1e30).expand(2, 32), rtol=0.02)
+    assert (out[2:] == 0).all()
 
 
 def test_largest_codes_do_not_overflow() -> None:
