@@ -73,7 +73,9 @@ def resolve_model(name_or_path: str | Path) -> Path:
             needed = f"specify a GGUF file in it, such as {files[0]}"
         raise FileNotFoundError(f"{problem}; {needed}.")
     why = f"it is not a folder, not a name in weights/ or {cache_folder()}, and not a hub id 'org/name'"
-    if HUB_ID.fullmatch(name):
+    if "gguf" in name.lower():
+        why = "GGUF files are not downloaded; download one and specify its path"
+    elif HUB_ID.fullmatch(name):
         try:
             return download(name)
         except Exception as error:  # of any of several HTTP libraries

@@ -111,7 +111,7 @@ def open_weights(
         if not isinstance(weight, Quantized):
             weight = weight[rows]
         elif quantization is not None:
-            raise ValueError(f"quantization={quantization!r} must be omitted: {folder} is quantized already.")
+            raise ValueError(f"quantization={quantization!r} must be omitted: {folder.name} is quantized.")
         elif part is None and multiplies:
             index = torch.arange(len(weight.codes))[rows, None]
             order = family.convert(name, index, config)  # families at most reorder the rows of a matrix

@@ -75,6 +75,7 @@ def test_unknown_models_are_reported(folders: dict[str, Path], monkeypatch: pyte
     for name, message in {
         "nothing": r"unknown model 'nothing': it is not a folder, .* Available models: mine\. Download one",
         "org/name": r"unknown model 'org/name': .* downloaded from the hub \(unreachable more\)\. Available",
+        "org/name-GGUF:Q4_K_M": "GGUF files are not downloaded; download one and specify its path",
         str(folders["named"] / "empty"): r"has no config\.json",
         str(
             folders["named"] / "gguf"

@@ -117,13 +117,15 @@ class GGUFCheckpoint:
         with prefix_errors(self.path):
             if not self.path.is_file():
                 raise GGUFError("file not found; specify the path of a GGUF file.")
+            if not self.path.stat().st_size:
+                raise GGUFError("the file is empty; download it again.")
             self._stamp = stamp(self.path)
             with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 self._read_head(_Cursor(data))
 
     def _read_head(self, cursor: "_Cursor") -> None:
         if (magic := cursor.take(4, "s")[0]) != b"GGUF":
-            raise GGUFError(f"it begins with {magic!r} instead of b'GGUF'; use a GGUF file.")
+            raise GGUFError(f"not a GGUF file, as it begins with {magic!r}; download it again.")
         if (version := cursor.number("I")) not in (2, 3):
             kind = f"GGUF version {version}" if version & 0xFFFF else "big-endian byte order"
             raise GGUFError(f"{kind} is not supported; use a little-endian file of version 2 or 3.")

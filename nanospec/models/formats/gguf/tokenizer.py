@@ -17,6 +17,7 @@ PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "llama-bpe": pre_tokenizers.Split(tokenizers.Regex(rf"{WORDS}|\p{{N}}{{1,3}}|{OTHERS}"), "isolated"),
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # `tokenizer.ggml.token_type`
+LONGEST = 1000  # characters before the last merge of a token, to bound the time for corrupt files
 # A GGUF file names a single end token; as in llama.cpp, control tokens with these names also end a text.
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>")
 
@@ -84,7 +85,7 @@ def sentencepiece(fields: Fields, vocab: dict[str, int]) -> tokenizers.Tokenizer
     merges = sorted(
         (-scores[i], token[:at], token[at:])
         for token, i in vocab.items()
-        for at in range(1, len(token))
+        for at in range(1, min(len(token), LONGEST))
         if token[:at] in vocab and token[at:] in vocab
     )
     pairs, fallback = [merge[1:] for merge in merges], {"byte_fallback": True, "fuse_unk": True}

@@ -263,13 +263,13 @@ def test_unsupported_file_is_rejected(tmp_path: Path, cache: Path, case: str) ->
 
 HUGE = (2**60).to_bytes(8, "little")
 HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda data: b"", "empty file"),
+    "empty": (lambda data: b"", "the file is empty"),
     "head": (lambda data: data[:100], r"its header continues to byte \d+, but the file has 100 bytes"),
     "data": (
         lambda data: data[:-1],
         r"tensor 'output_norm.weight' ends at byte \d+, but the file has \d+ bytes",
     ),
-    "magic": (lambda data: b"<htm" + data[4:], "it begins with b'<htm' instead of b'GGUF'"),
+    "magic": (lambda data: b"<htm" + data[4:], "not a GGUF file, as it begins with b'<htm'"),
     "version": (lambda data: data[:4] + b"\1" + data[5:], "GGUF version 1 is not supported"),
     "endian": (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "big-endian byte order is not supported"),
     "tensors": (lambda data: data[:8] + HUGE + data[16:], r"its header continues to byte \d+"),
