@@ -78,8 +78,8 @@ def byte_level(fields: Fields, vocab: dict[str, int], pre: str) -> tokenizers.To
 
 
 def sentencepiece(fields: Fields, vocab: dict[str, int]) -> tokenizers.Tokenizer:
-    """Return a tokenizer as in Llama 2, which merges characters, and the bytes of those without a token. Any
-    two tokens whose concatenation is a token merge, those with the highest score first."""
+    """Return a tokenizer as in Llama 2, which merges characters, and the bytes of those without a token. Two
+    tokens merge if their concatenation is a token; the one with the highest score is formed first."""
     scores, space = fields["tokenizer.ggml.scores"], "\u2581"
     unknown = fields["tokenizer.ggml.tokens"][token_id(fields, "unknown") or 0]
     merges = sorted(
