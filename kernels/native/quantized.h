@@ -58,11 +58,13 @@ struct Block {
     }
 };
 
-// The scale of a group of a row of x, and the sum of its codes: without minima, times -offset, to be added to the products
-// of codes; with minima, times `scale` (the bits of a float), to be multiplied by the minima.
+// The scale of a group of a row of x, and a correction for the offset or the minima of the weight.
 struct Factor {
     float scale;
-    int sum;
+    union {
+        int correction;  // without minima: the sum of the codes times -offset, to be added to the products of codes
+        float sum;       // with minima: the sum of the codes times `scale`, to be multiplied by the minima
+    };
 };
 
 // Quantized rows of x.
@@ -88,8 +90,10 @@ static inline void quantize_row(const bf16* x, const Weight& w, const QuantizedR
             codes[i] = code;
             sum += code;
         }
-        const float scale = largest * unit;
-        to.factors[g * to.tokens + t] = {scale, w.has_minima ? std::bit_cast<int>(scale * int(sum)) : int(-sum << (w.bits - 1))};
+        Factor& factor = to.factors[g * to.tokens + t];
+        factor.scale = largest * unit;
+        if (w.has_minima) factor.sum = factor.scale * int(sum);
+        else factor.correction = -sum << (w.bits - 1);
     }
 }
 
@@ -130,7 +134,7 @@ static inline void dot(RowInts (&sums)[VECTORS], const RowInts (&codes)[VECTORS]
 template <bool MINIMUM>
 static inline void add(float* sum, RowInts products, RowFloats scale, RowFloats minimum, const Factor& factor) {
     RowFloats all = *(RowFloats*)sum + __builtin_convertvector(products, RowFloats) * (scale * factor.scale);
-    if (MINIMUM) all += minimum * std::bit_cast<float>(factor.sum);
+    if (MINIMUM) all += minimum * factor.sum;
     *(RowFloats*)sum = all;
 }
 
@@ -155,10 +159,11 @@ static void multiply_groups(
                 for (int v = 0; v < VECTORS; v++) block.load(row + v * ROW_LANES, part, codes[v]);
                 const int8_t* with = x.codes + (g * x.tokens + t) * Block::GROUP + part * 4 * QUADS;
                 for (long i = 0; i < m; i++, with += Block::GROUP) {  // if there is one part, products stay in registers
-                    for (int v = 0; part == 0 && v < VECTORS; v++)
-                        products[i][v] = RowInts{} + (Block::MINIMUM ? 0 : factors[i].sum);
+                    if (part == 0)
+                        for (RowInts& sum : products[i]) sum = RowInts{} + (Block::MINIMUM ? 0 : factors[i].correction);
                     dot<Block::BITS>(products[i], codes, with);
-                    for (int v = 0; part == Block::PARTS - 1 && v < VECTORS; v++)
+                    if (part < Block::PARTS - 1) continue;
+                    for (int v = 0; v < VECTORS; v++)
                         add<Block::MINIMUM>(sums[i] + row + v * ROW_LANES, products[i][v], scales[v], minima[v], factors[i]);
                 }
             }
@@ -219,7 +224,7 @@ static void multiply_tiles(
         const Factor* factor = x.factors + (g - 1) * x.tokens + t;
         for (long i = 0; i < m; i++, factor++)
             for (int v = 0; v < 2; v++) {
-                const RowInts all = products[(g - 1) % 2][v][i] + (MINIMUM ? 0 : factor->sum);
+                const RowInts all = products[(g - 1) % 2][v][i] + (MINIMUM ? 0 : factor->correction);
                 add<MINIMUM>(sums[i] + v * LANES, all, scales[v], minima[v], *factor);
             }
     }

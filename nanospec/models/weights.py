@@ -107,27 +107,33 @@ def open_weights(
 
     def get(name: str) -> Tensor | Quantized:
         whole, rows = places[name]
-        weight = checkpoint.get(whole)
-        if not isinstance(weight, Quantized):
-            weight = weight[rows]
-        elif quantization is not None:
-            raise ValueError(f"quantization={quantization!r} must be omitted: {folder.name} is quantized.")
-        elif part is None and multiplies:
-            index = torch.arange(len(weight.codes))[rows, None]
-            order = family.convert(name, index, config)  # families at most reorder the rows of a matrix
-            return weight.rows(rows if order is index else order[:, 0]).to(device, dtype)
-        else:  # the columns of a part could begin within a group
-            weight = weight.rows(rows).to("cpu", dtype).dequantize()
+        stored = checkpoint.get(whole)
+        if isinstance(stored, Quantized):
+            if quantization is not None:
+                problem = f"quantization={quantization!r} must be omitted"
+                raise ValueError(f"{problem}: {folder.name} is quantized.")
+            if multiplies and part is None:
+                index = torch.arange(len(stored.codes))[rows, None]
+                order = family.convert(name, index, config)  # families at most reorder the rows of a matrix
+                return stored.rows(rows if order is index else order[:, 0]).to(device, dtype)
+            weight = stored.rows(rows).to("cpu", dtype).dequantize()  # a part may begin within a group
+        else:
+            weight = stored[rows]
         if part is not None:
             weight = part.take(name, weight)
         # Always copy: a view of the memory-mapped file would change if the file does.
         weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
         if quantization is None or weight.dim() == 1:
             return weight
-        try:
-            quantized = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
-        except ValueError as error:
-            raise ValueError(f"{name} in {folder} has {error}; omit quantization.") from None
+        quantized = _quantize(weight, name, quantization, folder)
         return quantized if multiplies else quantized.dequantize()
 
     return get
+
+
+def _quantize(weight: Tensor, name: str, quantization: str, folder: Path) -> Quantized:
+    """Quantize a matrix to the bits of `quantization`, or to 8 bits if its rows are tokens."""
+    try:
+        return quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
+    except ValueError as error:
+        raise ValueError(f"{name} in {folder} has {error}; omit quantization.") from None

@@ -27,13 +27,13 @@ from ...kernels.transfer import synchronize
 from ...llm import LLM
 from ...models.config import ModelConfig
 from ...models.decoder import Model
+from ...models.weights import VOCABULARY
 from .console import Console
 from .demo import REQUESTS, decode_rate
 
 CONTEXT = 1024  # cached tokens whose keys and values a step reads
 BLOCK, CPU_SIDE, GPU_SIDE = 512 << 20, 1024, 8192  # bytes to read; sizes of the square matrices to multiply
 REPEATS = 5
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 MAX_TOKENS, WINDOW = 128, 512  # length of the measured answer, and the context length that it needs
 ACCEPTANCES, DRAFTS = (0.3, 0.5, 0.7, 0.9), 4
 
@@ -113,7 +113,7 @@ def explain(llm: LLM, console: Console) -> None:
     machine, itemsize, stored = measure(model.device, model.dtype), model.dtype.itemsize, stored_bytes(model)
     context = min(CONTEXT, engine.max_model_len)
     rates = f"{machine.bandwidth / 1e9:.0f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s"
-    console.line(f"{rates} in {model.dtype}")
+    console.line(f"{rates} in {str(model.dtype).removeprefix('torch.')}")
     console.line(f"\nOne step of one request after {context} cached tokens, with 0 and {DRAFTS} drafts:")
     counts = [parts(model.config, tokens, context, itemsize, stored) for tokens in (1, 1 + DRAFTS)]
     rows = [(one.name, *one.cells(machine), *more.cells(machine)) for one, more in zip(*counts)]

@@ -33,7 +33,8 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 def fetch(name: str, parent: Path, force: bool = False) -> Path:
     """Download a model to `parent/name` and return that folder. Raises ValueError if that fails."""
     if name != DEFAULT and HUB_ID.fullmatch(name) is None:
-        raise ValueError(f"unknown model {name!r}; use {DEFAULT}, or org/name for a model on the hub.")
+        known = f"{DEFAULT}, or org/name for a model on the hub; local models need no download"
+        raise ValueError(f"unknown model {name!r}; use {known}.")
     destination = parent / name
     if is_complete(destination) and not force:
         print(f"{destination} already exists.")

@@ -21,7 +21,7 @@ class Awq:
     def layout(self, module: Module) -> Layout:
         block, (_, groups) = module.blocks(self._block, "scales")
         n, k = module.shape
-        words = -(-n // 8)
+        packed_rows = -(-n // 8)
 
         def codes(packed: Tensor) -> Tensor:
             return unpack(packed, 4).unflatten(1, (-1, 8))[..., PLACES].flatten(1)[:, :n].T
@@ -29,5 +29,5 @@ class Awq:
         def decode(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Quantized:
             return from_blocks(codes(qweight), scales.T, block, codes(qzeros), 4)
 
-        parts = {"qweight": ((k, words), "I32"), "qzeros": ((groups, words), "I32")}
+        parts = {"qweight": ((k, packed_rows), "I32"), "qzeros": ((groups, packed_rows), "I32")}
         return {**parts, "scales": ((groups, n), "float")}, decode

@@ -116,7 +116,7 @@ class GGUFCheckpoint:
         self.path = path.parent / os.readlink(path) if path.is_symlink() else path  # for messages
         with prefix_errors(self.path):
             if not self.path.is_file():
-                raise GGUFError("file not found; specify the path of a GGUF file.")
+                raise GGUFError("not a file; specify the path of a GGUF file.")
             if not self.path.stat().st_size:
                 raise GGUFError("the file is empty; download it again.")
             self._stamp = stamp(self.path)

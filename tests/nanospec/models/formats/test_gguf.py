@@ -304,7 +304,7 @@ def test_corrupt_file_is_rejected(tmp_path: Path, cache: Path, case: str) -> Non
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(GGUFError, match="m.gguf: file not found; specify the path of a GGUF file"):
+    with pytest.raises(GGUFError, match="m.gguf: not a file; specify the path of a GGUF file"):
         convert(tmp_path / "m.gguf", tmp_path / "m")
 
 
