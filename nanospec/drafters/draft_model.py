@@ -77,9 +77,8 @@ class ModelDrafter(Drafter):
         folder = resolve_model(spec.draft_model)
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
-        target_model = target.model
-        model = load_model(folder, target_model.dtype, target_model.device)
-        return cls(spec, model, target_model.config.vocab_size)
+        model = load_model(folder, target.model.dtype, target.model.device)
+        return cls(spec, model, target.model.config.vocab_size)
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         self.table, self.max_tokens, self.may_wait = table, max_tokens, may_wait
