@@ -34,22 +34,14 @@ LINE = 64  # bytes per cache line
 
 
 class Packed(NamedTuple):
-    """A packed weight of shape (N, K).
+    """A packed weight."""
 
-    Attributes:
-        data: [ceil(N / 32), K / 2, 32, 2] bfloat16, or [ceil(N / 32), K / group, bytes of a block] uint8.
-        bits: 16, 8 or 4.
-        group: columns per scale, 32 or 64, of a quantized weight.
-        has_minima: whether groups have a minimum.
-        factor: a power of two by which scales and minima are multiplied.
-    """
-
-    data: Tensor
-    shape: tuple[int, int]
-    bits: int = 16
-    group: int = 0
-    has_minima: bool = False
-    factor: float = 1.0
+    data: Tensor  # [ceil(N / 32), K / 2, 32, 2] bfloat16 or [ceil(N / 32), K / group, bytes of a block] uint8
+    shape: tuple[int, int]  # (N, K)
+    bits: int = 16  # 16, 8 or 4
+    group: int = 0  # columns per scale, 32 or 64, of a quantized weight
+    has_minima: bool = False  # whether groups have a minimum
+    factor: float = 1.0  # a power of two by which scales and minima are multiplied
 
     def words(self, bias: Tensor | None = None) -> tuple[NativeArg, ...]:
         """Return the fields of `Weight` in structs.h."""
