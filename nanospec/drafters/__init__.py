@@ -45,23 +45,14 @@ class Memory(NamedTuple):
 
 
 class Drafter:
-    """Base class of drafters. A subclass must define `propose`; the other methods are optional.
+    """Base class of drafters. A subclass must define `propose`; the other methods are optional."""
 
-    Attributes:
-        name: shown in statistics; the name of the class by default.
-        max_drafts: maximum number of drafts per row and step.
-        runs_model: whether drafting takes significant time; such a drafter must be the last of several.
-        reads_on_host: whether `propose` synchronizes with the device, so that steps cannot be captured.
-        makes_trees: whether a tree width above 1 is supported.
-        memory: the memory it needs, see `Memory`.
-    """
-
-    name: str = "Drafter"
-    max_drafts: int = MAX_DRAFTS
-    runs_model: bool = False
-    reads_on_host: bool = False
-    makes_trees: bool = False
-    memory: Memory = Memory()
+    name: str = "Drafter"  # shown in statistics; the name of the class by default
+    max_drafts: int = MAX_DRAFTS  # maximum number of drafts per row and step
+    runs_model: bool = False  # whether drafting takes significant time; it must then be the last of several
+    reads_on_host: bool = False  # whether `propose` synchronizes, so that steps cannot be captured
+    makes_trees: bool = False  # whether a tree width above 1 is supported
+    memory: Memory = Memory()  # the memory that it needs
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)

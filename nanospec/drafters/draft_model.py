@@ -49,15 +49,7 @@ class _RowState:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a small model; see the module docstring.
-
-    Attributes:
-        kv: the KV cache of the draft model, laid out as in `models/decoder.py`.
-        computed: [S + 1] int32 for S rows: number of tokens with K/V in `kv`; last entry: padding.
-        first_pass: maximum number of tokens per row in the first forward pass of a step; rows that lack the
-            K/V of more get no drafts. After a step with its drafts, a row lacks one, or two if all were
-            accepted; more if n-gram lookup runs first in captured steps.
-    """
+    """Drafts with a small model; see the module docstring."""
 
     name = "draft"
     runs_model = True
@@ -66,6 +58,9 @@ class ModelDrafter(Drafter):
         """`vocab_size` is the target's. If the models pad it differently, only common tokens are drafted."""
         self.model, self.vocab_size = model, vocab_size
         self._keep_logits = spec.acceptance != "exact"
+        # Maximum number of tokens per row in the first forward pass of a step; rows that lack the K/V of more
+        # get no drafts. After a step with its drafts, a row lacks one, or two if all were accepted; more if
+        # n-gram lookup runs first in captured steps.
         self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
         per_token, window = model.config.kv_bytes_per_token(model.dtype), model.config.max_position_embeddings
         self.memory = Memory(model.weight_bytes, per_token, window)
@@ -85,6 +80,7 @@ class ModelDrafter(Drafter):
         if may_wait:  # `catch_up` has exact counts and leaves at most two tokens
             self.first_pass = 2
         self.kv = self.model.allocate_kv_cache(num_blocks, table.block_size)
+        # [S + 1] for S rows: number of tokens with K/V in `kv`; last entry: padding.
         self.computed = torch.full((table.num_rows + 1,), ALL, dtype=torch.int32, device=self.model.device)
         self._states: dict[int, _RowState] = {}
         self._drafted: set[int] = set()
