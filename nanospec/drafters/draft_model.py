@@ -110,7 +110,12 @@ class ModelDrafter(Drafter):
         synchronize: it uses counts whose copy was started in the previous call."""
         if self.may_wait:
             self._copy = self._start_copy()
-        self._finish_copy()
+        states, wait = self._copy
+        computed, num_tokens = wait()
+        for row, state in states.items():
+            if self._states.get(row) is state:  # not released since
+                state.num_tokens = num_tokens[row]
+                self._note(state, computed[row])
         chunks, budget = [], self.max_tokens
         for row in rows:
             state = self._states[row]
@@ -179,15 +184,6 @@ class ModelDrafter(Drafter):
     def _start_copy(self) -> tuple[dict[int, _RowState], Callable[[], list[list[int]]]]:
         """Start copying `computed` and the number of tokens of all rows to the host."""
         return dict(self._states), to_host(torch.stack([self.computed[:-1], self.table.num_tokens]))
-
-    def _finish_copy(self) -> None:
-        """Wait for the copy to the host and update `_states`."""
-        states, wait = self._copy
-        computed, num_tokens = wait()
-        for row, state in states.items():
-            if self._states.get(row) is state:  # not released since
-                state.num_tokens = num_tokens[row]
-                self._note(state, computed[row])
 
     def _note(self, state: _RowState, computed: int) -> None:
         size = self.table.block_size
