@@ -102,14 +102,11 @@ class SimpleDrafter(Drafter):
 
     `draft` runs on the host, so steps cannot be captured as CUDA graphs. On a CPU this does not matter; on
     a GPU a `Drafter` that proposes on the device is faster.
-
-    Attributes:
-        notes: a dict for state of the request that `draft` is called for. It is empty when the request starts
-            and when it restarts after a preemption.
     """
 
     runs_model = True  # the time that `draft` takes is measured
     reads_on_host = True
+    # State of the request that `draft` is called for: empty when it starts, or restarts after a preemption.
     notes: dict[str, Any]
 
     def draft(self, tokens: list[int], k: int) -> Iterable[int]:
