@@ -48,7 +48,6 @@ class Quantized(NamedTuple):
         return 0 if self.minimum is not None or self.codes.is_floating_point() else 1 << (self.bits - 1)
 
     def rows(self, index: Tensor | slice) -> "Quantized":
-        """Return the selected rows."""
         minimum = None if self.minimum is None else self.minimum[index]
         return self._replace(codes=self.codes[index], scale=self.scale[index], minimum=minimum)
 

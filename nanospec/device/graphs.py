@@ -96,7 +96,6 @@ class StepGraphs:
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k), extensions)
 
     def capture_all(self) -> None:
-        """Capture the step for every batch size and K."""
         for bucket in tqdm(self.buckets(), desc="Capturing steps", disable=None, leave=False):
             self.capture(bucket)
 

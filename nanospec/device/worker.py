@@ -95,7 +95,6 @@ class Worker:
 
     @with_device
     def admit(self, request: Admission) -> None:
-        """Write a request to its row."""
         write_row(self.table, request, self.config.spec)
         for extension in self.extensions:
             extension.admit(request.row)
@@ -112,7 +111,6 @@ class Worker:
     @with_device
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Compute the K/V of prompt chunks."""
         with self.stages["prefill"]:
             batch = Batch.from_chunks(self.table, chunks)
             self.model.write_kv(batch, self.kv_cache)

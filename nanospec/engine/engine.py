@@ -184,7 +184,6 @@ class Engine:
         return []
 
     def _queue_step(self, plan: Plan) -> QueuedStep:
-        """Queue a step for the requests that decode."""
         requests = plan.decode
         limits = {r.row: r.max_k for r in requests}
         drafter_limits = {r.row: 0 if r.constraint is not None else r.max_k for r in requests}
