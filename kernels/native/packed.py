@@ -133,14 +133,10 @@ def zeros_on_demand(
 ) -> Tensor:
     """Return zeros. On a CPU, pages take no time and no memory until they are written, and are returned to
     the system when the last tensor in them is freed. Huge pages are faster to read, but writing the first
-    byte of one allocates 2 MiB. Raise OSError if the system cannot map the memory."""
+    byte of one allocates 2 MiB. Raise OSError (ENOMEM) if the system cannot map the memory."""
     if torch.device(device).type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise OSError(f"Could not map {size / 2**20:.0f} MiB of memory ({error.strerror}).") from None
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
