@@ -125,8 +125,6 @@ class SimpleDrafter(Drafter):
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         limits = draft_limits(table, rows, min(k, self.max_drafts)).tolist()
-        if not any(limits):
-            return no_drafts(rows, k)
         pairs = zip(rows.tolist(), limits, strict=True)
         drafts = [self._draft_row(table, row, limit) if limit else [] for row, limit in pairs]
         counts = torch.tensor([len(ids) for ids in drafts], dtype=torch.int32, device=rows.device)
