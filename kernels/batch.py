@@ -233,7 +233,6 @@ class Row(NamedTuple):
 
 
 def iter_rows(batch: Batch) -> Iterator[Row]:
-    """Yield the rows of a batch in order."""
     ids = batch.input_ids.tolist()
     parents = None if batch.parents is None else batch.parents.tolist()
     columns = (batch.rows.tolist(), batch.q_start.tolist(), batch.q_len.tolist())

@@ -29,29 +29,18 @@ TILE = 128  # queries of a prompt chunk processed at once
 
 
 class Part(NamedTuple):
-    """B rows of a batch, or a tile of one row, that `naive` processes at once.
+    """B rows of a batch, or a tile of one row, that `naive` processes at once."""
 
-    Attributes:
-        tokens: indices of its flat tokens in the whole batch.
-        batch: the batch of these tokens only.
-        blocks: [B * n], the first n cache blocks of each row.
-        mask: [Hkv * B, G * Q, n * block_size], 0 where a query attends to a cache entry, else -inf; the
-            first dimension is 1 if B is 1.
-    """
-
-    tokens: Tensor | slice
-    batch: Batch
-    blocks: Tensor
+    tokens: Tensor | slice  # indices of its flat tokens in the whole batch
+    batch: Batch  # of these tokens only
+    blocks: Tensor  # [B * n], the first n cache blocks of each row
+    # [Hkv * B, G * Q, n * block_size], or [1, ...] if B is 1: 0 where a query attends to an entry, else -inf
     mask: Tensor
 
 
 class AttentionMetadata:
-    """Attention inputs of a step that are shared by all layers with the same sliding window.
-
-    Attributes:
-        batch: the queries.
-        window: a query attends to its own position and the `window - 1` before it; None for no limit.
-    """
+    """Attention inputs of a step that are shared by all layers with the same sliding window: a query attends
+    to its own position and the `window - 1` before it, or to all before it."""
 
     def __init__(self, batch: Batch, window: int | None = None) -> None:
         self.batch, self.window = batch, window

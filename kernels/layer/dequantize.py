@@ -30,22 +30,14 @@ Codes = namedtuple("Codes", "BITS FLOAT SCALES")
 
 
 class PackedCodes(NamedTuple):
-    """A quantized weight [N, K].
+    """A quantized weight [N, K]. The number of columns in a group is K or a power of 2."""
 
-    Attributes:
-        codes: [N, K] uint8, or with 4 bits [N, K / 2], where byte j has column 2 j in its low bits.
-        words: [groups, N] int32, scales in the low 16 bits and minima in the high ones: float16, divided by
-            `factor`. The number of columns in a group is K or a power of 2.
-        is_float: whether codes are float8_e4m3fn.
-        dtype: of the activations that it is multiplied with.
-    """
-
-    codes: Tensor
-    words: Tensor
+    codes: Tensor  # [N, K] uint8, or with 4 bits [N, K / 2], where byte j has column 2 j in its low bits
+    words: Tensor  # [groups, N] int32: float16 scales (low bits) and minima (high bits), divided by `factor`
     factor: float
     bits: int
-    is_float: bool
-    dtype: torch.dtype
+    is_float: bool  # whether codes are float8_e4m3fn
+    dtype: torch.dtype  # of the activations that it is multiplied with
 
     @property
     def shape(self) -> tuple[int, int]:

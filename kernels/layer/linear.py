@@ -36,9 +36,11 @@ def make_linear(weight: Tensor | Quantized, bias: Tensor | None = None) -> "Line
         return TritonLinear(weight.contiguous(), bias)
     if use_native(weight) and weight.shape[1] % 2 == 0:
         return NativeLinear(packed.pack(weight), bias)
-    if weight.is_cuda or not _onednn_packs(weight.dtype):
-        return Linear(weight, bias)
-    return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
+    if not weight.is_cuda and torch.backends.mkldnn.is_available():
+        has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not on CPUs without AVX-512
+        if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bf16):
+            return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight), bias)
+    return Linear(weight, bias)
 
 
 def multiplies_quantized(device: torch.device | str, dtype: torch.dtype) -> bool:
@@ -46,14 +48,6 @@ def multiplies_quantized(device: torch.device | str, dtype: torch.dtype) -> bool
     otherwise."""
     probe = torch.empty(0, dtype=dtype, device=device)
     return use_triton(probe) or use_native(probe)
-
-
-def _onednn_packs(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN can pack `dtype`: it does not support bfloat16 on CPUs without AVX-512."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and supported)
 
 
 class Linear:

@@ -12,9 +12,7 @@ only on the shape of the weight. "Rows" here are rows of the weight:
 * The weight is the left operand: its rows are M of the MMA instruction, tokens are N. So 1 token and 2,000
   tokens use the same instruction except for N, and small batches waste little of it.
 
-RMSNorm needs no launch and no work in the loop: norm(x) @ W.T = (x * norm_weight) @ W.T / rms(x). The kernel
-that writes x also writes x * norm_weight and the sums of squares of x (`residual.py`); the epilogue divides
-by the root of their mean.
+RMSNorm of x needs no launch and no work in the loop, see `residual.py`.
 """
 
 from collections import namedtuple

@@ -20,21 +20,13 @@ ROWS = 4096  # rows that are quantized at once
 
 
 class Quantized(NamedTuple):
-    """A quantized weight [N, K] that has not been packed for a kernel.
+    """A quantized weight [N, K] that has not been packed for a kernel."""
 
-    Attributes:
-        codes: [N, K] uint8, or float8_e4m3fn with `bits` 8 and no minimum.
-        scale: [N, groups] float32; negative in some groups of GGUF files.
-        minimum: [N, groups] float32, or None if codes are symmetric around the offset.
-        bits: 4 or 8.
-        dtype: of the activations, and of the dequantized weight.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    minimum: Tensor | None
-    bits: int
-    dtype: torch.dtype = torch.bfloat16
+    codes: Tensor  # [N, K] uint8, or float8_e4m3fn with `bits` 8 and no minimum
+    scale: Tensor  # [N, groups] float32; negative in some groups of GGUF files
+    minimum: Tensor | None  # [N, groups] float32, or None if codes are symmetric around the offset
+    bits: int  # 4 or 8
+    dtype: torch.dtype = torch.bfloat16  # of the activations, and of the dequantized weight
 
     @property
     def shape(self) -> torch.Size:
@@ -56,7 +48,6 @@ class Quantized(NamedTuple):
         return 0 if self.minimum is not None or self.codes.is_floating_point() else 1 << (self.bits - 1)
 
     def rows(self, index: Tensor | slice) -> "Quantized":
-        """Return the selected rows."""
         minimum = None if self.minimum is None else self.minimum[index]
         return self._replace(codes=self.codes[index], scale=self.scale[index], minimum=minimum)
 

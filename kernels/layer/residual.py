@@ -45,19 +45,12 @@ class Norm(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """The residual stream ahead of a norm.
+    """The residual stream ahead of a norm."""
 
-    Attributes:
-        x: [T, H].
-        norm: the next norm.
-        scaled: [T, H], x * norm.weight in x's dtype. None on the naive path, like `squares`.
-        squares: [ceil(H / 64), T] float32.
-    """
-
-    x: Tensor
-    norm: Norm
-    scaled: Tensor | None = None
-    squares: Tensor | None = None
+    x: Tensor  # [T, H]
+    norm: Norm  # the next norm
+    scaled: Tensor | None = None  # [T, H], x * norm.weight in x's dtype; None on the naive path
+    squares: Tensor | None = None  # [ceil(H / 64), T] float32; None on the naive path
 
     @classmethod
     def empty(cls, T: int, norm: Norm, like: Tensor) -> "Residual":

@@ -34,22 +34,14 @@ LINE = 64  # bytes per cache line
 
 
 class Packed(NamedTuple):
-    """A packed weight of shape (N, K).
+    """A packed weight."""
 
-    Attributes:
-        data: [ceil(N / 32), K / 2, 32, 2] bfloat16, or [ceil(N / 32), K / group, bytes of a block] uint8.
-        bits: 16, 8 or 4.
-        group: columns per scale, 32 or 64, of a quantized weight.
-        has_minima: whether groups have a minimum.
-        factor: a power of two by which scales and minima are multiplied.
-    """
-
-    data: Tensor
-    shape: tuple[int, int]
-    bits: int = 16
-    group: int = 0
-    has_minima: bool = False
-    factor: float = 1.0
+    data: Tensor  # [ceil(N / 32), K / 2, 32, 2] bfloat16 or [ceil(N / 32), K / group, bytes of a block] uint8
+    shape: tuple[int, int]  # (N, K)
+    bits: int = 16  # 16, 8 or 4
+    group: int = 0  # columns per scale, 32 or 64, of a quantized weight
+    has_minima: bool = False  # whether groups have a minimum
+    factor: float = 1.0  # a power of two by which scales and minima are multiplied
 
     def words(self, bias: Tensor | None = None) -> tuple[NativeArg, ...]:
         """Return the fields of `Weight` in structs.h."""
@@ -141,14 +133,10 @@ def zeros_on_demand(
 ) -> Tensor:
     """Return zeros. On a CPU, pages take no time and no memory until they are written, and are returned to
     the system when the last tensor in them is freed. Huge pages are faster to read, but writing the first
-    byte of one allocates 2 MiB. Raise OSError if the system cannot map the memory."""
+    byte of one allocates 2 MiB. Raise OSError (ENOMEM) if the system cannot map the memory."""
     if torch.device(device).type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise OSError(f"Could not map {size / 2**20:.0f} MiB of memory ({error.strerror}).") from None
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)

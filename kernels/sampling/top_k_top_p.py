@@ -63,15 +63,12 @@ class Open(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """The weight of a token: 1 if `by_count`, else exp((score - best) / temperature).
-
-    `target`: the sum of weights that the kept tokens must reach.
-    """
+    """The weight of a token: 1 if `by_count`, else exp((score - best) / temperature)."""
 
     by_count: Any
     best: Any
     temperature: Any
-    target: Any
+    target: Any  # the sum of weights that the kept tokens must reach
 
 
 @triton.jit

@@ -66,7 +66,10 @@ def logprobs(logits: Tensor, index: Tensor, tokens: Tensor, num_top: int) -> Log
     results = []
     for rows, chosen in zip(index.long().split(PIECE), tokens.long().split(PIECE), strict=True):
         x = logits[rows].float()
-        own, total = x.gather(1, chosen.clamp(min=0)[:, None]), _log_sum_exp(x)
+        # On a CPU, PyTorch splits a single row among threads, and with it the sum; two rows are not split.
+        missing = max((PIECE if x.is_cuda else 2) - len(x), 0)
+        total = F.pad(x, (0, 0, 0, missing)).logsumexp(-1, keepdim=True)[: len(x)]
+        own = x.gather(1, chosen.clamp(min=0)[:, None])
         rank, top_ids = (x > own).sum(1) + 1, _largest(x, num_top)
         results.append(((own - total)[:, 0], rank.int(), x.gather(1, top_ids) - total, top_ids.int()))
     return Logprobs(*map(torch.cat, zip(*results, strict=True)))
@@ -79,13 +82,6 @@ def _largest(x: Tensor, count: int) -> Tensor:
     ascending = bits ^ (bits >> 31 & 0x7FFFFFFF)
     key = (ascending.long() << 32) - torch.arange(x.shape[1], device=x.device)
     return key.topk(count, -1).indices
-
-
-def _log_sum_exp(x: Tensor) -> Tensor:
-    """Return the logsumexp [N, 1] of each row of x [N, V] float32."""
-    # On a CPU, PyTorch splits a single row among threads, and with it the sum; two rows are not split.
-    least = PIECE if x.is_cuda else 2
-    return F.pad(x, (0, 0, 0, max(least - len(x), 0))).logsumexp(-1, keepdim=True)[: len(x)]
 
 
 def kept_logprobs(

@@ -16,30 +16,20 @@ from ..kernels.table import Table
 
 
 class Constraint(Protocol):
-    """A constraint on the output of a request, for which only extensions propose drafts.
+    """A constraint on the output of a request, for which only extensions propose drafts."""
 
-    Attributes:
-        ended: whether the output is complete.
-        error: the reason if the output cannot be continued, else None.
-    """
-
-    ended: bool
-    error: str | None
+    ended: bool  # whether the output is complete
+    error: str | None  # the reason if the output cannot be continued
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Consume the tokens of a step and return how many of them belong to the output."""
 
 
 class Extension:
-    """Base class of extensions. Its methods do nothing; subclasses override those that they need.
+    """Base class of extensions. Its methods do nothing; subclasses override those that they need."""
 
-    Attributes:
-        method: name of the extension's drafts in statistics, None if it proposes no drafts.
-        always: whether it takes part in all steps, or only in those for which `plan` returns a value.
-    """
-
-    method: str | None = None
-    always = False
+    method: str | None = None  # name of the extension's drafts in statistics, None if it proposes no drafts
+    always = False  # whether it takes part in all steps, or only in those for which `plan` returns a value
 
     # Called by the worker. The calls within a step are captured with it.
 

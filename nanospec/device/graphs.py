@@ -60,14 +60,8 @@ class CudaCapture:
 
 
 class StepGraphs:
-    """The captures of all buckets of a step.
-
-    Attributes:
-        batch_sizes, ks: sizes and Ks of the buckets, ascending. Not every pair is a bucket; see `ks_for`.
-        captures: captures by bucket.
-        replays: number of replays by (batch size, K).
-        max_tokens: maximum number of tokens scored by a bucket.
-    """
+    """The captures of all buckets of a step. `batch_sizes` and `ks` are ascending; not all of their pairs are
+    buckets, see `ks_for`. A bucket scores at most `max_tokens` tokens."""
 
     def __init__(
         self,
@@ -82,7 +76,7 @@ class StepGraphs:
         self.captures: dict[Bucket, EagerCapture | CudaCapture] = {}
         self.rows = torch.full((max_batch,), PADDING, dtype=torch.int32, device=device)
         self._sent: list[int] = []  # rows on the device, [] if unknown
-        self.replays: Counter[tuple[int, int]] = Counter()
+        self.replays: Counter[tuple[int, int]] = Counter()  # by (batch size, K)
         self.max_tokens = max(bucket.batch_size * (bucket.k + 1) for bucket in self.buckets())
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -102,7 +96,6 @@ class StepGraphs:
         return Bucket(batch, max(length for length in self.ks_for(batch) if length <= k), extensions)
 
     def capture_all(self) -> None:
-        """Capture the step for every batch size and K."""
         for bucket in tqdm(self.buckets(), desc="Capturing steps", disable=None, leave=False):
             self.capture(bucket)
 

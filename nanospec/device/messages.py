@@ -20,25 +20,19 @@ STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
 
 
 class Admission(NamedTuple):
-    """A request to be written to a row; see `Request` for the other fields.
-
-    Attributes:
-        tokens: prompt and, after a preemption, output; the first `num_prompt` are the prompt.
-        blocks: KV cache blocks; the first `num_cached` already hold the K/V of their tokens.
-        constrained: whether an extension constrains the output; only extensions propose drafts then.
-    """
+    """A request to be written to a row; see `Request` for the other fields."""
 
     row: int
-    tokens: list[int]
+    tokens: list[int]  # prompt and, after a preemption, output; the first `num_prompt` are the prompt
     num_prompt: int
     max_len: int
-    blocks: list[int]
+    blocks: list[int]  # the first `num_cached` already hold the K/V of their tokens
     num_cached: int
     seed: int
     stop_ids: tuple[int, ...]
     params: SamplingParams
     max_k: int
-    constrained: bool
+    constrained: bool  # whether an extension constrains the output; only extensions propose drafts then
 
 
 class RowBlocks(NamedTuple):
@@ -52,24 +46,15 @@ class RowBlocks(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """The input of a step over B request rows.
+    """The input of a step over B request rows."""
 
-    Attributes:
-        rows: [B] row indices.
-        logprobs: [B] number of most likely tokens to report, -1 for no log-probabilities.
-        drafting: rows for which drafters propose drafts.
-        k, model_k: maximum number of drafts per row, and of the last drafter, which may run a model.
-        new_blocks: rows that got more blocks.
-        extra: the value returned by `plan` of each extension.
-    """
-
-    rows: list[int]
-    logprobs: list[int]
-    drafting: list[int]
-    k: int
-    model_k: int
-    new_blocks: list[RowBlocks]
-    extra: Sequence[Any] = ()
+    rows: list[int]  # [B]
+    logprobs: list[int]  # [B], number of most likely tokens to report, -1 for no log-probabilities
+    drafting: list[int]  # rows for which drafters propose drafts
+    k: int  # maximum number of drafts per row
+    model_k: int  # the same for the drafts of the last drafter, which may run a model
+    new_blocks: list[RowBlocks]  # rows that got more blocks
+    extra: Sequence[Any] = ()  # the value returned by `plan` of each extension
 
 
 class RowResult(NamedTuple):

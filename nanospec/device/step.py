@@ -36,19 +36,14 @@ CountDrafts = Callable[[list[RowProposal]], list[int]]
 
 
 class StepResult(NamedTuple):
-    """The result of a step of B rows, on the device.
+    """The result of a step of B rows, on the device. Token j of row b was sampled from
+    logits[q_start[b] + path[b, j]]. Captured steps share the memory of the logits, so reads of them must be
+    queued before the next step."""
 
-    Attributes:
-        report: [B, ...] int32, see `kernels/speculation/report.py`.
-        path, q_start, logits: [B, Q] int32, [B] int32, [T, V]. Token j of row b was sampled from
-            logits[q_start[b] + path[b, j]]. Captured steps share the memory of the logits, so reads of them
-            must be queued before the next step.
-    """
-
-    report: Tensor
-    path: Tensor
-    q_start: Tensor
-    logits: Tensor
+    report: Tensor  # [B, ...] int32, see `kernels/speculation/report.py`
+    path: Tensor  # [B, Q] int32
+    q_start: Tensor  # [B] int32
+    logits: Tensor  # [T, V]
 
 
 class Step:

@@ -35,23 +35,10 @@ from .timing import Barrier, step_costs
 
 
 class Worker:
-    """Runs a model on one device.
+    """Runs a model on one device."""
 
-    Attributes:
-        table, kv_cache: see `kernels/table.py` and `models/decoder.py`.
-        num_blocks, max_model_len: number of KV cache blocks and maximum context length, as memory permits.
-        max_k: the largest K of any step, 0 without drafters.
-        methods: names of the drafters, then of extensions that draft, indexed by `RowReport.drafter`.
-        model_drafter: index in `methods` of the drafter that runs a model, for which the policy chooses the
-            number of drafts in advance; NO_DRAFTER if there is none or steps are captured.
-        graphs: captured steps, or None if steps are not captured (they may then wait for the device).
-        stages: a stopwatch for each of `messages.STAGES`.
-        memory: bytes in use by purpose, for each device of the model.
-        failure: the reason if the worker can no longer run, else None.
-    """
-
-    failure: str | None = None
-    graphs: StepGraphs | None = None
+    failure: str | None = None  # the reason if the worker can no longer run
+    graphs: StepGraphs | None = None  # None if steps are not captured (they may then wait for the device)
 
     def __init__(
         self,
@@ -62,6 +49,7 @@ class Worker:
     ) -> None:
         self.config, self.model, self.device = config, model, model.device
         self.drafters, self.extensions = drafters, extensions
+        # Names of the drafters, then of extensions that draft, indexed by `RowReport.drafter`.
         names = (drafter.name for drafter in drafters)
         self.methods = *names, *(each.method for each in extensions if each.method is not None)
         self._build()
@@ -70,17 +58,20 @@ class Worker:
     def _build(self) -> None:
         """Allocate rows and caches, and capture the steps."""
         config, model = self.config, self.model
-        self.max_k = min(config.spec.max_k, max_drafts(self.drafters))
+        self.max_k = min(config.spec.max_k, max_drafts(self.drafters))  # the largest K of any step
         self.num_blocks, self.max_model_len = self._plan_cache()
         self.table = Table.empty(
             config.max_num_seqs, self.max_model_len, config.block_size, model.config.vocab_size, model.device
         )
         self.kv_cache = model.allocate_kv_cache(self.num_blocks, config.block_size)
         captured = captures_steps(config, model, self.drafters)
+        # The index in `methods` of the drafter that runs a model, for which the policy chooses the number of
+        # drafts in advance; NO_DRAFTER if there is none or steps are captured.
         codes = [code for code, drafter in enumerate(self.drafters) if drafter.runs_model and not captured]
         self.model_drafter = max(codes, default=NO_DRAFTER)
         for drafter in self.drafters:
             drafter.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
+        # Bytes in use by purpose, for each device of the model.
         self.memory = [used_memory(model, self.drafters, self.table, self.num_blocks)]
         exact = config.spec.acceptance == "exact"
         self._step = Step(model, self.kv_cache, self.table, self.drafters, self.extensions, exact)
@@ -104,7 +95,6 @@ class Worker:
 
     @with_device
     def admit(self, request: Admission) -> None:
-        """Write a request to its row."""
         write_row(self.table, request, self.config.spec)
         for extension in self.extensions:
             extension.admit(request.row)
@@ -121,7 +111,6 @@ class Worker:
     @with_device
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Compute the K/V of prompt chunks."""
         with self.stages["prefill"]:
             batch = Batch.from_chunks(self.table, chunks)
             self.model.write_kv(batch, self.kv_cache)

@@ -45,23 +45,14 @@ class Memory(NamedTuple):
 
 
 class Drafter:
-    """Base class of drafters. A subclass must define `propose`; the other methods are optional.
+    """Base class of drafters. A subclass must define `propose`; the other methods are optional."""
 
-    Attributes:
-        name: shown in statistics; the name of the class by default.
-        max_drafts: maximum number of drafts per row and step.
-        runs_model: whether drafting takes significant time; such a drafter must be the last of several.
-        reads_on_host: whether `propose` synchronizes with the device, so that steps cannot be captured.
-        makes_trees: whether a tree width above 1 is supported.
-        memory: the memory it needs, see `Memory`.
-    """
-
-    name: str = "Drafter"
-    max_drafts: int = MAX_DRAFTS
-    runs_model: bool = False
-    reads_on_host: bool = False
-    makes_trees: bool = False
-    memory: Memory = Memory()
+    name: str = "Drafter"  # shown in statistics; the name of the class by default
+    max_drafts: int = MAX_DRAFTS  # maximum number of drafts per row and step
+    runs_model: bool = False  # whether drafting takes significant time; it must then be the last of several
+    reads_on_host: bool = False  # whether `propose` synchronizes, so that steps cannot be captured
+    makes_trees: bool = False  # whether a tree width above 1 is supported
+    memory: Memory = Memory()  # the memory that it needs
 
     def __init_subclass__(cls) -> None:
         cls.name = vars(cls).get("name", cls.__name__)
@@ -111,14 +102,11 @@ class SimpleDrafter(Drafter):
 
     `draft` runs on the host, so steps cannot be captured as CUDA graphs. On a CPU this does not matter; on
     a GPU a `Drafter` that proposes on the device is faster.
-
-    Attributes:
-        notes: a dict for state of the request that `draft` is called for. It is empty when the request starts
-            and when it restarts after a preemption.
     """
 
     runs_model = True  # the time that `draft` takes is measured
     reads_on_host = True
+    # State of the request that `draft` is called for: empty when it starts, or restarts after a preemption.
     notes: dict[str, Any]
 
     def draft(self, tokens: list[int], k: int) -> Iterable[int]:
@@ -137,8 +125,6 @@ class SimpleDrafter(Drafter):
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         limits = draft_limits(table, rows, min(k, self.max_drafts)).tolist()
-        if not any(limits):
-            return no_drafts(rows, k)
         pairs = zip(rows.tolist(), limits, strict=True)
         drafts = [self._draft_row(table, row, limit) if limit else [] for row, limit in pairs]
         counts = torch.tensor([len(ids) for ids in drafts], dtype=torch.int32, device=rows.device)

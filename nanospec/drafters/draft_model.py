@@ -49,15 +49,7 @@ class _RowState:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a small model; see the module docstring.
-
-    Attributes:
-        kv: the KV cache of the draft model, laid out as in `models/decoder.py`.
-        computed: [S + 1] int32 for S rows: number of tokens with K/V in `kv`; last entry: padding.
-        first_pass: maximum number of tokens per row in the first forward pass of a step; rows that lack the
-            K/V of more get no drafts. After a step with its drafts, a row lacks one, or two if all were
-            accepted; more if n-gram lookup runs first in captured steps.
-    """
+    """Drafts with a small model; see the module docstring."""
 
     name = "draft"
     runs_model = True
@@ -66,6 +58,9 @@ class ModelDrafter(Drafter):
         """`vocab_size` is the target's. If the models pad it differently, only common tokens are drafted."""
         self.model, self.vocab_size = model, vocab_size
         self._keep_logits = spec.acceptance != "exact"
+        # Maximum number of tokens per row in the first forward pass of a step; rows that lack the K/V of more
+        # get no drafts. After a step with its drafts, a row lacks one, or two if all were accepted; more if
+        # n-gram lookup runs first in captured steps.
         self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
         per_token, window = model.config.kv_bytes_per_token(model.dtype), model.config.max_position_embeddings
         self.memory = Memory(model.weight_bytes, per_token, window)
@@ -77,15 +72,15 @@ class ModelDrafter(Drafter):
         folder = resolve_model(spec.draft_model)
         if target.tokenizer is not None:
             check_same_vocabulary(target.tokenizer, Tokenizer(folder))
-        target_model = target.model
-        model = load_model(folder, target_model.dtype, target_model.device)
-        return cls(spec, model, target_model.config.vocab_size)
+        model = load_model(folder, target.model.dtype, target.model.device)
+        return cls(spec, model, target.model.config.vocab_size)
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         self.table, self.max_tokens, self.may_wait = table, max_tokens, may_wait
         if may_wait:  # `catch_up` has exact counts and leaves at most two tokens
             self.first_pass = 2
         self.kv = self.model.allocate_kv_cache(num_blocks, table.block_size)
+        # [S + 1] for S rows: number of tokens with K/V in `kv`; last entry: padding.
         self.computed = torch.full((table.num_rows + 1,), ALL, dtype=torch.int32, device=self.model.device)
         self._states: dict[int, _RowState] = {}
         self._drafted: set[int] = set()
@@ -115,7 +110,12 @@ class ModelDrafter(Drafter):
         synchronize: it uses counts whose copy was started in the previous call."""
         if self.may_wait:
             self._copy = self._start_copy()
-        self._finish_copy()
+        states, wait = self._copy
+        computed, num_tokens = wait()
+        for row, state in states.items():
+            if self._states.get(row) is state:  # not released since
+                state.num_tokens = num_tokens[row]
+                self._note(state, computed[row])
         chunks, budget = [], self.max_tokens
         for row in rows:
             state = self._states[row]
@@ -184,15 +184,6 @@ class ModelDrafter(Drafter):
     def _start_copy(self) -> tuple[dict[int, _RowState], Callable[[], list[list[int]]]]:
         """Start copying `computed` and the number of tokens of all rows to the host."""
         return dict(self._states), to_host(torch.stack([self.computed[:-1], self.table.num_tokens]))
-
-    def _finish_copy(self) -> None:
-        """Wait for the copy to the host and update `_states`."""
-        states, wait = self._copy
-        computed, num_tokens = wait()
-        for row, state in states.items():
-            if self._states.get(row) is state:  # not released since
-                state.num_tokens = num_tokens[row]
-                self._note(state, computed[row])
 
     def _note(self, state: _RowState, computed: int) -> None:
         size = self.table.block_size

@@ -21,23 +21,17 @@ NEXT = {MISS: 0.75, 1: 0.65, 2: 0.75, 3: 0.8, 4: 0.8, 5: 0.85, 6: 0.85, 7: 0.9, 
 
 
 class StepCosts:
-    """Measured step times in ms, made monotonic: more drafts never cost less.
-
-    Attributes:
-        captured: ms by captured batch size and K, ascending; empty if steps are packed. Every batch size
-            has K = 0; larger K may be missing.
-        packed: ms by number of tokens scored, ascending; empty if steps are captured.
-        propose: function of the number of rows and of drafts per row that returns the ms a model takes to
-            draft in a packed step. Captured steps include this time; that of n-gram lookup is negligible.
-        attention: additional ms of a packed step per cached position: for each row, and for each token that
-            the row scores.
-    """
+    """Measured step times in ms, made monotonic: more drafts never cost less."""
 
     def __init__(
         self,
+        # By batch size and K, if steps are captured. Every batch size has K = 0; larger K may be missing.
         captured: Mapping[int, Mapping[int, float]] | None = None,
-        packed: Mapping[int, float] | None = None,
+        packed: Mapping[int, float] | None = None,  # by number of tokens scored, if steps are packed
+        # The time a model takes to draft in a packed step, by number of rows and of drafts per row. Captured
+        # steps include it; that of n-gram lookup is negligible.
         propose: Callable[[int, int], float] = lambda rows, drafts: 0.0,
+        # Additional time of a packed step per cached position: for each row, and each token the row scores.
         attention: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.captured = {size: _rising(by_k) for size, by_k in sorted((captured or {}).items())}

@@ -46,17 +46,12 @@ PIECE = 64  # columns of a packed lm_head that are computed at a time
 
 @dataclass(frozen=True)
 class Heads:
-    """The weights of Medusa heads, on the target's device.
+    """The weights of Medusa heads, on the target's device."""
 
-    Attributes:
-        blocks: weight [num_heads, H, H] and bias [num_heads, 1, H] of each block x + SiLU(W x + b), in order.
-        projections: [Vd, H], one per head, or a single one shared by all heads.
-        token_map: [Vd] int64, the token id of each row of the projections; None if it is the row's index.
-    """
-
+    # Weight [num_heads, H, H] and bias [num_heads, 1, H] of each block x + SiLU(W x + b), in order.
     blocks: tuple[tuple[Tensor, Tensor], ...]
-    projections: tuple[Linear, ...]
-    token_map: Tensor | None
+    projections: tuple[Linear, ...]  # [Vd, H], one per head, or a single one shared by all heads
+    token_map: Tensor | None  # [Vd] int64, token id of each row of the projections; None: the row's index
 
     @classmethod
     def load(cls, path: str | Path, model: Model) -> "Heads":
@@ -159,13 +154,7 @@ def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
 
 
 class MedusaDrafter(Drafter):
-    """Drafts with Medusa heads; see the module docstring.
-
-    Attributes:
-        hidden: [S + 1, H] for S rows: state from which a row's last token was sampled; the last entry is for
-            padding.
-        ready: [S + 1] bool, whether the entry of `hidden` is valid.
-    """
+    """Drafts with Medusa heads; see the module docstring."""
 
     name = "medusa"
     runs_model = True
@@ -191,7 +180,9 @@ class MedusaDrafter(Drafter):
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         rows, size = table.num_rows + 1, self._target.config.hidden_size
+        # [S + 1, H] for S rows: state from which a row's last token was sampled; the last entry is padding.
         self.hidden = torch.zeros(rows, size, dtype=self._target.dtype, device=table.device)
+        # [S + 1]: whether the entry of `hidden` is valid.
         self.ready = torch.zeros(rows, dtype=torch.bool, device=table.device)
 
     def release(self, row: int) -> None:

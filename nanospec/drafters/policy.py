@@ -25,15 +25,10 @@ OVERHEAD = 0.005  # maximum share of time for probes, and maximum slowdown of a 
 
 
 class Policy:
-    """A fixed K: all drafts are verified.
+    """A fixed K: all drafts are verified."""
 
-    Attributes:
-        costs: measured step costs; None if not measured.
-        expected_speedup: estimated tokens per ms of the latest step, relative to a step without drafts; None
-            for a fixed K.
-    """
-
-    costs: StepCosts | None = None
+    costs: StepCosts | None = None  # None if not measured
+    # Estimated tokens per ms of the latest step, relative to a step without drafts; None for a fixed K.
     expected_speedup: float | None = None
 
     def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> tuple[int, int]:

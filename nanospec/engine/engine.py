@@ -27,14 +27,13 @@ from .scheduler import Plan, Scheduler
 
 
 class QueuedStep(NamedTuple):
-    """A step that has been queued but not collected: its requests, their rows at that time, K, its pending
-    results, and the value returned by `on_queued` of each extension."""
+    """A step that has been queued but not collected."""
 
     requests: list[Request]
-    rows: list[int]
+    rows: list[int]  # of the requests when the step was queued
     k: int
     pending: PendingStep
-    extension_states: list[Any]
+    extension_states: list[Any]  # the value returned by `on_queued` of each extension
 
 
 class Engine:
@@ -185,7 +184,6 @@ class Engine:
         return []
 
     def _queue_step(self, plan: Plan) -> QueuedStep:
-        """Queue a step for the requests that decode."""
         requests = plan.decode
         limits = {r.row: r.max_k for r in requests}
         drafter_limits = {r.row: 0 if r.constraint is not None else r.max_k for r in requests}

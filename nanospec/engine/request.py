@@ -28,24 +28,16 @@ FINISH = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NAN: "abort"}
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and one output of it. See the module docstring for the invariants.
-
-    Attributes:
-        max_len: length of prompt + output at which the request finishes.
-        max_k: maximum number of drafts per step.
-        stop_ids: token ids that end the output.
-        salt: root of the block hashes; only requests with the same salt share cached blocks.
-        extension_data: data that an extension attaches to the output.
-    """
+    """A prompt and one output of it. See the module docstring for the invariants."""
 
     id: str
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
-    max_len: int
-    max_k: int = 0
-    stop_ids: tuple[int, ...] = ()
-    salt: bytes = b""
+    max_len: int  # length of prompt + output at which the request finishes
+    max_k: int = 0  # maximum number of drafts per step
+    stop_ids: tuple[int, ...] = ()  # token ids that end the output
+    salt: bytes = b""  # root of the block hashes; only requests with the same salt share cached blocks
     output: OutputText = field(default_factory=lambda: OutputText(None))
     constraint: Constraint | None = None
 
@@ -65,7 +57,7 @@ class Request:
     start_time: float | None = None  # of the first admission
     first_token_time: float | None = None
     finish_time: float | None = None
-    extension_data: Any = None
+    extension_data: Any = None  # data that an extension attaches to the output
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)

@@ -22,18 +22,13 @@ from .request import Request
 
 @dataclass
 class Plan:
-    """The schedule of an engine step.
+    """The schedule of an engine step."""
 
-    Attributes:
-        prefill: (request, first token, number of tokens) of each prompt chunk.
-        decode: requests that decode.
-        admitted: requests that got a row, with the number of their blocks found in the prefix cache.
-        new_blocks: requests that got more blocks, with the number of blocks they had before.
-        preempted: rows of the preempted requests.
-    """
-
+    # Prompt chunks (request, first token, number of tokens), and the requests that decode.
     prefill: list[tuple[Request, int, int]] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
+    # Requests that got a row, with the number of their blocks found in the prefix cache; requests that got
+    # more blocks, with the number of blocks they had before; and rows of the preempted requests.
     admitted: dict[Request, int] = field(default_factory=dict)
     new_blocks: dict[Request, int] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)

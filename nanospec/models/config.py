@@ -122,12 +122,10 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The RoPE of each layer."""
         return tuple(self.rope if w is None else self.local_rope or self.rope for w in self.windows)
 
     @property
     def attention_scale(self) -> float:
-        """The scale of q . k in attention."""
         return (self.query_scalar or self.head_dim) ** -0.5
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:

@@ -1,6 +1,5 @@
 """The model in bfloat16 on CPUs: `kernels/native/decoder.cpp` runs the whole forward pass in one call."""
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -38,7 +37,7 @@ class CompiledModel(Model):
         self._model = words(
             c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
             *map(packed.double, (c.rms_norm_eps, scalar, c.attention_softcap or 0, self.embedding_scale)),
-            c.gate == "gelu", *embedding.words(), self._norm(self.norm), _address(self._layers),
+            c.gate == "gelu", *embedding.words(), self._norm(self.norm), self._layers.buffer_info()[0],
         )  # fmt: skip
 
     def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
@@ -60,8 +59,8 @@ class CompiledModel(Model):
 
     def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
         call(
-            "nanospec_forward", _address(self._model), *batch.native_args, *packed.cache_words(kv_cache),
-            *packed.row_words(hidden), torch.get_num_threads(),
+            "nanospec_forward", self._model.buffer_info()[0], *batch.native_args,
+            *packed.cache_words(kv_cache), *packed.row_words(hidden), torch.get_num_threads(),
         )  # fmt: skip
 
     def _layer_words(self, layer: Layer) -> tuple[NativeArg, ...]:
@@ -96,7 +95,3 @@ def computed_by(model: Model) -> str:
     if isinstance(model, CompiledModel):
         return f"C++ ({target()})"
     return f"PyTorch, products in C++ ({target()})" if isinstance(model.lm_head, NativeLinear) else "PyTorch"
-
-
-def _address(buffer: "array[int]") -> int:
-    return buffer.buffer_info()[0]

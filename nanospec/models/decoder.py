@@ -79,17 +79,9 @@ class Layer:
 
 
 class Model:
-    """A decoder with its weights loaded; see the module docstring.
+    """A decoder with its weights loaded; see the module docstring."""
 
-    Attributes:
-        num_devices: number of devices that the weights are split across.
-        embedding: [V, H], or this device's rows; a Tensor, or an object with `rows(ids)` such as a `Linear`.
-        lm_head: [V, H], or this device's rows. It shares memory with a tied embedding unless it is repacked.
-        cos_sin: [max_position_embeddings, D] float32 for each distinct `Rope`, see `cos_sin_table`.
-        weight_bytes: of this device's weights; shared memory counts once.
-    """
-
-    num_devices = 1
+    num_devices = 1  # that the weights are split across
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight
@@ -97,7 +89,7 @@ class Model:
         """Load each weight once with `get`: first the vocabulary, which is the largest, then layer by layer,
         so that little is in memory twice."""
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.weight_bytes = 0
+        self.weight_bytes = 0  # of this device; shared memory counts once
 
         def tensor(name: str) -> Any:
             weight = get(name)
@@ -110,6 +102,8 @@ class Model:
             for rope in set(config.ropes)
         }
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
+        # embedding, lm_head: [V, H], or this device's rows. The embedding is a Tensor, or an object with
+        # `rows(ids)` such as a `Linear`; if tied, it shares memory with lm_head unless that is repacked.
         self.embedding, is_tied = tensor("model.embed_tokens.weight"), config.tie_word_embeddings
         self.lm_head = make_linear(self.embedding if is_tied else tensor("lm_head.weight"))
         if isinstance(self.embedding, Quantized):

@@ -15,31 +15,25 @@ from .chat import read_templates, render
 
 
 class Tokenizer:
-    """The tokenizer of a model folder.
-
-    Attributes:
-        vocab_size: number of tokens, including added ones. The vocabulary of the model may be padded to more.
-        eos_token_ids: all tokens that end an output: those of generation_config.json, then those of
-            config.json, then that of tokenizer_config.json.
-        special_token_ids: tokens that are not text, such as `<|im_end|>`.
-        byte_token_ids: tokens of single bytes (as in Llama 2); empty for most models.
-    """
+    """The tokenizer of a model folder."""
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
         self.name = folder.resolve().name
         self.backend = _read(folder)
-        self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)  # the model's may be padded
         added = self.backend.get_added_tokens_decoder().items()
+        # Tokens that are not text, such as `<|im_end|>`, and tokens of single bytes (as in Llama 2), if any.
         self.special_token_ids = frozenset(i for i, token in added if token.special)
+        self.byte_token_ids = _byte_token_ids(self.backend)
         file = folder / "tokenizer_config.json"
         config = read_json(file) if file.is_file() else {}
         self._named_tokens = _named_tokens(config)
+        # All tokens that end an output: of generation_config.json, config.json, then tokenizer_config.json.
         ends = [i for name in ("generation_config", "config") for i in _end_ids(folder / f"{name}.json")]
         if "eos_token" in self._named_tokens:
             ends.append(self.backend.token_to_id(self._named_tokens["eos_token"]))
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in ends if i is not None))
-        self.byte_token_ids = _byte_token_ids(self.backend)
         self._templates = read_templates(folder, config)
         self.has_chat_template = bool(self._templates)
 
@@ -156,20 +150,14 @@ class Detokenizer:
 
 
 class OutputText:
-    """The text of one output. Without a tokenizer, it stays empty.
-
-    Attributes:
-        text: the whole text, without the stop string.
-        token_texts: the part of the text that each token added.
-        num_tokens: number of tokens of the output.
-        num_text_tokens: number of tokens before a stop token or stop string; sys.maxsize if there is none.
-        stop: the stop string that ended the output. Stop strings before `min_tokens` tokens are ignored.
-    """
+    """The text of one output; empty without a tokenizer. Ignores stop strings before `min_tokens` tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
-        self.text, self.token_texts = "", list[str]()
-        self.stop: str | None = None
-        self.num_tokens, self.num_text_tokens = 0, sys.maxsize
+        self.text = ""  # without the stop string
+        self.token_texts: list[str] = []  # the part of the text that each token added
+        self.stop: str | None = None  # the stop string that ended the output
+        self.num_tokens = 0
+        self.num_text_tokens = sys.maxsize  # tokens before a stop token or stop string, if there is one
         self.tokenizer, self._stops, self._min_tokens = tokenizer, stops, min_tokens
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._streamed = self._num_pieces = 0  # characters and pieces already returned by `new_pieces`

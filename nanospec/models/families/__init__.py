@@ -30,12 +30,9 @@ Windows = tuple[int | None, ...]
 
 
 class Family:
-    """Llama 1, 2, 3.x and SmolLM2. Other families override what differs.
+    """Llama 1, 2, 3.x and SmolLM2. Other families override what differs."""
 
-    Attributes:
-        ignored: prefixes of tensors that are not needed for text, such as those of an image encoder.
-    """
-
+    # Prefixes of tensors that are not needed for text, such as those of an image encoder.
     ignored: ClassVar[tuple[str, ...]] = ()
 
     def config(self, raw: Raw) -> ModelConfig:

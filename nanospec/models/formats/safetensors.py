@@ -20,7 +20,12 @@ class SafetensorsCheckpoint:
     """A checkpoint whose weights are not quantized."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._files = folder, open_files(folder)
+        self.folder, self._files = folder, dict[str, Any]()  # the open file of each tensor
+        for path in weight_files(folder):
+            file = open_safetensors(path)
+            if duplicates := self._files.keys() & file.keys():
+                raise ValueError(f"{path} has tensors that another shard has too: {listed(duplicates)}.")
+            self._files.update(dict.fromkeys(file.keys(), file))
 
     def check(self, shapes: Shapes, is_ignored: Callable[[str], bool]) -> None:
         used = {n: file.get_slice(n) for n, file in self._files.items() if not is_ignored(n)}
@@ -28,17 +33,6 @@ class SafetensorsCheckpoint:
 
     def get(self, name: str) -> Tensor | Quantized:
         return self._files[name].get_tensor(name)
-
-
-def open_files(folder: Path) -> dict[str, Any]:
-    """Return the open file of each tensor by name."""
-    handles: dict[str, Any] = {}
-    for file in weight_files(folder):
-        handle = open_safetensors(file)
-        if duplicates := handles.keys() & handle.keys():
-            raise ValueError(f"{file} has tensors that another shard has too: {listed(duplicates)}.")
-        handles.update(dict.fromkeys(handle.keys(), handle))
-    return handles
 
 
 def weight_files(folder: Path) -> list[Path]:
