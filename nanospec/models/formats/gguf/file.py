@@ -116,7 +116,8 @@ class GGUFCheckpoint:
         self.path = path.parent / os.readlink(path) if path.is_symlink() else path  # for messages
         with prefix_errors(self.path):
             if not self.path.is_file():
-                raise GGUFError("not a file; specify the path of a GGUF file.")
+                problem = "a folder" if self.path.is_dir() else "file not found"
+                raise GGUFError(f"{problem}; specify the path of a GGUF file.")
             if not self.path.stat().st_size:
                 raise GGUFError("the file is empty; download it again.")
             self._stamp = stamp(self.path)

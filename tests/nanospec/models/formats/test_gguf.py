@@ -304,8 +304,10 @@ def test_corrupt_file_is_rejected(tmp_path: Path, cache: Path, case: str) -> Non
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(GGUFError, match="m.gguf: not a file; specify the path of a GGUF file"):
+    with pytest.raises(GGUFError, match="m.gguf: file not found; specify the path of a GGUF file"):
         convert(tmp_path / "m.gguf", tmp_path / "m")
+    with pytest.raises(GGUFError, match="a folder; specify the path of a GGUF file"):
+        convert(tmp_path, tmp_path / "m")
 
 
 def test_file_changes_while_it_is_read(tmp_path: Path) -> None:
