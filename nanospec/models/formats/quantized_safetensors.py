@@ -137,8 +137,8 @@ def from_blocks(
         return values.repeat_interleave(columns // group, 1)[:, : k // group]
 
     scale = by_group(scale.float())
-    if not ((scale > 0) & scale.isfinite()).all():
-        raise ValueError("a scale that is NaN, infinite, negative or zero")
+    if not ((scale > 0) & (scale * 512).isfinite()).all():  # 512: more than any code, up to 448 in float8
+        raise ValueError("a scale that is NaN, too large, negative or zero")
     if codes.is_floating_point() and (codes.view(torch.uint8) & 0x7F == 0x7F).any():
         raise ValueError("a value that is NaN")
     if zero is None or (zero == 1 << (bits - 1)).all():
