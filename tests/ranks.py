@@ -70,8 +70,21 @@ def groups_of(size: int) -> list[Threads]:
 
 
 def together(size: int, work: Callable[[Group], Any]) -> list[Any]:
+    """Run `work` on each rank and return the results, or raise the error of the first rank that fails."""
+    errors: list[Exception] = []
+
+    def run(group: Threads) -> Any:
+        try:
+            return work(group)
+        except Exception as error:
+            errors.append(error)
+            group.barrier.abort()  # the others would wait for this rank
+
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, groups_of(size)))
+        results = list(pool.map(run, groups_of(size)))
+    if errors:
+        raise errors[0]
+    return results
 
 
 def weights_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Weights:

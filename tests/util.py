@@ -1,7 +1,18 @@
-"""Comparison of tensors for all tests."""
+"""Comparison of tensors, and waiting for a condition, for all tests."""
+
+import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+
+def eventually(true: Callable[[], object], seconds: float = 10) -> None:
+    """Wait until a condition is true."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"the condition did not hold within {seconds} s"
+        time.sleep(0.01)
 
 
 def error_ratio(actual: Tensor, expected: Tensor) -> float:

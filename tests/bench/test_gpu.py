@@ -17,6 +17,7 @@ from bench.card import GIB, Card
 from bench.cases import Built, all_cases
 from bench.gpu import Group, Outcome
 from nanospec.kernels.launch import GPUS
+from tests.util import eventually
 
 WRITER = """
 import json, os, sys, time
@@ -62,11 +63,7 @@ def test_groups_do_not_affect_each_other(tmp_path: Path, monkeypatch: pytest.Mon
     assert gpu.summary({"part": outcomes}).startswith("== part: 1 of 7 groups ok")
     assert "==== raises" in (tmp_path / "part-raises.log").read_text()
     stat = Path(f"/proc/{hangs.rows[1]['text']}/stat")  # of its child process
-    for _ in range(50):
-        if not stat.is_file() or " Z " in stat.read_text():  # ended, possibly not reaped
-            return
-        time.sleep(0.1)
-    raise AssertionError("the child process is still running")
+    eventually(lambda: not stat.is_file() or " Z " in stat.read_text(), 5)  # ended, possibly not reaped
 
 
 @pytest.mark.parametrize(

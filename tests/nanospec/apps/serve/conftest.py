@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from nanospec.apps.serve.settings import ServeConfig
 from nanospec.kernels.native import library
 from tests.alphabet import make
 from tests.drive import assert_idle
+from tests.util import eventually
 
 MODEL = "alphabet"
 
@@ -86,16 +86,10 @@ class Served:
     def connect(self) -> socket.socket:
         return socket.create_connection((self.host, self.port), timeout=20)
 
-    def wait_until(self, condition: Any, seconds: float = 10) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"the condition did not hold within {seconds} s"
-            time.sleep(0.005)
-
     def settle(self) -> None:
         """Wait until the engine is idle, and check that no row or block is leaked."""
         self.gate.set()
-        self.wait_until(lambda: not self.llm.engine.has_work and not self.app.engine.num_outputs)
+        eventually(lambda: not self.llm.engine.has_work and not self.app.engine.num_outputs)
         with self.llm.shared.turn():
             assert_idle(self.llm.engine)
         assert not self.app.engine._live

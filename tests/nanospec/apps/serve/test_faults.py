@@ -32,6 +32,7 @@ from nanospec.apps.serve.settings import ServeConfig
 from tests.alphabet import ALPHABET, after, make
 from tests.drive import MODES, assert_idle
 from tests.nanospec.apps.serve.conftest import Served, serving
+from tests.util import eventually
 
 LONG = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 60, "ignore_eos": True, "n": 2}
 SHORT = {"prompt": after("abcd"), "temperature": 0, "max_tokens": 5}
@@ -51,7 +52,7 @@ def server(shared: Served) -> Iterator[Served]:
     shared.settle()
     answered = shared.post(COMPLETIONS, SHORT)
     assert answered.json()["choices"][0]["text"] == ALPHABET[4:9]
-    shared.wait_until(lambda: not shared.app._bodies.size)
+    eventually(lambda: not shared.app._bodies.size)
 
 
 @pytest.fixture
@@ -82,13 +83,13 @@ def test_disconnect_frees_blocks_before_next_step(server: Served, stream: bool, 
     server.gate.clear()
     connection = server.connect()
     connection.sendall(raw({**LONG, "stream": stream}))
-    server.wait_until(lambda: server.llm.engine.has_work)
+    eventually(lambda: server.llm.engine.has_work)
     if stream:  # a killed process resets its connections
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
-    server.wait_until(lambda: not server.app.engine.num_outputs)
+    eventually(lambda: not server.app.engine.num_outputs)
     server.settle()
-    server.wait_until(lambda: "'client disconnected'" in str(logged.call_args))
+    eventually(lambda: "'client disconnected'" in str(logged.call_args))
     assert metrics.num_forward_steps - steps <= 1  # the step in progress
     assert metrics.num_aborted == aborted + 2
 
@@ -144,14 +145,14 @@ def test_slow_reader_is_disconnected_without_delaying_others(server: Served, lim
     for _ in range(14):  # more than the buffers of two sockets hold
         connection.sendall(raw(body | {"stream_options": {"include_drafts": True}}))
     assert server.post(COMPLETIONS, SHORT).status_code == 200
-    server.wait_until(lambda: not server.app.engine.num_outputs)
-    server.wait_until(lambda: not server.server.server_state.connections, 20)
+    eventually(lambda: not server.app.engine.num_outputs)
+    eventually(lambda: not server.server.server_state.connections, 20)
     connection.close()
 
 
 def test_connection_limit_still_answers_health(server: Served, limits: Any) -> None:
     def wait_for(count: int) -> None:
-        server.wait_until(lambda: len(server.server.server_state.connections) == count)
+        eventually(lambda: len(server.server.server_state.connections) == count)
 
     limits(max_connections=2)
     wait_for(0)
@@ -206,11 +207,11 @@ def test_size_of_bodies_is_limited(server: Served, limits: Any, monkeypatch: pyt
     bodies, arriving = server.app._bodies, [server.connect() for _ in range(2)]
     for connection in arriving:
         connection.sendall(raw(SHORT, 999)[:-49])
-    server.wait_until(lambda: bodies.size == 1900)
+    eventually(lambda: bodies.size == 1900)
     for refused in send(b" " * 101):
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     arriving[0].close()
-    server.wait_until(lambda: bodies.size == 950)
+    eventually(lambda: bodies.size == 950)
     arriving[1].sendall(b" " * 49)
     assert b" 200 " in answer(arriving[1])
 
@@ -250,7 +251,7 @@ def test_exception_fails_running_requests_only(
     with ThreadPoolExecutor(4) as pool, monkeypatch.context() as patch:
         patch.setattr(owner, where, failing)
         actual = [pool.submit(server.post, COMPLETIONS, body) for body in bodies]
-        server.wait_until(lambda: server.app.engine.num_outputs >= 6)  # a request that failed has ended
+        eventually(lambda: server.app.engine.num_outputs >= 6)  # a request that failed has ended
         server.gate.set()
         responses = [future.result() for future in actual]
     failed = [r for r in responses if "engine failed" in r.text]

@@ -19,6 +19,7 @@ from nanospec.apps.serve.loop import MAX_FAILURES, EngineLoop
 from tests.alphabet import after, make
 from tests.drive import MODES
 from tests.nanospec.apps.serve.conftest import MODEL, Served, serving
+from tests.util import eventually
 
 BODY = {"prompt": after("abc"), "temperature": 0, "max_tokens": 60}
 Blocked = tuple[EngineLoop, list[int], Callable[[], None]]
@@ -55,7 +56,7 @@ def test_metrics_add_up(folder: Path) -> None:
         llm.engine.step = observed_step  # type: ignore[method-assign]
         server.gate.clear()
         running = pool.submit(server.post, COMPLETIONS, {**BODY, "n": 9})
-        server.wait_until(lambda: server.app.engine.num_outputs == 9)
+        eventually(lambda: server.app.engine.num_outputs == 9)
         refused = server.post(COMPLETIONS, {"prompt": "a"})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"

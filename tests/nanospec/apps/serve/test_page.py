@@ -10,6 +10,7 @@ import pytest
 from tests.alphabet import ALPHABET, after, make
 from tests.browser import browser, texts_of
 from tests.nanospec.apps.serve.conftest import Served, serving
+from tests.util import eventually
 
 __all__ = ["browser"]
 pytestmark = pytest.mark.slow  # they start a browser
@@ -131,10 +132,10 @@ def test_stop_button_cancels_request(show: Open, server: Served) -> None:
     page = show(server, [], [])
     server.gate.clear()
     send(page)
-    server.wait_until(lambda: server.app.engine.num_outputs)
+    eventually(lambda: server.app.engine.num_outputs)
     page.click("#stop")
     until(page, "document.getElementById('status').textContent === 'Stopped.'")
-    server.wait_until(lambda: not server.app.engine.num_outputs)
+    eventually(lambda: not server.app.engine.num_outputs)
     server.settle()
     assert "stopped" in page.inner_text(".note")
 

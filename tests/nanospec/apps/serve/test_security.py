@@ -16,6 +16,7 @@ from nanospec.apps.serve.logs import Lines
 from nanospec.apps.serve.settings import ServeConfig
 from tests.alphabet import after, make
 from tests.nanospec.apps.serve.conftest import Served, serving
+from tests.util import eventually
 
 ALICE, BOB = "alice-key-1", "bob-key-22"
 ROUTES = {CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/v1/models"}
@@ -110,7 +111,7 @@ def test_logs_contain_neither_text_nor_keys(guarded: Served, monkeypatch: pytest
     wrong = {"x-request-id": "bad", **bearer("wrong-key")}
     guarded.post(COMPLETIONS, {**BODY, "secret": "swordfish"}, headers=wrong)
     guarded.get("/health", headers={"x-request-id": "health"})
-    guarded.wait_until(lambda: {"good", "bad", "health"} <= logged().keys())
+    eventually(lambda: {"good", "bad", "health"} <= logged().keys())
     good = logged()["good"]
     assert (good["path"], good["status"], good["level"]) == (COMPLETIONS, 200, "info")
     assert (good["prompt_tokens"], good["completion_tokens"]) == (35, 2)

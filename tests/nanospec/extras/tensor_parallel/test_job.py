@@ -3,7 +3,7 @@
 import math
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 
 from nanospec.extras.tensor_parallel import job as module
 from nanospec.extras.tensor_parallel.job import Job, RankFailed, report_failure
+from tests.util import eventually
 
 LATE = "A rank did not complete 'step' within distributed_timeout=0.3 seconds, so all ranks were stopped."
 
@@ -31,13 +32,6 @@ def connect(job: Any) -> Any:
     job.sent = []
     job.group = SimpleNamespace(send=job.sent.append, close=lambda: job.sent.append("closed"))
     return job
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_commands_time_out_but_loading_does_not(job: Any) -> None:

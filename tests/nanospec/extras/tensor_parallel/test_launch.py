@@ -27,8 +27,8 @@ from nanospec.extras.tensor_parallel import launch
 from nanospec.extras.tensor_parallel.group import RankInfo, torchrun_rank_info
 from nanospec.extras.tensor_parallel.job import RankFailed
 from nanospec.llm import Prompt
-from tests.nanospec.extras.tensor_parallel.test_job import eventually
 from tests.tiny import checkpoint, tiny_tokenizer
+from tests.util import eventually
 
 ROOT = Path(__file__).parents[4]
 PROMPTS: list[Prompt] = ["a red red green red red", "ab ab ab abab", [5, 9, 5, 9, 5], "ab red"]
