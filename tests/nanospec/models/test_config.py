@@ -1,12 +1,14 @@
 """Every supported config.json becomes a `ModelConfig`; others are rejected with a one-line message."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanospec.models.config import ModelConfig, Rope
+from nanospec.models.config import ModelConfig, Rope, cos_sin_table
 from nanospec.models.families import config_of, read_config
 from tests.tiny import num_parameters
 
@@ -147,3 +149,18 @@ def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=words):
             read_config(tmp_path)
+
+
+def test_cos_sin_table_is_exact_without_vectorized_functions() -> None:
+    """`Tensor.cos` of a CPU is inexact in some processes, which no single process can show."""
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func.overloadpacket not in (torch.ops.aten.cos, torch.ops.aten.sin)
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        table = cos_sin_table(Rope(), 4, 512, "cpu")
+    angles = [(p, p * Rope().theta ** -0.5) for p in range(512)]
+    exact = [[*map(math.cos, pair), *map(math.sin, pair)] for pair in angles]
+    assert torch.equal(table, torch.tensor(exact, dtype=torch.float64).float())
