@@ -220,7 +220,7 @@ def setting_name(setting: Any) -> str:
 
 
 def differences(outputs: list[list[int]], expected: list[list[int]]) -> dict[int, int]:
-    """Return the numbers of the outputs that differ, and where: the index of the first other token."""
+    """Return the index of the first differing token of each output that differs, by output."""
     pairs = enumerate(zip(outputs, expected))
     return {i: common_prefix(a, b) for i, (a, b) in pairs if a != b}
 

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits. All checkpoint formats are converted to this one when they are loaded.
+"""Weights of 8 and 4 bits. All quantized checkpoint formats are converted to this one when they are loaded.
 
 A weight [N, K] has one code per element and, for each group of columns in a row, a scale and a minimum:
 
@@ -44,7 +44,7 @@ class Quantized(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The code of the value 0 if integers are symmetric, else 0."""
+        """The code that stands for 0 if integers have no minimum, else 0."""
         return 0 if self.minimum is not None or self.codes.is_floating_point() else 1 << (self.bits - 1)
 
     def rows(self, index: Tensor | slice) -> "Quantized":
@@ -73,8 +73,8 @@ class Quantized(NamedTuple):
 
 def concatenate(weights: Sequence[Any]) -> Any:
     """Concatenate the rows of weights (Tensor or Quantized). The result is quantized if all weights are, with
-    the largest group that divides all groups, the most bits, and minima if any weight has them. Values do not
-    change, except that float8 becomes integers if both occur."""
+    the largest group that divides all groups, the most bits, and minima if any weight has them or the bits
+    differ. Values do not change, except that float8 becomes integers if both occur."""
     if len(weights) == 1:
         return weights[0]
     parts = [weight for weight in weights if isinstance(weight, Quantized)]
@@ -100,7 +100,7 @@ def as_integers(weight: Quantized) -> Quantized:
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
     """Round `weight` [N, K] to the nearest values with 8 bits (symmetric, in groups of 64 columns if these
-    divide K) or 4 bits (with minima, in groups of `GROUP`). Raises ValueError with the name of the problem if
+    divide K) or 4 bits (with minima, in groups of `GROUP`). Raises ValueError with the reason if
     K or the values are not supported."""
     if weight.shape[1] % GROUP:
         raise ValueError(f"{weight.shape[1]} columns, not a multiple of {GROUP}")

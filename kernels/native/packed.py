@@ -1,7 +1,7 @@
 """Layouts of weights and KV caches for the C++ kernels, their memory, and the matrix product.
 
-A packed weight is a sequence of strips of 32 rows, each [K / 2, 32, 2]. The operand of one instruction, two
-columns of 16 rows, is contiguous, and a strip is read sequentially.
+A packed bfloat16 weight is a sequence of strips of 32 rows, each [K / 2, 32, 2]. The operand of one
+instruction, two columns of 16 rows, is contiguous, and a strip is read sequentially.
 
 A KV cache is [num_blocks, num_layers, Hkv, 2, block_size / 16, 16, D] (2: keys, values). The last two
 dimensions are a tile: the elements of 16 positions, keys as [D / 2, 16, 2] and values as [8, D, 2], so that
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
     bits: int = 16  # 16, 8 or 4
     group: int = 0  # columns per scale, 32 or 64, of a quantized weight
     has_minima: bool = False  # whether groups have a minimum
-    factor: float = 1.0  # a power of two by which scales and minima are multiplied
+    factor: float = 1.0  # a power of two; stored scales and minima are divided by it
 
     def words(self, bias: Tensor | None = None) -> tuple[NativeArg, ...]:
         """Return the fields of `Weight` in structs.h."""

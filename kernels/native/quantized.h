@@ -30,7 +30,7 @@ struct Block {
     static constexpr long CODES = GROUP * WIDTH * BITS / 8, SIZE = CODES + WIDTH * 2 * (1 + MINIMUM);
     const char* data;
 
-    // Loads 32 columns of ROW_LANES rows from `row` on: byte b of lane i of codes[q] is column 32 part + 4 q + b of row i.
+    // Loads 32 columns of ROW_LANES rows from `row` on: byte b of lane i of codes[q] is column 32 part + 4 q + b of row + i.
     void load(long row, int part, RowInts* codes) const {
         const char* from = data + row / LANES * (CODES / 2) + row % LANES * 4 + part * (QUADS * 64 * BITS / 8);
 #pragma GCC unroll 8
@@ -58,7 +58,7 @@ struct Block {
     }
 };
 
-// The scale of a group of a row of x, and a correction for the offset or the minima of the weight.
+// For a group of a row of x: its scale times the factor of the weight, and a correction for the offset or the minima.
 struct Factor {
     float scale;
     union {
@@ -74,8 +74,8 @@ struct QuantizedRows {
     long tokens;
 };
 
-// Quantizes row t of x for a product with w: the scale of a group is its largest absolute value / 127. A group with a NaN
-// or an infinity gets a NaN or infinite scale. A group of values below 4e-37 is treated as 0, because 127 / x overflows.
+// Quantizes row t of x for a product with w: the scale of a group is its largest absolute value / 127, stored times
+// w.factor. A group with a NaN or an infinity gets a NaN or infinite scale. A group of values below 4e-37 is treated as 0, because 127 / x overflows.
 template <int GROUP>
 static inline void quantize_row(const bf16* x, const Weight& w, const QuantizedRows& to, long t) {
     const float unit = w.factor / 127;
@@ -84,7 +84,7 @@ static inline void quantize_row(const bf16* x, const Weight& w, const QuantizedR
         for (int i = 0; i < GROUP; i++) most = std::max<uint16_t>(most, x[i] & 0x7FFF);
         const float largest = to_float(most), steps = largest < 4e-37f ? 0 : 127 / largest;
         int8_t* codes = to.codes + (g * to.tokens + t) * GROUP;
-        uint32_t sum = 0;  // of any integers in a group with a NaN
+        uint32_t sum = 0;  // arbitrary in a group with a NaN
         for (int i = 0; i < GROUP; i++) {  // adding 1.5 * 2^23 rounds to an integer, the low bits of the result
             const uint32_t code = std::bit_cast<uint32_t>(to_float(x[i]) * steps + 12582912.0f) - 0x4B400000;
             codes[i] = code;

@@ -13,7 +13,7 @@ struct Weight {
     long bits;          // 16, 8 or 4
     long group;         // columns per scale, 32 or 64
     long has_minima;    // whether groups have a minimum, else codes have an offset
-    double factor;      // of scales and minima
+    double factor;      // by which stored scales and minima are multiplied
     long strip_bytes;
 
     const char* strip(long i) const { return data + i * strip_bytes; }

@@ -49,8 +49,8 @@ class Drafter:
 
     name: str = "Drafter"  # shown in statistics; the name of the class by default
     max_drafts: int = MAX_DRAFTS  # maximum number of drafts per row and step
-    runs_model: bool = False  # whether drafting takes significant time; it must then be the last of several
-    reads_on_host: bool = False  # whether `propose` synchronizes, so that steps cannot be captured
+    runs_model: bool = False  # whether drafting takes significant time; such a drafter must be the last
+    reads_on_host: bool = False  # whether `propose` waits for the device, so that steps cannot be captured
     makes_trees: bool = False  # whether a tree width above 1 is supported
     memory: Memory = Memory()  # the memory that it needs
 

@@ -24,14 +24,14 @@ from .request import Request
 class Plan:
     """The schedule of an engine step."""
 
-    # Prompt chunks (request, first token, number of tokens), and the requests that decode.
+    # Request, first token and number of tokens of each prompt chunk.
     prefill: list[tuple[Request, int, int]] = field(default_factory=list)
     decode: list[Request] = field(default_factory=list)
-    # Requests that got a row, with the number of their blocks found in the prefix cache; requests that got
-    # more blocks, with the number of blocks they had before; and rows of the preempted requests.
+    # Requests that got a row: number of their blocks found in the prefix cache.
     admitted: dict[Request, int] = field(default_factory=dict)
+    # Requests that got more blocks: number of blocks they had before.
     new_blocks: dict[Request, int] = field(default_factory=dict)
-    preempted: list[int] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)  # rows
 
 
 class Scheduler:

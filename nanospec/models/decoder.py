@@ -81,7 +81,7 @@ class Layer:
 class Model:
     """A decoder with its weights loaded; see the module docstring."""
 
-    num_devices = 1  # that the weights are split across
+    num_devices = 1  # devices that the weights are split across
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight

@@ -116,7 +116,7 @@ def open_weights(
                 index = torch.arange(len(stored.codes))[rows, None]
                 order = family.convert(name, index, config)  # families at most reorder the rows of a matrix
                 return stored.rows(rows if order is index else order[:, 0]).to(device, dtype)
-            weight = stored.rows(rows).to("cpu", dtype).dequantize()  # a part may begin within a group
+            weight = stored.rows(rows).to("cpu", dtype).dequantize()  # a part's columns may begin in a group
         else:
             weight = stored[rows]
         if part is not None:

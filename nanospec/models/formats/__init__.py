@@ -29,7 +29,7 @@ class Checkpoint(Protocol):
         """Return a tensor on the CPU. Raises ValueError if its values are invalid, such as NaN scales."""
 
 
-# Classes by `quant_method` in config.json, in files of the same name with "_"; imported on use.
+# Classes by `quant_method` in config.json, in the file of the same name, with "_" for "-"; imported on use.
 QUANTIZED = {"awq": "Awq", "compressed-tensors": "CompressedTensors", "fp8": "Fp8", "gptq": "Gptq"}
 
 
@@ -38,7 +38,7 @@ def open_checkpoint(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
     from .quantized_safetensors import QuantizedCheckpoint
     from .safetensors import SafetensorsCheckpoint
 
-    gguf = folder / "model.gguf"  # a link; if its file was moved, GGUFCheckpoint names that
+    gguf = folder / "model.gguf"  # a link; GGUFCheckpoint reports a missing target
     if os.path.lexists(gguf) and not any(folder.glob("*.safetensors")):
         from .gguf import GGUFCheckpoint
 
@@ -52,8 +52,9 @@ def open_checkpoint(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
         if (name := config.get("quant_method")) not in QUANTIZED:
             raise ValueError(f"quant_method={shown(name)} is not supported; use {' or '.join(QUANTIZED)}.")
         format = getattr(import_module(f".{name.replace('-', '_')}", __name__), QUANTIZED[name])(config)
-    except (ValueError, AttributeError, KeyError, TypeError, re.error) as error:  # JSON of other types
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    except (AttributeError, KeyError, TypeError, re.error) as error:  # JSON of other types, or a bad pattern
         problem = f"quantization_config={shown(config)} is not valid ({reason(error)})."
-        problem = str(error) if isinstance(error, ValueError) else problem
         raise ValueError(f"{folder / 'config.json'}: {problem}") from None
     return QuantizedCheckpoint(folder, format.layout)

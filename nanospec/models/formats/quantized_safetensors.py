@@ -1,8 +1,8 @@
 """Safetensors checkpoints with weights of 8 and 4 bits, and functions for their formats.
 
 A weight is quantized if its codes or scales are stored. Lists of excluded modules in the config are not read,
-since programs disagree on their syntax. Scales of activations and of the KV cache are ignored: activations
-are quantized with their own, and the cache is not quantized.
+since programs disagree on their syntax. Scales of activations and of the KV cache are ignored:
+the C++ computes scales of activations from their values, and the cache is not quantized.
 """
 
 import math
@@ -43,13 +43,13 @@ class Module(NamedTuple):
         return (rows, columns), (math.ceil(n / rows), math.ceil(k / columns))
 
     def fitted(self, name: str, shape: Shape) -> Shape:
-        """Return the shape of a stored tensor if it differs from `shape` only in dimensions of 1."""
+        """Return the stored shape of a tensor if it equals `shape` up to dimensions of 1, else `shape`."""
         stored = self.stored.get(name, shape)
         return stored if [n for n in stored if n != 1] == [n for n in shape if n != 1] else shape
 
 
 # The tensors that store a weight, by the last part of their names, and a function that converts them. It
-# raises ValueError with the name of the problem if values are invalid.
+# raises ValueError with the reason if values are invalid.
 Layout = tuple[dict[str, Part], Callable[..., Tensor | Quantized]]
 Format = Callable[[Module], Layout | None]  # returns None for modules that the config does not quantize
 

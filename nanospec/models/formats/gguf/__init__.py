@@ -93,7 +93,7 @@ def model_config(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, Any]:
         if (value := get(key, supported)) != supported:
             raise GGUFError(f"{key}={shown(value)} is not supported; only {shown(supported)} is.")
     rope: dict[str, Any] | None = None
-    if factors := checkpoint.rope_factors:  # of llama3; longrope has a factor per pair, too
+    if factors := checkpoint.rope_factors:  # Llama 3 stores a divisor per pair, as longrope has
         rope = {"rope_type": "longrope", "factor": 1.0, "short_factor": factors, "long_factor": factors}
     return {
         "architectures": [ARCHITECTURES[checkpoint.architecture]],

@@ -233,7 +233,7 @@ class _Cursor:
 
 
 def _checked(tensor: StoredTensor, begin: int, file_size: int) -> StoredTensor:
-    """Return a tensor whose offset was relative to `begin`. Raises ValueError if its type is not supported,
+    """Return a tensor whose offset was relative to `begin`. Raises GGUFError if its type is not supported,
     or its shape does not fit its type or the file."""
     if tensor.type not in TYPES:
         problem = f"tensor {shown(tensor.name)} has the type {tensor.type}, which is not supported"
