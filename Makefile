@@ -45,7 +45,7 @@ run: $(DONE)run  ## install into .venv, download the default model, run a demo
 PYTEST := OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --ignore tests/gpu
 test: $(DONE)test  ## run the tests; no GPU needed, as kernels run in Triton's interpreter
 	@$(BIN)/nanospec fetch $(MODEL)
-	@echo "Running the tests takes about 5 minutes on 2 cores."
+	@echo "Running the tests takes about 6 minutes on 2 cores."
 	@$(PYTEST) -n 2 --dist worksteal $(ARGS)
 
 test-quick: $(DONE)test  ## run the tests without the slow ones

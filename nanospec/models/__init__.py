@@ -63,8 +63,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
             from .formats.gguf import model_folder  # imports torch, which takes seconds
 
             return model_folder(path)
-        raise FileNotFoundError(f"{name} is not a GGUF file (*.gguf); use one, or the folder of a model.")
-    if path.suffix.lower() == ".gguf":
+        raise FileNotFoundError(f"{name} does not end in .gguf; use a GGUF file, or the folder of a model.")
+    if path.suffix.lower() == ".gguf" and not os.path.isdir(path):
         raise FileNotFoundError(f"{name} not found; specify the path of a GGUF file.")
     if name and os.path.isdir(path):
         problem = f"the folder {shown(name)} is not a model, as it has no config.json"
@@ -74,7 +74,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
         raise FileNotFoundError(f"{problem}; {needed}.")
     why = f"it is not a folder, not a name in weights/ or {cache_folder()}, and not a hub id 'org/name'"
     if "gguf" in name.lower():
-        why = "GGUF files are not downloaded; download one and specify its path"
+        why = "GGUF files are not fetched; download one yourself and specify its path"
     elif HUB_ID.fullmatch(name):
         try:
             return download(name)

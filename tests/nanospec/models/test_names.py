@@ -70,17 +70,19 @@ def test_unknown_models_are_reported(folders: dict[str, Path], monkeypatch: pyte
     put(folders["named"], "mine")
     (folders["named"] / "empty").mkdir()
     (folders["named"] / "gguf").mkdir()
+    (folders["named"] / "folder.gguf").mkdir()
     for file in ("gguf/m.gguf", "m.bin"):
         (folders["named"] / file).touch()
     for name, message in {
         "nothing": r"unknown model 'nothing': it is not a folder, .* Available models: mine\. Download one",
         "org/name": r"unknown model 'org/name': .* downloaded from the hub \(unreachable more\)\. Available",
-        "org/name-GGUF:Q4_K_M": "GGUF files are not downloaded; download one and specify its path",
+        "org/name-GGUF:Q4_K_M": "GGUF files are not fetched; download one yourself and specify its path",
         str(folders["named"] / "empty"): r"has no config\.json",
         str(
             folders["named"] / "gguf"
         ): r"has no config\.json; specify a GGUF file in it, such as .*/m\.gguf\.$",
-        str(folders["named"] / "m.bin"): r"m\.bin is not a GGUF file \(\*\.gguf\); use one",
+        str(folders["named"] / "m.bin"): r"m\.bin does not end in \.gguf; use a GGUF file",
+        str(folders["named"] / "folder.gguf"): r"the folder .* is not a model, as it has no config\.json",
         str(folders["named"] / "n.gguf"): r"n\.gguf not found; specify the path of a GGUF file",
     }.items():
         with pytest.raises(FileNotFoundError, match=message):
