@@ -36,7 +36,7 @@ def test_measure_leaves_state_unchanged() -> None:
 
 
 def test_slow_forward_passes_are_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several devices, all run the same number of passes."""
+    """Short passes have time of their own. With several devices, all run the same number of passes."""
     model, passes, forward = tiny_model(), Counter[int](), Model.forward
     worker = make_engine(model, 0, max_num_seqs=1, enforce_eager=True).worker
 
@@ -45,7 +45,8 @@ def test_slow_forward_passes_are_repeated_less(monkeypatch: pytest.MonkeyPatch) 
         return forward(self, batch, kv_cache)
 
     monkeypatch.setattr(Model, "forward", counting)
-    for seconds, devices, repeats in ((0.0, 1, (9, 3)), (1.5, 1, (2, 2)), (1.5, 2, (3, 3))):
+    cases = (0.0, 1, (9, 3)), (1 / 64, 1, (9, 3)), (1.5, 1, (2, 2)), (1.5, 2, (3, 3))
+    for seconds, devices, repeats in cases:
         model.num_devices, clock = devices, count(step=seconds)
         monkeypatch.setattr("nanospec.device.timing.time.perf_counter", partial(next, clock))
         passes.clear()
