@@ -221,8 +221,7 @@ def setting_name(setting: Any) -> str:
 
 def differences(outputs: list[list[int]], expected: list[list[int]]) -> dict[int, int]:
     """Return the index of the first differing token of each output that differs, by output."""
-    pairs = enumerate(zip(outputs, expected))
-    return {i: common_prefix(a, b) for i, (a, b) in pairs if a != b}
+    return {i: common_prefix(a, b) for i, (a, b) in enumerate(zip(outputs, expected)) if a != b}
 
 
 def table(rounds: Sequence[dict[tuple[str, str, str], Json]]) -> list[Json]:

@@ -75,7 +75,8 @@ struct QuantizedRows {
 };
 
 // Quantizes row t of x for a product with w: the scale of a group is its largest absolute value / 127, stored times
-// w.factor. A group with a NaN or an infinity gets a NaN or infinite scale. A group of values below 4e-37 is treated as 0, because 127 / x overflows.
+// w.factor. A group with a NaN or an infinity gets a NaN or infinite scale. A group of values below 4e-37 is treated as
+// 0, because 127 / x overflows.
 template <int GROUP>
 static inline void quantize_row(const bf16* x, const Weight& w, const QuantizedRows& to, long t) {
     const float unit = w.factor / 127;

@@ -29,7 +29,7 @@ from .step import Step
 SIZES = (1, 2, 4, 8, 12, 13, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 # The cost of a draft is a small difference between the times of short passes, and noise of 5 % could change
 # its sign. Passes of LONG_TOKENS or more get FEW_REPEATS; after PATIENCE_SECONDS, all get LATE_REPEATS. Those
-# of up to FEW_TOKENS are timed first, as longer ones of a model of 1.5 billion weights use up these seconds.
+# of up to FEW_TOKENS have their own time limit, since longer passes of large models use up a common one.
 LONG_TOKENS, REPEATS, FEW_REPEATS, LATE_REPEATS, PATIENCE_SECONDS = 64, 9, 3, 2, 2.0
 FEW_TOKENS = 8
 # Batches to time attention with: rows, tokens per row, and bytes of K/V, more than the CPU's cache holds.
@@ -72,11 +72,9 @@ def forward_ms(model: Model, kv_cache: Tensor, table: Table, max_tokens: int) ->
         width = min(n, table.max_context)
         rows = torch.zeros(-(-n // width), dtype=torch.int32, device=model.device)
         batches[n] = Batch.from_grid(table, rows, rows, rows + width, width, bound=width)
-    times: dict[int, float] = {}
-    for is_few in (True, False):
-        some = {n: batch for n, batch in batches.items() if (n <= FEW_TOKENS) == is_few}
-        times |= _min_ms(model, kv_cache, table, some)
-    return times
+    few = {n: batch for n, batch in batches.items() if n <= FEW_TOKENS}
+    many = {n: batch for n, batch in batches.items() if n > FEW_TOKENS}
+    return _min_ms(model, kv_cache, table, few) | _min_ms(model, kv_cache, table, many)
 
 
 @torch.inference_mode()

@@ -137,8 +137,8 @@ def cos_sin_table(rope: Rope, head_dim: int, max_len: int, device: torch.device 
     """Return [max_len, D] float32: cos, then sin, of the D/2 angles of each position, computed in float64."""
     position = torch.arange(max_len, dtype=torch.float64, device=device)
     angle = torch.outer(position, frequencies(rope, head_dim, max_len).to(device))
-    # Not `angle.cos()`, which uses MKL on a CPU: in about one of 100 processes, one thread computed it in
-    # single precision. `torch.polar` uses scalar functions.
+    # Not `angle.cos()`: on a CPU, it was less exact in one thread of about one of 100 processes, and changed
+    # outputs. `torch.polar` uses scalar functions.
     points = torch.polar(angle.new_ones(()), angle)
     table = torch.cat((points.real.float(), points.imag.float()), dim=1)
     if rope.amplitude != 1:

@@ -1,8 +1,8 @@
 """Safetensors checkpoints with weights of 8 and 4 bits, and functions for their formats.
 
 A weight is quantized if its codes or scales are stored. Lists of excluded modules in the config are not read,
-since programs disagree on their syntax. Scales of activations and of the KV cache are ignored:
-the C++ computes scales of activations from their values, and the cache is not quantized.
+since programs disagree on their syntax. Scales of activations and of the KV cache are ignored: the C++
+computes scales of activations from their values, and the cache is not quantized.
 """
 
 import math

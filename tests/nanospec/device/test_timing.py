@@ -36,7 +36,7 @@ def test_measure_leaves_state_unchanged() -> None:
 
 
 def test_slow_forward_passes_are_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short passes have time of their own. With several devices, all run the same number of passes."""
+    """Short passes have their own time limit. With several devices, all run the same number of passes."""
     model, passes, forward = tiny_model(), Counter[int](), Model.forward
     worker = make_engine(model, 0, max_num_seqs=1, enforce_eager=True).worker
 

@@ -152,7 +152,7 @@ def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
 
 
 def test_cos_sin_table_is_exact_without_vectorized_functions() -> None:
-    """`Tensor.cos` of a CPU is inexact in some processes, which no single process can show."""
+    """`Tensor.cos` on a CPU is less exact in some processes, which a test in one process cannot detect."""
 
     class Calls(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

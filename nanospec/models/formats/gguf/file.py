@@ -233,8 +233,8 @@ class _Cursor:
 
 
 def _checked(tensor: StoredTensor, begin: int, file_size: int) -> StoredTensor:
-    """Return a tensor whose offset was relative to `begin`. Raises GGUFError if its type is not supported,
-    or its shape does not fit its type or the file."""
+    """Return a tensor with its offset, which is relative to `begin`, made absolute. Raises GGUFError if its
+    type is not supported, or its shape does not fit its type or the file."""
     if tensor.type not in TYPES:
         problem = f"tensor {shown(tensor.name)} has the type {tensor.type}, which is not supported"
         raise GGUFError(f"{problem}; use a file with types of {', '.join(TYPES)}.")
