@@ -7,12 +7,13 @@ only the fields in `IGNORED` are dropped.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from ..outputs import Completion, Logprob, Piece, SpecStats
 from ..text import shown
+from .tool_calls import Parser, parse
 
 if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
@@ -95,13 +96,37 @@ def response_header(url: str, request_id: str, model: str, chunk: bool = False) 
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
 
 
-def choice(url: str, done: Completion, number: int | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return an output as a choice with the `number` top log-probabilities per token (None: no logprobs)."""
-    text = {"message": {"role": "assistant", "content": done.text}} if url == CHAT else {"text": done.text}
+def choice(
+    url: str, done: Completion, number: int | None, tokenizer: Tokenizer,
+    make_parser: Callable[[], Parser] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return an output as a choice with the `number` top log-probabilities per token (None: no logprobs), and
+    the tool calls that the parser finds, if there is one."""
+    content: dict[str, Any] = {"text": done.text}
+    text, calls = parse(done.text, make_parser)
+    if url == CHAT:
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        content = {"message": message}
     positions = (done.logprobs or [])[: done.num_text_tokens]
     entries = logprobs(url, positions, done.pieces, number, tokenizer)
-    reasons = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
-    return {"index": done.index, **text, "logprobs": entries, **reasons}
+    return {"index": done.index, **content, "logprobs": entries, **finish_reasons(done, len(calls))}
+
+
+def finish_reasons(done: Completion | None, num_calls: int) -> dict[str, Any]:
+    """Return why an output ended; null while it has not. An output that ends after tool calls ends with
+    "tool_calls"."""
+    reason = done and done.finish_reason
+    reason = "tool_calls" if num_calls and reason == "stop" else reason
+    return {"finish_reason": reason, "stop_reason": done and done.stop_reason}
 
 
 def logprobs(

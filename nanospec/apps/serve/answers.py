@@ -1,11 +1,14 @@
-"""Responses in OpenAI's format, sent as one JSON object or streamed as server-sent events."""
+"""Send the answer to a request, as one JSON object or streamed as server-sent events.
+
+`Answer` waits for the outputs, limits the time and aborts them if the client disconnects. A `Format` presents
+them in the format of an API; there is one subclass in a file for each API.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +17,51 @@ from starlette.types import Receive, Scope, Send
 
 from ...outputs import Completion
 from ...text.tokenizer import Tokenizer
-from ..openai_format import CHAT, choice, counts, logprobs, usage
+from ..openai_format import usage
+from ..tool_calls import Parser, Part, Text
 from .gate import HTTPError
-from .jobs import Job, JobFailed
+from .jobs import Delta, Job, JobFailed
 from .requests import APIRequest
 
 QUIET = b": keep-alive\n\n"  # a comment event, so that proxies do not close an idle connection
 TOO_SLOW = "The request timed out; it took longer than the server allows."
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class Format:
+    """The format of the answer to one request: a whole response, or the events of a stream."""
+
+    def __init__(self, request: APIRequest, request_id: str, model: str, tokenizer: Tokenizer) -> None:
+        self.request, self.request_id, self.model, self.tokenizer = request, request_id, model, tokenizer
+        self._parsers: dict[int, Parser] = {}  # of the outputs that may contain tool calls
+
+    def parts(self, delta: Delta) -> list[Part]:
+        """Return the new parts of an output: its text, unless it may contain tool calls."""
+        text = "".join(piece.text for piece in delta.pieces)
+        if (make := self.request.parser) is None:
+            return [Text(text)] if text else []
+        parser = self._parsers.setdefault(delta.choice, make())
+        return parser.push(text) + (parser.flush() if delta.done is not None else [])
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """Return the response with all outputs."""
+        raise NotImplementedError
+
+    def begin(self) -> Iterable[bytes]:
+        """Return the events before the first delta."""
+        return ()
+
+    def update(self, delta: Delta) -> Iterable[bytes]:
+        """Return the events of a delta."""
+        raise NotImplementedError
+
+    def end(self, done: Sequence[Completion]) -> Iterable[bytes]:
+        """Return the events after the last delta."""
+        return ()
+
+    def failed(self, error: HTTPError) -> bytes:
+        """Return the event that ends the stream if the request fails."""
+        return event(error.body())
 
 
 @dataclass(eq=False)
@@ -31,8 +71,7 @@ class Answer:
 
     request: APIRequest
     job: Job
-    head: dict[str, Any]  # the first fields of the response, or of each event
-    tokenizer: Tokenizer
+    format: Format
     timeout: float
     log_fields: dict[str, Any]
     done: list[Completion] = field(default_factory=list)  # finished outputs
@@ -54,13 +93,11 @@ class Answer:
                 each.cancel()
             self.log_fields["prompt_tokens"] = self.request.num_prompt_tokens
             if self.done:
-                usage, first = self._usage(), min(done.first_token_seconds for done in self.done)
-                self.log_fields["completion_tokens"] = usage["completion_tokens"]
-                self.log_fields["tokens_per_step"] = usage["speculation"]["tokens_per_step"]
+                counts = usage(self.request.num_prompt_tokens, self.done, self.request.params.n)
+                self.log_fields["completion_tokens"] = counts["completion_tokens"]
+                self.log_fields["tokens_per_step"] = counts["speculation"]["tokens_per_step"]
+                first = min(done.first_token_seconds for done in self.done)
                 self.log_fields["first_token_ms"] = round(first * 1e3, 1)
-
-    def _usage(self) -> dict[str, Any]:
-        return usage(self.request.num_prompt_tokens, self.done, self.request.params.n)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -75,64 +112,24 @@ class Answer:
 
     def _response(self) -> Response:
         self.done.sort(key=lambda done: done.index)
-        url, number = self.request.url, self.request.params.logprobs
-        choices = [choice(url, done, number, self.tokenizer) for done in self.done]
-        return JSONResponse({**self.head, "choices": choices, "usage": self._usage()})
+        return JSONResponse(self.format.whole(self.done))
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(events: Iterable[bytes], more: bool = True) -> None:
+            if (data := b"".join(events)) or not more:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
-            async for data in self._events():
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            last = b"data: [DONE]\n\n"
+            await write(self.format.begin())
+            async for delta in self.job:
+                await write([QUIET] if delta is None else self.format.update(delta))
+                if delta is not None and delta.done is not None:
+                    self._end(delta.done)
+            last = self.format.end(self.done)
         except JobFailed as failure:
-            last = event(self._failed(failure).body())
-        await send({"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        """Yield the server-sent events of the stream except the final one. Raises JobFailed."""
-        include = self.request.include
-        num_tokens: Counter[int] = Counter()  # so far, by output
-        num_chars: Counter[int] = Counter()
-
-        def to_event(choices: list[dict[str, Any]], **more: Any) -> bytes:
-            if "include_usage" in include:
-                continuous = "continuous_usage_stats" in include  # as in vLLM
-                so_far = counts(self.request.num_prompt_tokens, num_tokens.total())
-                more = {"usage": so_far if continuous else None, **more}
-            return event({**self.head, "choices": choices, **more})
-
-        async for delta in self.job:
-            if delta is None:
-                yield QUIET
-                continue
-            i, done = delta.choice, delta.done
-            # The role is sent with the first text, not before: some clients take it for the first token.
-            role = {} if i in num_tokens else {"role": "assistant"}
-            # The last piece may be the remaining bytes of a character instead of a token.
-            num_tokens[i] = len(done.token_ids) if done else num_tokens[i] + len(delta.pieces)
-            speculation = {"index": i, "pieces": delta.pieces, **delta.speculation}
-            drafts: dict[str, Any] = {"speculation": speculation} if "include_drafts" in include else {}
-            text = "".join(piece.text for piece in delta.pieces)
-            if text or delta.logprobs:
-                url, number, offset = self.request.url, self.request.params.logprobs, num_chars[i]
-                entries = logprobs(url, delta.logprobs, delta.pieces, number, self.tokenizer, offset)
-                yield to_event([self._choice(i, {**role, "content": text}, entries)], **drafts)
-                num_chars[i] += len(text)
-                drafts, role = {}, {}
-            if done is not None:
-                self._end(done)
-                yield to_event([self._choice(i, role, done=done)], **drafts)
-        if "include_usage" in include:
-            yield to_event([], usage=self._usage())
-
-    def _choice(
-        self, index: int, delta: dict[str, Any], entries: Any = None, done: Completion | None = None
-    ) -> dict[str, Any]:
-        """Return the choice of an event. `entries` are its log-probabilities."""
-        content = {"delta": delta} if self.request.url == CHAT else {"text": delta.get("content", "")}
-        reasons = {"finish_reason": done and done.finish_reason, "stop_reason": done and done.stop_reason}
-        return {"index": index, **content, "logprobs": entries, **reasons}
+            last = [self.format.failed(self._failed(failure))]
+        await write(last, more=False)
 
     def _end(self, done: Completion) -> None:
         if done.error is not None:
@@ -144,10 +141,10 @@ class Answer:
         return HTTPError(failure.status, str(failure))
 
 
-def event(data: Any) -> bytes:
-    """Encode `data` as a server-sent event."""
+def event(data: Any, name: str = "") -> bytes:
+    """Encode `data` as a server-sent event, with a `name` in APIs that have them."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+    return f"event: {name}\n".encode() * bool(name) + b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -22,14 +22,16 @@ from starlette.types import ASGIApp
 
 from ...llm import LLM
 from ...text import shown
-from ..openai_format import CHAT, COMPLETIONS, normalize_messages, response_header
-from .answers import Answer
+from ..openai_format import CHAT, COMPLETIONS, normalize_messages
+from .answers import Answer, Format
+from .completions import OpenAIFormat
 from .gate import Bodies, Gate, HTTPError
 from .loop import EngineLoop
 from .metrics import ServerMetrics
 from .requests import bad_request, chat_prompt, read_json, read_request
 from .settings import ServeConfig
 
+FORMATS: dict[str, type[Format]] = {CHAT: OpenAIFormat, COMPLETIONS: OpenAIFormat}
 READERS = 2  # threads that parse requests, since chat templates and tokenizers are slow
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
@@ -54,7 +56,7 @@ class App:
 
     def asgi(self) -> ASGIApp:
         """Return the ASGI app, wrapped in the gate."""
-        posts: dict[str, Any] = {CHAT: self.answer, COMPLETIONS: self.answer}
+        posts: dict[str, Any] = dict.fromkeys(FORMATS, self.answer)
         fields = {"prompt", "messages", "chat_template_kwargs"}
         posts["/tokenize"] = partial(self._read, self.tokenize, fields)
         posts["/detokenize"] = partial(self._read, self.detokenize, {"tokens"})
@@ -69,7 +71,7 @@ class App:
         return Gate(app, self.config, self.responses, {route.path for route in routes})
 
     async def answer(self, request: Request) -> Any:
-        """Answer a completion or a chat completion."""
+        """Answer a request for outputs, in one of `FORMATS`."""
         try:
             self.engine.check_capacity()
             parsed = await self._read(partial(read_request, self.llm, request.url.path), set(), request)
@@ -81,10 +83,9 @@ class App:
             raise HTTPError(429, message, headers={"retry-after": "1"}) from None
         except ValueError as error:
             raise HTTPError(400, str(error), "n") from None
-        url, state = request.url.path, request.state
-        answer_id = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{state.id}"
-        head = response_header(url, answer_id, self.model, parsed.streams)
-        return Answer(parsed, job, head, self.llm.tokenizer, self.config.request_timeout, state.log_fields)
+        state = request.state
+        format = FORMATS[parsed.url](parsed, state.id, self.model, self.llm.tokenizer)
+        return Answer(parsed, job, format, self.config.request_timeout, state.log_fields)
 
     async def _read(self, parse: Callable[[dict[str, Any]], Any], allowed: set[str], request: Request) -> Any:
         """Return `parse` of the body, a JSON object for this model. If `allowed` is set, other fields are an

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...config import SamplingParams
@@ -13,6 +13,7 @@ from ...text import shown
 from ..json_input import strict_json
 from ..openai_format import CHAT, IGNORED, RENAMED, translate_request
 from ..tasks import parse_task
+from ..tool_calls import Parser
 from .gate import HTTPError
 
 MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, characters of each
@@ -28,12 +29,14 @@ NOT_IN_TEMPLATES = {"self", "chat_template", "chat_template_kwargs", "messages",
 class APIRequest:
     """A validated request."""
 
-    url: str  # `CHAT` or `COMPLETIONS`
+    url: str  # of `app.FORMATS`
     prompts: list[list[int]]  # token ids
     params: SamplingParams
     streams: bool
     include: frozenset[str]  # of `STREAM_OPTIONS`
     salt: bytes  # the request's cache_salt; requests with different salts share no cached prefixes
+    parser: Callable[[], Parser] | None = None  # of tool calls, if the request offers tools
+    body: Mapping[str, Any] = field(default_factory=dict)  # as received
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -68,7 +71,7 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
             raise ValueError(f"stop is limited to {MAX_STOP} strings of {MAX_STOP_LENGTH} characters.")
         if (count := len(params.logit_bias)) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
-        request = APIRequest(url, [], params, *_read_server_fields(server_fields))
+        request = APIRequest(url, [], params, *_read_server_fields(server_fields), body=body)
         for task in tasks:
             if task.messages is not None:
                 ids = chat_prompt(llm, task.messages, server_fields.get("chat_template_kwargs", {}))
