@@ -20,6 +20,7 @@ from .engine.locking import SharedEngine
 from .engine.request import Request, make_output, params_per_prompt
 from .extras.loading import load_worker
 from .models import resolve_model
+from .models.generation_config import default_params
 from .outputs import Piece, RequestOutput
 from .text.chat import Messages, Prompt, as_list, check_conversation, conversations, text_and_ids
 from .text.tokenizer import Tokenizer
@@ -34,6 +35,9 @@ class LLM:
         drafter: a `Drafter` to use instead of `spec.method`, or a list such as ["ngram", drafter], in which
             each drafter proposes for the rows left without drafts. A drafter serves one `LLM` at a time.
         options: fields of `EngineConfig`, or vLLM's `speculative_config`. Unknown ones raise TypeError.
+
+    Attributes:
+        default_params: sampling parameters of requests that set none (`models/generation_config.py`).
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class LLM:
         self.config = EngineConfig.from_options(spec, options)
         resolve_drafters(self.config.spec, drafter)  # report errors before the model is loaded
         folder = resolve_model(model)
+        self.default_params = default_params(folder)
         self.tokenizer = Tokenizer(folder)
         worker = load_worker(self.config, folder, drafter, self.tokenizer)
         try:
@@ -70,7 +75,8 @@ class LLM:
         Args:
             prompts: one prompt or a sequence of them. A prompt is a string, a list, array or tensor of
                 token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            sampling_params: parameters for all prompts, or a sequence with one for each prompt.
+            sampling_params: parameters for all prompts, or a sequence with one for each prompt. Defaults to
+                `default_params`.
             on_finish: called with (index, output) when all outputs of a prompt are complete. It may call
                 this `LLM`.
             use_tqdm: show a progress bar on standard error.
@@ -170,7 +176,9 @@ class LLM:
         """Check all prompts, then queue their requests; yield the text and the n requests of each prompt.
         Abort unfinished requests at the end of the `with` block."""
         checked = []
-        for prompt, sampling in zip(prompts, params_per_prompt(params, len(prompts)), strict=True):
+        params = self.default_params if params is None else params
+        per_prompt = params_per_prompt(params, len(prompts))
+        for prompt, sampling in zip(prompts, per_prompt, strict=True):
             text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
             self.engine.check(ids, sampling)
             checked.append((text, ids, sampling))
