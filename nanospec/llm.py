@@ -60,6 +60,7 @@ class LLM:
             worker.close()
             raise
         self.shared = SharedEngine(self.engine)
+        self._closed = False
 
     def generate(
         self,
@@ -115,7 +116,7 @@ class LLM:
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
         """Return the prompt of a conversation as token ids, rendered by the chat template."""
         check_conversation(messages)
-        text = self.tokenizer.apply_chat_template(messages, **template_options)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **template_options)
         return self.tokenizer.encode_prompt(text, self.engine.max_model_len, add_special_tokens=False)
 
     def stream(
@@ -155,9 +156,12 @@ class LLM:
             on_finish(make_output(text, [request]))
 
     def close(self) -> None:
-        """Shut down the processes of a tensor-parallel model; without effect on other models."""
-        with self.shared.turn():
-            self.engine.worker.close()
+        """Abort running requests and shut down the processes of a tensor-parallel model. Later requests raise
+        RuntimeError."""
+        with self.shared.turn() as engine:
+            self._closed = True
+            engine.abort_all("The LLM was closed.")
+            engine.worker.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -185,6 +189,8 @@ class LLM:
         requests: list[Request] = []  # filled inside `abort_on_exit`, since Ctrl-C may arrive at any time
         with self.shared.abort_on_exit(requests):
             with self.shared.turn() as engine:
+                if self._closed:
+                    raise RuntimeError("This LLM is closed; create a new one.")
                 groups = [
                     (text, [engine.new(ids, sampling, i) for i in range(sampling.n)])
                     for text, ids, sampling in checked

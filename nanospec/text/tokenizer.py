@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import tokenizers
 
 from ..outputs import Piece
 from . import check_size, read_json, reason, shown
-from .chat import read_templates, render
+from .chat import Messages, read_templates, render
 
 
 class Tokenizer:
@@ -81,12 +81,14 @@ class Tokenizer:
         return anchor, self.decode(anchor, skip_special_tokens=False)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
-    ) -> str:
-        """Render a conversation as text, to be encoded with `add_special_tokens=False`. `messages` are dicts
-        with `role` and `content`. For `kwargs` and errors see `chat.render`."""
-        variables = {**self._named_tokens, **kwargs}
-        return render(self._templates, messages, add_generation_prompt=add_generation_prompt, **variables)
+        self, messages: Messages, add_generation_prompt: bool = True, *, tokenize: bool = False, **kwargs: Any
+    ) -> Any:
+        """Render a conversation as text, to be encoded with `add_special_tokens=False`, or, with `tokenize`
+        (transformers' default), as a list of token ids. `messages` are dicts with `role` and `content`. For
+        `kwargs` and errors see `chat.render`."""
+        variables = {**self._named_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
+        text = render(self._templates, messages, **variables)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 class Detokenizer:

@@ -22,6 +22,7 @@ STREAM_OPTIONS = ("include_usage", "include_drafts", "include_obfuscation", "con
 SERVER_FIELDS = ("stream", "stream_options", "chat_template_kwargs", "cache_salt")
 KNOWN = (*SERVER_FIELDS, *RENAMED, *IGNORED, "top_logprobs")  # besides the fields of `SamplingParams`
 NOT_IN_TEMPLATES = {"self", "chat_template", "chat_template_kwargs", "messages", "tools", "documents"}
+NOT_IN_TEMPLATES |= {"tokenize"}
 
 
 @dataclass
