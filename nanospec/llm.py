@@ -139,8 +139,7 @@ class LLM:
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[list[Piece]]:
         """Like `stream`, but yield lists, some of them empty, with a `Piece` (text, source) per token."""
-        if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
-            raise ValueError(f"n={sampling_params.n} is not supported by stream(); use n=1 or generate().")
+        check_single(sampling_params)
         with self._running([prompt], sampling_params) as groups:
             [(text, [request])] = groups
             ended = False
@@ -173,19 +172,25 @@ class LLM:
         """Return engine-wide counters, seconds per stage, memory use, and the measured step times."""
         return self.shared.report()
 
+    def check_prompts(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[str | None, list[int], SamplingParams]]:
+        """Return the text, token ids and parameters of each prompt. Raises ValueError if one is invalid."""
+        checked = []
+        params = self.default_params if params is None else params
+        for prompt, sampling in zip(prompts, params_per_prompt(params, len(prompts)), strict=True):
+            text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
+            self.engine.check(ids, sampling)
+            checked.append((text, ids, sampling))
+        return checked
+
     @contextmanager
     def _running(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[list[tuple[str | None, list[Request]]]]:
         """Check all prompts, then queue their requests; yield the text and the n requests of each prompt.
         Abort unfinished requests at the end of the `with` block."""
-        checked = []
-        params = self.default_params if params is None else params
-        per_prompt = params_per_prompt(params, len(prompts))
-        for prompt, sampling in zip(prompts, per_prompt, strict=True):
-            text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
-            self.engine.check(ids, sampling)
-            checked.append((text, ids, sampling))
+        checked = self.check_prompts(prompts, params)
         requests: list[Request] = []  # filled inside `abort_on_exit`, since Ctrl-C may arrive at any time
         with self.shared.abort_on_exit(requests):
             with self.shared.turn() as engine:
@@ -199,3 +204,9 @@ class LLM:
                 for request in requests:
                     engine.scheduler.add(request)
             yield groups
+
+
+def check_single(params: SamplingParams | None) -> None:
+    """Raise ValueError for parameters of several outputs, which cannot be streamed."""
+    if isinstance(params, SamplingParams) and params.n != 1:
+        raise ValueError(f"n={params.n} is not supported by stream(); use n=1 or generate().")
