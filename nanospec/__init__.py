@@ -8,18 +8,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .apps.async_llm import AsyncLLM
     from .config import EngineConfig, SamplingParams, SpecConfig
     from .drafters import Drafter, SimpleDrafter
     from .llm import LLM
     from .outputs import Completion, RequestOutput
 
 __all__ = [
-    "LLM", "Completion", "Drafter", "EngineConfig", "RequestOutput", "SamplingParams", "SimpleDrafter",
-    "SpecConfig",
+    "LLM", "AsyncLLM", "Completion", "Drafter", "EngineConfig", "RequestOutput", "SamplingParams",
+    "SimpleDrafter", "SpecConfig",
 ]  # fmt: skip
 __version__ = "0.1.0"
 _MODULES = {  # name -> module; the other names are in `config`
     "LLM": "llm",
+    "AsyncLLM": "apps.async_llm",
     "Completion": "outputs",
     "RequestOutput": "outputs",
     "Drafter": "drafters",

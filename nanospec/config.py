@@ -21,6 +21,13 @@ GREEDY_BELOW = 1e-5  # lower temperatures are greedy: float32 rounding would out
 _SEEDS = (-(2**63), 2**63 - 1)
 
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}  # vLLM's names for `EngineConfig` options
+SIMILAR = {"structured_outputs": "response_format", "guided_decoding": "response_format"}  # vLLM's
+FIXED: dict[str, tuple[Any, str]] = {  # vLLM's options of which one value is accepted, and the reason
+    "trust_remote_code": (False, "nanospec runs no code from model repositories"),
+    "tokenizer": (None, "it is read from the model's folder"),
+    "revision": (None, "download it, and specify its folder as the model"),
+    "enable_chunked_prefill": (True, "prompts are always split by max_num_batched_tokens"),
+}
 
 
 def check_acceptance(rule: str | None) -> None:
@@ -34,7 +41,7 @@ def check_names(options: Mapping[str, Any], settings: type) -> None:
     names = [each.name for each in fields(settings)]
     for name in options:
         if name not in names:
-            close = get_close_matches(shown(name).strip("'"), names, 1)
+            close = get_close_matches(SIMILAR.get(name, shown(name).strip("'")), names, 1)
             hint = f"did you mean {close[0]}?" if close else f"available options: {', '.join(sorted(names))}."
             raise TypeError(f"{settings.__name__} has no option {shown(name)}; {hint}")
 
@@ -133,8 +140,9 @@ class EngineConfig:
         max_num_batched_tokens: maximum number of tokens per step. Running requests take K + 1 each; prompts
             get the rest, at least one block, and are split into chunks if they are longer.
         block_size: number of tokens per KV cache block, a power of two and at least 16.
-        kv_cache_memory: size of the KV cache in bytes, or a string such as "4G". Defaults to a share of the
-            device's free memory.
+        kv_cache_memory: size of the KV cache in bytes, or a string such as "4G". Defaults to the rest of
+            `gpu_memory_utilization`; on a CPU, to 40% of the free memory, at most 4 GiB.
+        gpu_memory_utilization: share of the GPU's memory for weights, steps and KV cache; unused on a CPU.
         enable_prefix_caching: reuse the KV cache blocks of earlier requests with the same prefix.
         async_scheduling: schedule the next step before reading the results of the last one. Requires CUDA
             graphs. Enabled by default on a GPU.
@@ -157,6 +165,7 @@ class EngineConfig:
     max_num_batched_tokens: int = bounded_field(2048, 1, 1 << 24)
     block_size: int = bounded_field(16, 16)
     kv_cache_memory: int | None = bounded_field(None, 1, read=parse_size, metavar="SIZE")
+    gpu_memory_utilization: float = bounded_field(0.9, 0.01, 1)
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     enforce_eager: bool | None = None
@@ -178,9 +187,12 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, spec: SpecConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-        """Convert the options of `LLM`: fields of this class, `speculative_config` and the other `ALIASES` of
-        vLLM. Raises TypeError or ValueError."""
+        """Convert the options of `LLM`: fields of this class, and `speculative_config`, `ALIASES` and `FIXED`
+        of vLLM. Raises TypeError or ValueError."""
         settings = {ALIASES.get(name, name): value for name, value in options.items()}
+        for name, (accepted, why) in FIXED.items():
+            if (value := settings.pop(name, None)) not in (None, accepted):
+                raise ValueError(f"{name}={shown(value)} is not supported: {why}.")
         if (speculative_config := settings.pop("speculative_config", None)) is not None:
             if spec is not None:
                 raise TypeError("spec and speculative_config cannot be combined; pass one of them.")
@@ -211,6 +223,7 @@ class SamplingParams:
         repetition_penalty: for tokens in prompt or output, positive logits are divided and negative logits
             multiplied by this value.
         logit_bias: map of token ids to values added to their logits.
+        skip_special_tokens: omit special tokens, such as `<|im_end|>`, from the text.
         response_format: format that the output must have, such as {"type": "json_object"}.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, but for this request. Defaults to
             the engine's values, which the first two cannot exceed. K = 0 disables speculation.
@@ -232,10 +245,15 @@ class SamplingParams:
     frequency_penalty: float = bounded_field(0.0, -2, 2)
     repetition_penalty: float = bounded_field(1.0, 0.01, 100)
     logit_bias: dict[int, float] = field(default_factory=dict)
+    skip_special_tokens: bool = True
     response_format: Mapping[str, Any] | None = None
     num_speculative_tokens: int | None = bounded_field(None, 0, MAX_DRAFTS)
     tree_width: int | None = bounded_field(None, 1, MAX_TREE_WIDTH)
     acceptance: str | None = None
+
+    def __new__(cls, *args: Any, **options: Any) -> SamplingParams:
+        check_names(options, cls)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._normalize()

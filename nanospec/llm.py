@@ -20,6 +20,7 @@ from .engine.locking import SharedEngine
 from .engine.request import Request, make_output, params_per_prompt
 from .extras.loading import load_worker
 from .models import resolve_model
+from .models.generation_config import default_params
 from .outputs import Piece, RequestOutput
 from .text.chat import Messages, Prompt, as_list, check_conversation, conversations, text_and_ids
 from .text.tokenizer import Tokenizer
@@ -34,6 +35,9 @@ class LLM:
         drafter: a `Drafter` to use instead of `spec.method`, or a list such as ["ngram", drafter], in which
             each drafter proposes for the rows left without drafts. A drafter serves one `LLM` at a time.
         options: fields of `EngineConfig`, or vLLM's `speculative_config`. Unknown ones raise TypeError.
+
+    Attributes:
+        default_params: sampling parameters of requests that set none (`models/generation_config.py`).
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class LLM:
         self.config = EngineConfig.from_options(spec, options)
         resolve_drafters(self.config.spec, drafter)  # report errors before the model is loaded
         folder = resolve_model(model)
+        self.default_params = default_params(folder)
         self.tokenizer = Tokenizer(folder)
         worker = load_worker(self.config, folder, drafter, self.tokenizer)
         try:
@@ -55,6 +60,7 @@ class LLM:
             worker.close()
             raise
         self.shared = SharedEngine(self.engine)
+        self._closed = False
 
     def generate(
         self,
@@ -70,7 +76,8 @@ class LLM:
         Args:
             prompts: one prompt or a sequence of them. A prompt is a string, a list, array or tensor of
                 token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            sampling_params: parameters for all prompts, or a sequence with one for each prompt.
+            sampling_params: parameters for all prompts, or a sequence with one for each prompt. Defaults to
+                `default_params`.
             on_finish: called with (index, output) when all outputs of a prompt are complete. It may call
                 this `LLM`.
             use_tqdm: show a progress bar on standard error.
@@ -109,7 +116,7 @@ class LLM:
     def chat_prompt(self, messages: Messages, **template_options: Any) -> list[int]:
         """Return the prompt of a conversation as token ids, rendered by the chat template."""
         check_conversation(messages)
-        text = self.tokenizer.apply_chat_template(messages, **template_options)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **template_options)
         return self.tokenizer.encode_prompt(text, self.engine.max_model_len, add_special_tokens=False)
 
     def stream(
@@ -132,8 +139,7 @@ class LLM:
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[list[Piece]]:
         """Like `stream`, but yield lists, some of them empty, with a `Piece` (text, source) per token."""
-        if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
-            raise ValueError(f"n={sampling_params.n} is not supported by stream(); use n=1 or generate().")
+        check_single(sampling_params)
         with self._running([prompt], sampling_params) as groups:
             [(text, [request])] = groups
             ended = False
@@ -149,9 +155,12 @@ class LLM:
             on_finish(make_output(text, [request]))
 
     def close(self) -> None:
-        """Shut down the processes of a tensor-parallel model; without effect on other models."""
-        with self.shared.turn():
-            self.engine.worker.close()
+        """Abort running requests and shut down the processes of a tensor-parallel model. Later requests raise
+        RuntimeError."""
+        with self.shared.turn() as engine:
+            self._closed = True
+            engine.abort_all("The LLM was closed.")
+            engine.worker.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -163,20 +172,30 @@ class LLM:
         """Return engine-wide counters, seconds per stage, memory use, and the measured step times."""
         return self.shared.report()
 
+    def check_prompts(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[str | None, list[int], SamplingParams]]:
+        """Return the text, token ids and parameters of each prompt. Raises ValueError if one is invalid."""
+        checked = []
+        params = self.default_params if params is None else params
+        for prompt, sampling in zip(prompts, params_per_prompt(params, len(prompts)), strict=True):
+            text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
+            self.engine.check(ids, sampling)
+            checked.append((text, ids, sampling))
+        return checked
+
     @contextmanager
     def _running(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[list[tuple[str | None, list[Request]]]]:
         """Check all prompts, then queue their requests; yield the text and the n requests of each prompt.
         Abort unfinished requests at the end of the `with` block."""
-        checked = []
-        for prompt, sampling in zip(prompts, params_per_prompt(params, len(prompts)), strict=True):
-            text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
-            self.engine.check(ids, sampling)
-            checked.append((text, ids, sampling))
+        checked = self.check_prompts(prompts, params)
         requests: list[Request] = []  # filled inside `abort_on_exit`, since Ctrl-C may arrive at any time
         with self.shared.abort_on_exit(requests):
             with self.shared.turn() as engine:
+                if self._closed:
+                    raise RuntimeError("This LLM is closed; create a new one.")
                 groups = [
                     (text, [engine.new(ids, sampling, i) for i in range(sampling.n)])
                     for text, ids, sampling in checked
@@ -185,3 +204,9 @@ class LLM:
                 for request in requests:
                     engine.scheduler.add(request)
             yield groups
+
+
+def check_single(params: SamplingParams | None) -> None:
+    """Raise ValueError for parameters of several outputs, which cannot be streamed."""
+    if isinstance(params, SamplingParams) and params.n != 1:
+        raise ValueError(f"n={params.n} is not supported by stream(); use n=1 or generate().")

@@ -12,7 +12,7 @@ from typing import Any
 from nanospec.apps.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.gate import HTTPError
 from nanospec.apps.serve.requests import APIRequest, read_json, read_request
-from nanospec.config import EngineConfig
+from nanospec.config import EngineConfig, SamplingParams
 from nanospec.engine.request import Limits, check_request
 from nanospec.extras.grammar.grammar import Grammars
 from nanospec.llm import LLM
@@ -56,6 +56,7 @@ def model() -> Any:
 
     engine = SimpleNamespace(max_model_len=WINDOW, check=check)
     llm = SimpleNamespace(tokenizer=tokenizer, engine=engine, grammars=grammars)
+    llm.default_params = SamplingParams()
     llm.chat_prompt = lambda messages, **options: LLM.chat_prompt(llm, messages, **options)  # type: ignore
     return llm
 

@@ -34,7 +34,7 @@ SEEDS += [b"\xef\xbb\xbf" + SEEDS[0] + b"\n \n", RESULT]
 def read(source: str) -> list[Task]:
     """Read the tasks of a file. Raises ValueError with the message for the user."""
     try:
-        return read_tasks(source, Defaults(SamplingParams(temperature=0), {}, model="m"))
+        return read_tasks(source, Defaults(SamplingParams(temperature=0), model="m"))
     except LineError as error:
         raise ValueError(as_statement(str(error))) from None
 

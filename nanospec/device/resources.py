@@ -30,7 +30,6 @@ from ..text import shown
 from .graphs import MAX_STEP_TOKENS
 
 DEFAULT_THREADS = torch.get_num_threads()
-GPU_SHARE = 0.9  # share of the GPU's memory to use, weights included
 CPU_SHARE = 0.4  # share of the free memory to use for the KV cache
 CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to need a larger KV cache
 PARTS = (1, 2, 4, 8)  # divisors of the largest sizes: with fewer tokens, attention uses more KV splits
@@ -141,7 +140,8 @@ def plan_cache(config: EngineConfig, model: Model, drafters: Sequence[Drafter] =
     source, budget = "kv_cache_memory", config.kv_cache_memory
     if budget is None:
         needed = step_bytes(config, model, drafters, max_len) if model.device.type == "cuda" else 0
-        source, budget = "free memory", max(spare_memory(model.device, model.num_devices) - needed, 0)
+        spare = spare_memory(model.device, model.num_devices, config.gpu_memory_utilization)
+        source, budget = "free memory", max(spare - needed, 0)
     num_blocks = min(budget // per_block, config.max_num_seqs * -(-max_len // size))
     if config.max_model_len is None and 256 <= num_blocks * size < max_len:
         max_len = num_blocks * size
@@ -207,12 +207,13 @@ def max_drafts(drafters: Sequence[Drafter]) -> int:
     return max((drafter.max_drafts for drafter in drafters), default=0)
 
 
-def spare_memory(device: torch.device, sharing: int) -> int:
-    """Return the bytes available for the KV cache; on a CPU, for that of each of the `sharing` processes."""
+def spare_memory(device: torch.device, sharing: int, gpu_share: float = 0.9) -> int:
+    """Return the bytes available for the KV cache: on a GPU, the rest of the `gpu_share` of its memory; on a
+    CPU, for that of each of the `sharing` processes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # release the memory of earlier measurements
         free, total = torch.cuda.mem_get_info(device)
-        return max(int(free - (1 - GPU_SHARE) * total), 0)
+        return max(int(free - (1 - gpu_share) * total), 0)
     return min(int(_free_cpu_memory() * CPU_SHARE), CPU_LIMIT) // sharing
 
 

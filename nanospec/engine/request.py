@@ -191,8 +191,8 @@ def make_output(prompt: str | None, requests: Sequence[Request]) -> RequestOutpu
 
 def params_per_prompt(params: Any, count: int) -> Sequence[SamplingParams]:
     """Return the parameters of `count` prompts, given one for all or one for each. Raises ValueError."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if not isinstance(params, Sequence):
         raise ValueError(f"sampling_params={shown(params)} must be SamplingParams or a list of them.")
     if len(params) != count:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import tokenizers
 
 from ..outputs import Piece
 from . import check_size, read_json, reason, shown
-from .chat import read_templates, render
+from .chat import Messages, read_templates, render
 
 
 class Tokenizer:
@@ -81,12 +81,14 @@ class Tokenizer:
         return anchor, self.decode(anchor, skip_special_tokens=False)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
-    ) -> str:
-        """Render a conversation as text, to be encoded with `add_special_tokens=False`. `messages` are dicts
-        with `role` and `content`. For `kwargs` and errors see `chat.render`."""
-        variables = {**self._named_tokens, **kwargs}
-        return render(self._templates, messages, add_generation_prompt=add_generation_prompt, **variables)
+        self, messages: Messages, add_generation_prompt: bool = True, *, tokenize: bool = False, **kwargs: Any
+    ) -> Any:
+        """Render a conversation as text, to be encoded with `add_special_tokens=False`, or, with `tokenize`
+        (transformers' default), as a list of token ids. `messages` are dicts with `role` and `content`. For
+        `kwargs` and errors see `chat.render`."""
+        variables = {**self._named_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
+        text = render(self._templates, messages, **variables)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 class Detokenizer:
@@ -150,16 +152,19 @@ class Detokenizer:
 
 
 class OutputText:
-    """The text of one output; empty without a tokenizer. Ignores stop strings before `min_tokens` tokens."""
+    """The text of one output, without special tokens if `skip`; empty without a tokenizer. Stop strings have
+    no effect before `min_tokens` tokens."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), min_tokens: int = 0, skip: bool = True
+    ) -> None:
         self.text = ""  # without the stop string
         self.token_texts: list[str] = []  # the part of the text that each token added
         self.stop: str | None = None  # the stop string that ended the output
         self.num_tokens = 0
         self.num_text_tokens = sys.maxsize  # tokens before a stop token or stop string, if there is one
         self.tokenizer, self._stops, self._min_tokens = tokenizer, stops, min_tokens
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip)
         self._streamed = self._num_pieces = 0  # characters and pieces already returned by `new_pieces`
         self._hold_back = max(map(len, stops), default=1) - 1
 

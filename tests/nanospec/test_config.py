@@ -27,7 +27,7 @@ LIMITS: list[tuple[type, dict[str, tuple[float, float]]]] = [
     (EngineConfig, {
         "threads": (1, 1024), "max_num_seqs": (1, 1 << 16), "max_num_batched_tokens": (1, 1 << 24),
         "kv_cache_memory": (1, SEED - 1), "tensor_parallel_size": (1, 64),
-        "distributed_timeout": (1, 10**7), "seed": (-SEED, SEED - 1),
+        "distributed_timeout": (1, 10**7), "gpu_memory_utilization": (0.01, 1), "seed": (-SEED, SEED - 1),
     }),
 ]  # fmt: skip
 
@@ -110,6 +110,10 @@ FROM_VLLM: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_options_of_vllm_are_converted() -> None:
     for config, fields in FROM_VLLM:
         assert EngineConfig.from_options(None, {"speculative_config": config}).spec == SpecConfig(**fields)
+    options = {"trust_remote_code": False, "gpu_memory_utilization": 0.5, "tokenizer": None}
+    assert EngineConfig.from_options(None, options) == EngineConfig(gpu_memory_utilization=0.5)
+    with pytest.raises(ValueError, match=r"trust_remote_code=True is not supported: .* runs no code"):
+        LLM("x", trust_remote_code=True)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +124,8 @@ def test_options_of_vllm_are_converted() -> None:
         (lambda: SpecConfig.from_vllm({"prompt_lookup": 3}), "did you mean prompt_lookup_m"),
         (lambda: LLM("x", spec=SpecConfig(), speculative_config={}), "cannot be combined"),
         (lambda: LLM("x", max_seqs=3), "no option 'max_seqs'; did you mean max_num_seqs?"),
+        (lambda: SamplingParams(structured_outputs=1), "did you mean response_format?"),  # type: ignore[call-arg]
+        (lambda: SamplingParams(best_of=2), "SamplingParams has no option 'best_of'; available options"),  # type: ignore[call-arg]
     ],
 )
 def test_unknown_options_and_wrong_types_are_rejected(refused: Any, sentence: str) -> None:

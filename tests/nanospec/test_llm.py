@@ -37,6 +37,7 @@ def check_idle(llm: LLM) -> None:
 ENDS: list[tuple[str, dict[str, Any], str, str | int | None]] = [
     ("abcd", {}, ALPHABET[4:], None),  # EOS is not part of the text
     ("abcd", {"ignore_eos": True, "max_tokens": 28}, ALPHABET[4:] + "!", None),
+    ("abcd", {"ignore_eos": True, "max_tokens": 27, "skip_special_tokens": False}, ALPHABET[4:] + EOS, None),
     ("yz ", {"max_tokens": 2}, ".!\ufffd", None),  # inside a character
     ("abcd", {"stop": ["lmn", "ijk", "hijk"]}, "efg", "hijk"),  # the first in the text
     ("abcd", {"stop": ".!"}, "efghijklmnopqrstuvwxyz ", ".!"),  # its token starts another character
@@ -108,6 +109,10 @@ def test_chat_with_one_or_several_conversations(llm: LLM, monkeypatch: pytest.Mo
     assert [output.text for output in both] == ["d", "d"]
     llm.generate("a", greedy(max_tokens=1))
     assert [call.args[1] for call in encode.call_args_list] == [False] * 3 + [True]
+    template = "{{ tools[0].name if tools }}"
+    assert llm.chat(one, greedy(max_tokens=1), tools=[{"name": "ab"}], chat_template=template)[0].text == "c"
+    with pytest.raises(ValueError, match="the chat template does not use 'tools'"):
+        llm.chat(one, tools=[{"name": "ab"}])
 
 
 def test_vllm_compatible_calls_and_outputs(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +134,7 @@ def test_vllm_compatible_calls_and_outputs(llm: LLM, capsys: pytest.CaptureFixtu
     logprobs = [{str(token): [each.logprob, 1]} for token, each in zip(output.token_ids, own)]
     expected = {"text": "cde", "token_ids": [2, 3, 4], "finish_reason": "length", "logprobs": logprobs}
     assert json.loads(json.dumps(first.to_dict())).items() >= expected.items()
+    assert {"text", "token_ids", "outputs", "trace"} <= set(dir(output))
     with pytest.raises(AttributeError, match="RequestOutput has no attribute 'txt'"):
         _ = output.txt
     assert llm.generate("ab", greedy(max_tokens=1))[0].cumulative_logprob is None
@@ -190,6 +196,19 @@ def test_llm_is_usable_after_ctrl_c_and_failed_step(
     assert "host" in str(llm.metrics()["stage_seconds"])
     check_idle(llm)
     assert llm.generate(after("abcd"), greedy())[0].text == ALPHABET[4:]
+
+
+def test_closing_aborts_requests_and_rejects_later_ones(folder: Path) -> None:
+    with make(folder) as llm:
+        stream = llm.stream(after("abcd"), greedy(), (ends := list[RequestOutput]()).append)
+        next(stream)
+    list(stream)
+    assert (ends[0].finish_reason, ends[0].error) == ("abort", "The LLM was closed.")
+    for call in (llm.generate, lambda text: next(llm.stream(text))):
+        with pytest.raises(RuntimeError, match=r"^This LLM is closed; create a new one\.$"):
+            call("ab")
+    llm.close()
+    check_idle(llm)
 
 
 def test_threads_and_context_length_are_set(folder: Path) -> None:

@@ -33,8 +33,8 @@ class LineError(ValueError):
 class Defaults:
     """Defaults for lines that do not set a parameter."""
 
-    params: SamplingParams  # for lines in nanospec's format
-    sampling: Mapping[str, Any]  # the sampling options that were set, for lines in OpenAI's format
+    params: SamplingParams
+    sets_max_tokens: bool = False  # whether max_tokens also applies to lines in OpenAI's format
     system: str | None = None
     raw: bool = False
     model: str = ""  # fingerprint of the model and the options that affect results
@@ -121,5 +121,7 @@ def _from_openai(line: Mapping[str, Any], defaults: Defaults) -> Task:
         request = translate_request(url, body)
     except ValueError as error:
         raise ValueError(f'in "body": {error}') from None
-    params = SamplingParams(**{**({"max_tokens": None} if url == CHAT else {}), **defaults.sampling})
+    params = defaults.params
+    if not defaults.sets_max_tokens:
+        params = replace(params, max_tokens=None if url == CHAT else SamplingParams.max_tokens)
     return replace(parse_task(request, params, defaults.system, raw=True, known=NAMES), url=url)

@@ -183,8 +183,8 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
     source, output = args.input, args.output
     if os.path.isfile(output) and os.path.isfile(source) and os.path.samefile(source, output):
         raise LineError(f"--input {source} and --output {output} are the same file; use another output.")
-    sampling = fields_set(args, "SamplingParams")
-    tasks = read_tasks(source, Defaults(params, sampling, args.system, args.raw, _fingerprint(args)))
+    sets_max_tokens = "max_tokens" in fields_set(args, "SamplingParams")
+    tasks = read_tasks(source, Defaults(params, sets_max_tokens, args.system, args.raw, _fingerprint(args)))
     with nullcontext(sys.stdout.buffer) if output == "-" else results_file(output) as file:
         done = set() if output == "-" else indices_done(Path(output), tasks)
         yield Batch(source, output, tasks, done, file)

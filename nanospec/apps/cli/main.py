@@ -11,11 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from errno import ENOSPC
 from importlib import import_module
 
 from ...config import SamplingParams
 from ...models import program, resolve_model
+from ...models.generation_config import default_params
 
 COMMANDS = {  # name -> module, function(argv)
     "serve": ("nanospec.apps.cli.serve", "main"),
@@ -79,10 +81,12 @@ def _generate(argv: list[str]) -> int:
     from .parser import DEFAULTS, parse
 
     args = parse(argv, COMMANDS)
-    params = SamplingParams(**{**DEFAULTS, **fields_set(args, "SamplingParams")})
+    sampling = {**DEFAULTS, **fields_set(args, "SamplingParams")}
+    SamplingParams(**sampling)  # report errors before the model is downloaded
     if args.prompt == "-":
         args.prompt = _standard_input()
     args.folder = resolve_model(args.model)
+    params = replace(default_params(args.folder), **sampling)
     with open_batch(args, params) if args.input else nullcontext() as batch:
         if batch is not None and not batch.todo and not args.json:
             print("All requests already have results; nothing to do.", file=sys.stderr)

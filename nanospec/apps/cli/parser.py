@@ -9,6 +9,7 @@ from typing import Any
 
 from ... import __version__
 from ...models import program
+from ...models.generation_config import NAMES as MODEL_DEFAULTS
 from ...text import shown
 from ..options import NUMBER, SETTINGS, Parser, add_settings, base_parser, did_you_mean, fields_set
 
@@ -26,7 +27,7 @@ commands (run `{0} COMMAND --help` for their options):
     train                         train Medusa heads for a model
     serve                         start an OpenAI-compatible server
 """
-DEFAULTS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256}  # of sampling, on the command line
+DEFAULTS: dict[str, Any] = {"max_tokens": 256}  # of sampling, on the command line
 
 
 def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespace:
@@ -83,6 +84,7 @@ def build_parser(full: bool = False) -> Parser:
     add("--json", action="store_true", help="print statistics as JSON to standard output")
     add("--trace", metavar="FILE.html", help="write an HTML page that shows each step and its drafts")
     add("--show-drafts", action="store_true", help="highlight accepted drafts in a terminal")
+    defaults = {**DEFAULTS, **dict.fromkeys(MODEL_DEFAULTS, "the model's")}
     for settings, title in SETTINGS:
-        add_settings(parser, settings, title, full, DEFAULTS)
+        add_settings(parser, settings, title, full, defaults)
     return parser

@@ -13,10 +13,10 @@ from ...outputs import Completion, Logprob, Piece
 
 QUIET_AFTER = 15.0  # seconds without a delta after which iterating over a job yields None
 FAILED = "The engine failed while processing this request; try again."
-ENDED = "The server shut down before this request was finished."
+ENDED = "The engine was shut down before this request was finished."
 
 
-class JobFailed(Exception):
+class JobFailed(RuntimeError):
     """A job was not finished. Holds the reason, one sentence, and the HTTP status to report."""
 
     def __init__(self, message: str, status: int = 500) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...config import SamplingParams
@@ -23,6 +23,7 @@ STREAM_OPTIONS = ("include_usage", "include_drafts", "include_obfuscation", "con
 SERVER_FIELDS = ("stream", "stream_options", "chat_template_kwargs", "cache_salt")
 KNOWN = (*SERVER_FIELDS, *RENAMED, *IGNORED, "top_logprobs")  # besides the fields of `SamplingParams`
 NOT_IN_TEMPLATES = {"self", "chat_template", "chat_template_kwargs", "messages", "tools", "documents"}
+NOT_IN_TEMPLATES |= {"tokenize"}
 
 
 @dataclass
@@ -61,7 +62,7 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
         fields = translate_request(url, {name: body[name] for name in body if name not in SERVER_FIELDS})
         if url != CHAT and "chat_template_kwargs" in server_fields:
             raise ValueError(f"chat_template_kwargs is only supported by {CHAT}.")
-        defaults = SamplingParams(max_tokens=None) if url == CHAT else SamplingParams()
+        defaults = replace(llm.default_params, max_tokens=None) if url == CHAT else llm.default_params
         prompt: Any = fields.get("prompt")  # one prompt, or a list of strings or of lists of token ids
         is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         requests = [{**fields, "prompt": each} for each in prompt] if is_list else [fields]

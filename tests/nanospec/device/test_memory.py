@@ -97,7 +97,7 @@ def test_plan_cache_leaves_memory_for_steps(monkeypatch: pytest.MonkeyPatch) -> 
     per_block = 16 * model.config.kv_bytes_per_token(model.dtype)
     spare = 40 * per_block
     monkeypatch.setattr(resources, "step_bytes", lambda *_: needed)
-    monkeypatch.setattr(resources, "spare_memory", lambda device, sharing: spare // sharing)
+    monkeypatch.setattr(resources, "spare_memory", lambda device, sharing, share: spare // sharing)
     assert plan_cache(config, model) == (40, 512)
     model.num_devices = 2
     assert plan_cache(config, model) == (20, 320), "ranks share the memory"
@@ -131,3 +131,4 @@ def test_spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for free, spare in ((700, 600), (50, 0)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 1000))
         assert spare_memory(torch.device("cuda"), 2) == spare
+    assert spare_memory(torch.device("cuda"), 2, 1.0) == free

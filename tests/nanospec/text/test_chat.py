@@ -28,7 +28,8 @@ def test_template_in_tokenizer_config(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, TEMPLATE)
     text = tokenizer.apply_chat_template(HI)
     assert text == "<s>\n[user] hi[assistant]"
-    assert tokenizer.apply_chat_template(HI, add_generation_prompt=False) == "<s>\n[user] hi"
+    assert tokenizer.apply_chat_template(HI, tokenize=True) == tokenizer.encode(text, False)
+    assert tokenizer.apply_chat_template(HI, tokenize=False, add_generation_prompt=False) == "<s>\n[user] hi"
     for ids in (tokenizer.encode(text, add_special_tokens=False), tokenizer.encode("hi")):
         assert ids.count(0) == 1  # one BOS
     assert tokenizer.apply_chat_template(HI, thinking="!", tools=None).endswith("!")

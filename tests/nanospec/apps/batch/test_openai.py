@@ -31,12 +31,13 @@ def completions(**body: Any) -> dict[str, Any]:
 
 def test_missing_fields_take_openai_defaults(tmp_path: Path) -> None:
     a, b = tasks_of_lines(tmp_path, chat(), completions(), system="Be brief.")
-    assert a.params == SamplingParams(temperature=1, max_tokens=None)
-    assert b.params == SamplingParams(temperature=1, max_tokens=16)
+    assert a.params == SamplingParams(temperature=0, max_tokens=None)
+    assert b.params == SamplingParams(temperature=0, max_tokens=16)
     assert a.messages == [{"role": "system", "content": "Be brief."}, *HELLO]
     assert (b.prompt, b.messages, b.raw, b.names) == ("Once", None, True, {"custom_id": "b"})
-    for task in tasks_of_lines(tmp_path, chat(), completions(), sampling={"temperature": 0, "max_tokens": 9}):
-        assert task.params == SamplingParams(temperature=0, max_tokens=9)
+    params = SamplingParams(max_tokens=9)
+    for task in tasks_of_lines(tmp_path, chat(), completions(), params=params, sets_max_tokens=True):
+        assert task.params == params
 
 
 def test_request_fields_are_parsed(tmp_path: Path) -> None:

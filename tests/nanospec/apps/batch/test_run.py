@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=256)
 
 
 def tasks(path: Path | str, **more: Any) -> list[Task]:
-    return read_tasks(str(path), Defaults(**{"params": GREEDY, "sampling": {}, **more}))
+    return read_tasks(str(path), Defaults(**{"params": GREEDY, **more}))
 
 
 def tasks_of_lines(folder: Path, *lines: Any, **more: Any) -> list[Task]:
