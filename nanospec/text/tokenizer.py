@@ -11,7 +11,7 @@ import tokenizers
 
 from ..outputs import Piece
 from . import check_size, read_json, reason, shown
-from .chat import read_templates, render
+from .chat import compiled, read_templates, render
 
 
 class Tokenizer:
@@ -81,12 +81,16 @@ class Tokenizer:
         return anchor, self.decode(anchor, skip_special_tokens=False)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool | None = None, **kwargs: Any
     ) -> str:
         """Render a conversation as text, to be encoded with `add_special_tokens=False`. `messages` are dicts
         with `role` and `content`. For `kwargs` and errors see `chat.render`."""
         variables = {**self._named_tokens, **kwargs}
         return render(self._templates, messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def uses_in_template(self, variable: str) -> bool:
+        """Return whether a chat template of the model uses a variable."""
+        return any(variable in compiled(source)[1] for source in self._templates.values())
 
 
 class Detokenizer:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from ...llm import LLM
 from ...text import shown
 from ..openai_format import CHAT, COMPLETIONS, normalize_messages, response_header
+from ..tasks import FOR_TEMPLATE, template_options
 from .answers import Answer
 from .gate import Bodies, Gate, HTTPError
 from .loop import EngineLoop
@@ -55,7 +56,7 @@ class App:
     def asgi(self) -> ASGIApp:
         """Return the ASGI app, wrapped in the gate."""
         posts: dict[str, Any] = {CHAT: self.answer, COMPLETIONS: self.answer}
-        fields = {"prompt", "messages", "chat_template_kwargs"}
+        fields = {"prompt", "messages", *FOR_TEMPLATE}
         posts["/tokenize"] = partial(self._read, self.tokenize, fields)
         posts["/detokenize"] = partial(self._read, self.detokenize, {"tokens"})
         gets = {"/": self.page, "/page/{name}": self.page, "/health": self.health}
@@ -82,6 +83,7 @@ class App:
         except ValueError as error:
             raise HTTPError(400, str(error), "n") from None
         url, state = request.url.path, request.state
+        state.log_fields.update(parsed.log_fields)
         answer_id = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{state.id}"
         head = response_header(url, answer_id, self.model, parsed.streams)
         return Answer(parsed, job, head, self.llm.tokenizer, self.config.request_timeout, state.log_fields)
@@ -118,8 +120,7 @@ class App:
         if isinstance(prompt, str):
             ids = self.llm.tokenizer.encode(prompt)
         else:
-            options = body.get("chat_template_kwargs") or {}
-            ids = chat_prompt(self.llm, normalize_messages(messages), options)
+            ids = chat_prompt(self.llm, normalize_messages(messages), template_options(body))
         window = self.llm.engine.max_model_len
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": window})
 

@@ -39,6 +39,52 @@ def test_template_in_tokenizer_config(tmp_path: Path) -> None:
             tokenizer.apply_chat_template(HI, **given)
 
 
+CHATML = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}</>\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+TRIMMED = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content | trim }}{{ ';' if m.content else '!' }}{% endfor %}"
+)
+LAST = "{{ messages[-1].content }}|{{ messages[0].content }}"  # the content is not at the end
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "text"),
+    [
+        (CHATML, "One, ", "<user>\nhi</>\n<assistant>\nOne, "),
+        (CHATML, "", "<user>\nhi</>\n<assistant>\n"),
+        (CHATML, "</>\n", "<user>\nhi</>\n<assistant>\n</>\n"),
+        (TRIMMED, " \n hi; \n", "u:hi;a:hi; \n"),
+        (TRIMMED, "", "u:hi;a:"),
+        (LAST, "hi", "hi"),
+    ],
+    ids=range(6),
+)
+def test_final_message_is_continued(template: str, content: str, text: str) -> None:
+    """The text ends with the final message's content, as it was written."""
+    templates, messages = {"default": template}, [*HI, {"role": "assistant", "content": content}]
+    for options in ({}, {"continue_final_message": True}, {"chat_template_kwargs": {"verbosity": "low"}}):
+        assert chat.render(templates, messages, **options) == text
+    ended = chat.render(templates, messages, continue_final_message=False)
+    assert ended == chat.render(templates, messages, add_generation_prompt=True) != text
+    assert chat.render(templates, HI, continue_final_message=True).endswith("hi")
+
+
+@pytest.mark.parametrize(
+    ("options", "messages", "words"),
+    [
+        ({"continue_final_message": 1}, HI, "continue_final_message=1 must be true or false"),
+        ({"add_generation_prompt": "no"}, HI, "add_generation_prompt='no' must be true or false"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, HI, "set only one of them"),
+        ({"continue_final_message": True}, [{"role": "user", "content": [{}]}], "a string as content"),
+        ({"continue_final_message": True, "chat_template": "{{ 1 }}"}, HI, "omits the final message"),
+    ],
+    ids=range(5),
+)
+def test_messages_that_cannot_be_continued(options: Any, messages: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        chat.render({"default": CHATML}, messages, **options)
+
+
 def test_named_templates(tmp_path: Path) -> None:
     templates = {"default": "D", "tool_use": "{{ 'T' if tools else 'U' }}"}
     named = [{"name": name, "template": template} for name, template in templates.items()]
