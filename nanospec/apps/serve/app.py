@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -25,12 +26,13 @@ from ...text import shown
 from ..openai_format import CHAT, COMPLETIONS, normalize_messages, response_header
 from ..tasks import FOR_TEMPLATE, template_options
 from .answers import Answer
-from .gate import Bodies, Gate, HTTPError
+from .gate import Bodies, HTTPError, guarded
 from .loop import EngineLoop
 from .metrics import ServerMetrics
 from .requests import bad_request, chat_prompt, read_json, read_request
 from .settings import ServeConfig
 
+OTHER_APIS = "(?:/v1)*/(embeddings|images|videos|moderations|files|batches|assistants|threads)"  # OpenAI's
 READERS = 2  # threads that parse requests, since chat templates and tokenizers are slow
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
@@ -67,7 +69,7 @@ class App:
         handlers: Any = dict.fromkeys((HTTPException, Exception), _on_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
-        return Gate(app, self.config, self.responses, {route.path for route in routes})
+        return guarded(app, self.config, self.responses, {route.path for route in routes})
 
     async def answer(self, request: Request) -> Any:
         """Answer a completion or a chat completion."""
@@ -159,12 +161,23 @@ class App:
 
 async def _on_error(request: Request, error: Any) -> Response:
     """Return the response to an HTTPError, to Starlette's error for a path or method, or to another error."""
-    if isinstance(error, HTTPError):
-        return error.response()
     if not isinstance(error, HTTPException):
-        return HTTPError(500, "Internal server error; see the server's log.").response()
-    paths = ", ".join(sorted(route.path for route in request.app.routes if "{" not in route.path))
-    message = f"Unknown path {shown(request.url.path)}. Available: {paths}."
-    if error.status_code == 405:
-        message = f"Method not allowed; use {(error.headers or {}).get('Allow', 'another')}."
-    return HTTPError(error.status_code, message, headers=error.headers).response()
+        error = HTTPError(500, "Internal server error; see the server's log.")
+    elif not isinstance(error, HTTPError):
+        message = _unknown(request.url.path, [route.path for route in request.app.routes])
+        if error.status_code == 405:
+            message = f"Method not allowed; use {(error.headers or {}).get('Allow', 'another')}."
+        error = HTTPError(error.status_code, message, headers=error.headers)
+    response: Response = error.response(request.scope)
+    return response
+
+
+def _unknown(path: str, routes: list[str]) -> str:
+    """Return the message for an unknown path, with the path that is probably meant."""
+    paths, ending, advice = sorted(route for route in routes if "{" not in route), path.rstrip("/"), ""
+    meant = [known for known in paths if known.startswith("/v1/") and ending.endswith(known[len("/v1") :])]
+    if meant:  # the longest one of /v1/completions and /v1/chat/completions
+        advice = f"Use {max(meant, key=len)}: set the client's base URL to one that ends in /v1. "
+    elif other := re.match(OTHER_APIS, path):
+        advice = f"This server generates text; {other[1]} are not supported. "
+    return f"Unknown path {shown(path)}. {advice}Available: {', '.join(paths)}."

@@ -280,12 +280,16 @@ def test_invalid_requests_are_rejected(server: Served, path: str, body: Any, par
     ("method", "path", "options", "status", "message"),
     [
         ("GET", "/v1/no", {}, 404, "Unknown path '/v1/no'. Available: /, /detokenize, /health, /metrics, "),
+        ("POST", "/chat/completions", {}, 404, "Unknown path '/chat/completions'. Use /v1/chat/compl"),
         (
             "POST",
             "/x/v1/completions/",
             {},
             404,
+            "Unknown path '/x/v1/completions/'. Use /v1/completions: set",
         ),
+        ("GET", "/models", {}, 404, "Unknown path '/models'. Use /v1/models: set the client's base URL"),
+        ("POST", "/v1/embeddings", {}, 404, "Unknown path '/v1/embeddings'. This server generates text; emb"),
         ("GET", COMPLETIONS, {}, 405, "Method not allowed; use POST."),
         ("GET", "/v1/models/other", {}, 404, "The model 'other' does not exist. Available: 'alphabet'."),
         ("POST", "/detokenize", {"json": {"model": "x"}}, 404, "The model 'x' does not exist."),
