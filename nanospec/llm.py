@@ -108,7 +108,8 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"} messages, or several. `template_options` are
-        for the chat template: `chat_template`, `add_generation_prompt`, `tools` and its own variables."""
+        for the chat template: `chat_template`, `add_generation_prompt`, `tools` and its own variables. The
+        output continues a final message of the assistant, or any with `continue_final_message=True`."""
         several = conversations(messages)
         prompts = [self.chat_prompt(conversation, **template_options) for conversation in several]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)

@@ -1,7 +1,8 @@
 """OpenAI's request and response formats (platform.openai.com/docs/api-reference), text only.
 
-Used by the server and by batches. A request that needs an unsupported feature (tools, images) is rejected;
-only the fields in `IGNORED` are dropped.
+Used by the server and by batches. A request that needs an unsupported feature (tools, images) is rejected.
+Clients send fields that have no effect here; those in `IGNORED` are dropped, and those for a chat template
+that does not use them (`text.chat.OPTIONAL`) are dropped and logged.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}
 IGNORED = frozenset({  # these do not affect the output; only one model is loaded
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prediction",
+    "prompt_cache_retention", "prompt_cache_options", "prediction",
 })  # fmt: skip
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> accepted values, those that do not use the feature
     "stream": (False,), "stream_options": (), "tools": ([],), "tool_choice": ("none", "auto"),
     "functions": ([],), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
     "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,),
-    "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "audio": (), "web_search_options": (), "moderation": (),
+}  # fmt: skip
+INSTEAD = {
+    "echo": "; prepend the prompt to the text yourself", "best_of": "; use n",
+    "suffix": "; put both parts into the prompt, in the model's format for fill-in-the-middle",
 }  # fmt: skip
 # GPT-2's byte-level alphabet: printable bytes stand for themselves, other bytes are mapped to 256 and above.
 LETTERS = (*range(33, 127), *range(161, 173), *range(174, 256))
@@ -48,7 +53,7 @@ def translate_request(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in UNSUPPORTED:
             quoted = f"={shown(value)}" if isinstance(value, str | int | float) else ""
-            raise ValueError(f"{name}{quoted} is not supported.")
+            raise ValueError(f"{name}{quoted} is not supported{INSTEAD.get(name, '')}.")
         request[RENAMED.get(name) or name] = value
     if url == CHAT:
         request.update(_chat_logprobs(request))

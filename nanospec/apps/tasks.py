@@ -9,10 +9,13 @@ from typing import Any
 from ..config import SamplingParams
 from ..extras.grammar.response_format import validate
 from ..text import shown
+from ..text.chat import OPTIONAL
 from .openai_format import normalize_messages
 from .options import did_you_mean
 
 ONE_OF = 'a request must be a JSON object with either "prompt" or "messages"'
+FOR_TEMPLATE = ("chat_template_kwargs", *OPTIONAL, "continue_final_message", "add_generation_prompt")
+RESERVED = {"self", "chat_template", "chat_template_kwargs", "messages", "tools", "documents", "tokenize"}
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Task:
     params: SamplingParams
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     raw: bool = False  # continue the text instead of applying the chat template
     names: Mapping[str, Any] = field(default_factory=dict)  # the line's custom_id and id
     url: str = ""  # endpoint of a line in OpenAI's format, also that of its result; "" in nanospec's format
@@ -38,15 +42,17 @@ def parse_task(
     unknown field may suggest one of `known`."""
     if ("prompt" in request) == ("messages" in request):
         raise ValueError(ONE_OF + (f", got {shown(list(request))}." if request else "."))
-    sampling = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
+    others = {"prompt", "messages", *FOR_TEMPLATE}
+    sampling = {name: value for name, value in request.items() if name not in others}
     parameters = {field.name for field in fields(SamplingParams)}
     if unknown := sorted(sampling.keys() - parameters):
-        names = {"prompt", "messages", *known, *parameters}
+        names = {*others, *known, *parameters}
         hint = did_you_mean(unknown[0], names) or f"; known fields are {', '.join(sorted(names))}."
         raise ValueError(f"unknown field {shown(unknown[0])}{hint}")
     if "response_format" in sampling:
         sampling["response_format"] = validate(sampling["response_format"])
     task = Task(0, replace(params, **sampling), request.get("prompt"), raw=raw)
+    task.template_options = template_options(request)
     if "messages" in request:
         task.messages = with_system(normalize_messages(request["messages"]), system)
     elif isinstance(prompt := task.prompt, str):
@@ -57,7 +63,35 @@ def parse_task(
             task.prompt, task.messages = None, with_system([message], system)
     elif not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
         raise ValueError('"prompt" must be a string or a list of token ids.')
+    needless = (name for name in FOR_TEMPLATE if name not in OPTIONAL and request.get(name))
+    if raw and task.messages is None and (name := next(needless, None)):
+        raise ValueError(f'{name} requires "messages", as the chat template is not applied to a "prompt".')
     return task
+
+
+def template_options(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that a request sets for the chat template. Raises ValueError."""
+    given = request.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise ValueError("chat_template_kwargs must be an object.")
+    if reserved := sorted(given.keys() & RESERVED):
+        raise ValueError(f"chat_template_kwargs must not contain {shown(reserved[0])}.")
+    options: dict[str, Any] = {}
+    for name, value in {**{name: request.get(name) for name in FOR_TEMPLATE[1:]}, **given}.items():
+        if value is not None:
+            options = {**template_variables(name, value), **options}  # enable_thinking, the first, wins
+    return options
+
+
+def template_variables(name: str, value: Any) -> dict[str, Any]:
+    """Return the template variables that a field of a request sets. Several APIs switch reasoning off by
+    {"thinking": {"type": "disabled"}}, OpenAI's by {"reasoning_effort": "none"}. Raises ValueError."""
+    if name == "thinking" and isinstance(value, dict):
+        value = value.get("type") != "disabled"
+    if not isinstance(value, kind := OPTIONAL.get(name, object)):
+        raise ValueError(f"{name}={shown(value)} must be {'a string' if kind is str else 'true or false'}.")
+    switch = value if name == "thinking" else False if (name, value) == ("reasoning_effort", "none") else None
+    return {name: value} if switch is None else {"enable_thinking": switch, name: value}
 
 
 def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:

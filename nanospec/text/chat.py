@@ -25,6 +25,11 @@ Messages = Sequence[Mapping[str, Any]]
 MAX_TEMPLATE = 1 << 16  # maximum characters of a template
 MAX_PROMPT = 1 << 24  # maximum characters of a rendered prompt
 COMMON = re.compile("add_generation_prompt|.*_token")  # variables passed to every template, used or not
+OPTIONAL = {  # variables that clients set without knowing the template, which need not use them -> types
+    "enable_thinking": bool, "thinking": bool, "include_reasoning": bool, "reasoning_effort": str,
+    "verbosity": str,
+}  # fmt: skip
+END = "\ue000\ue001\ue002"  # marks the end of a final message that is continued; not in real text
 
 
 def as_list(prompts: Any) -> list[Any]:
@@ -107,8 +112,10 @@ def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], 
     """Render a conversation as the text of a prompt.
 
     `variables`, such as `tools`, are passed to the template. Of these, `chat_template` is a template or its
-    name, by default "tool_use" for a conversation with tools, else "default". Raises ValueError if
-    there is no such template, rendering fails, or the template does not use one of the variables.
+    name, by default "tool_use" for a conversation with tools, else "default". `continue_final_message` leaves
+    the final message open; it defaults to whether that is the assistant's, unless `add_generation_prompt` is
+    set. Raises ValueError if there is no such template, rendering fails, or the template does not use one of
+    the variables (except those in `OPTIONAL`).
     """
     more, name = variables.pop("chat_template_kwargs", None), variables.pop("chat_template", None)
     has_tools = isinstance(tools := variables.get("tools"), list | tuple) and tools
@@ -117,6 +124,8 @@ def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], 
         problem = f"chat_template_kwargs={shown(more)} must be a dict"
         raise ValueError(f"{problem}, and chat_template={shown(name)} must be a string.")
     variables.update(more or {})
+    if continues := _continues(messages, variables):
+        messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + END}]
     source = name if "{" in name else templates.get(name, templates.get("default"))
     if source is None:
         raise ValueError(
@@ -124,19 +133,42 @@ def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], 
             "base model, or its chat_template.jinja is missing; use a plain prompt instead."
         )
     try:
-        template, used = _compiled(source)
+        template, used = compiled(source)
         given = {name: value for name, value in variables.items() if value is not None}
-        unused = [name for name in given if name not in used and not COMMON.fullmatch(name)]
+        unused = [name for name in given if not (name in used or name in OPTIONAL or COMMON.fullmatch(name))]
         if not unused:
-            return _rendered(template, {"tools": None, "documents": None, **given, "messages": messages})
+            text = _rendered(template, {"tools": None, "documents": None, **given, "messages": messages})
     except Exception as error:  # a template may divide by zero, recurse without end, ...
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         raise ValueError(f"the chat template cannot render these messages: {kind}{reason(error)}.") from error
-    raise ValueError(f"the chat template does not use {shown(unused[0])}; omit it.")
+    if unused:
+        raise ValueError(f"the chat template does not use {shown(unused[0])}; omit it.")
+    if continues and END not in text:
+        raise ValueError("the chat template omits the final message; set continue_final_message to false.")
+    return text.rpartition(END)[0] if continues else text
+
+
+def _continues(messages: Sequence[Mapping[str, Any]], variables: dict[str, Any]) -> bool:
+    """Remove `continue_final_message` from the variables, set `add_generation_prompt`, and return whether to
+    continue the final message. Raises ValueError."""
+    continues, prompts = variables.pop("continue_final_message", None), variables.get("add_generation_prompt")
+    for name, value in (("continue_final_message", continues), ("add_generation_prompt", prompts)):
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{name}={shown(value)} must be true or false.")
+    if continues and prompts:
+        raise ValueError("continue_final_message excludes add_generation_prompt; set only one of them.")
+    final = messages[-1] if messages else {}
+    is_text = isinstance(final.get("content"), str) and not final.get("tool_calls")
+    if continues and not is_text:
+        raise ValueError("continue_final_message requires a final message with a string as content.")
+    if continues is None and prompts is None:
+        continues = is_text and final.get("role") == "assistant"
+    variables["add_generation_prompt"] = not continues if prompts is None else prompts
+    return bool(continues)
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: str) -> tuple[jinja2.Template, set[str]]:
+def compiled(source: str) -> tuple[jinja2.Template, set[str]]:
     """Return the compiled template and the names of the variables that it uses."""
     if len(source) > MAX_TEMPLATE:
         raise jinja2.TemplateError(f"the template has more than {MAX_TEMPLATE} characters")

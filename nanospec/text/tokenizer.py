@@ -11,7 +11,7 @@ import tokenizers
 
 from ..outputs import Piece
 from . import check_size, read_json, reason, shown
-from .chat import Messages, read_templates, render
+from .chat import Messages, compiled, read_templates, render
 
 
 class Tokenizer:
@@ -81,7 +81,12 @@ class Tokenizer:
         return anchor, self.decode(anchor, skip_special_tokens=False)
 
     def apply_chat_template(
-        self, messages: Messages, add_generation_prompt: bool = True, *, tokenize: bool = False, **kwargs: Any
+        self,
+        messages: Messages,
+        add_generation_prompt: bool | None = None,
+        *,
+        tokenize: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Render a conversation as text, to be encoded with `add_special_tokens=False`, or, with `tokenize`
         (transformers' default), as a list of token ids. `messages` are dicts with `role` and `content`. For
@@ -89,6 +94,10 @@ class Tokenizer:
         variables = {**self._named_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
         text = render(self._templates, messages, **variables)
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def uses_in_template(self, variable: str) -> bool:
+        """Return whether a chat template of the model uses a variable."""
+        return any(variable in compiled(source)[1] for source in self._templates.values())
 
 
 class Detokenizer:

@@ -107,8 +107,11 @@ def test_chat_with_one_or_several_conversations(llm: LLM, monkeypatch: pytest.Mo
     kwargs = {"add_generation_prompt": False, "chat_template": "{{ messages[-1].content }}c"}
     both = llm.chat([one, one + other], greedy(max_tokens=1), use_tqdm=False, **kwargs)
     assert [output.text for output in both] == ["d", "d"]
+    template = "{{ messages[-1].content }}z"
+    [output] = llm.chat(one, greedy(max_tokens=3), continue_final_message=True, chat_template=template)
+    assert output.text == "cde"
     llm.generate("a", greedy(max_tokens=1))
-    assert [call.args[1] for call in encode.call_args_list] == [False] * 3 + [True]
+    assert [call.args[1] for call in encode.call_args_list] == [False] * 4 + [True]
     template = "{{ tools[0].name if tools }}"
     assert llm.chat(one, greedy(max_tokens=1), tools=[{"name": "ab"}], chat_template=template)[0].text == "c"
     with pytest.raises(ValueError, match="the chat template does not use 'tools'"):

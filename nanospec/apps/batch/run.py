@@ -230,7 +230,7 @@ def prepare_lines(batch: Batch, tokenizer: Tokenizer, check: Check, window: int,
             messages = [{"role": "user", "content": prompt}]
         try:
             if messages is not None:
-                text = tokenizer.apply_chat_template(messages)
+                text = tokenizer.apply_chat_template(messages, **task.template_options)
                 ids = tokenizer.encode_prompt(text, window, add_special_tokens=False)
             else:
                 ids = tokenizer.encode_prompt(prompt, window) if isinstance(prompt, str) else prompt or []

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..serve.answers import event
-from ..serve.gate import Bodies, Gate, HTTPError
+from ..serve.gate import Bodies, HTTPError, guarded
 from ..serve.settings import ServeConfig
 from .routing import prefix_hashes
 
@@ -55,7 +55,7 @@ class Front:
 
     def asgi(self) -> ASGIApp:
         """Return the ASGI app, wrapped in the gate."""
-        return Gate(self._answer, self.config, Counter(), set())
+        return guarded(self._answer, self.config, Counter(), set())
 
     async def drain(self) -> None:
         """Reject new requests and wait for the running ones; abort them after `drain_timeout`."""
@@ -105,7 +105,7 @@ class Front:
             if more is None:
                 raise failure from None
             if more:
-                last = event(failure.body())  # only streams are sent in parts
+                last = event(failure.body(scope["path"]))  # only streams are sent in parts
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._answers.discard(answer)

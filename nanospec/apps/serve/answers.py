@@ -107,7 +107,7 @@ class Answer:
             # In a thread, because a response with log-probabilities may be large.
             response = await asyncio.to_thread(self._response)
         except JobFailed as failure:
-            response = self._failed(failure).response()
+            response = self._failed(failure).response(scope)
         await response(scope, receive, send)
 
     def _response(self) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,15 +24,17 @@ from starlette.types import ASGIApp
 from ...llm import LLM
 from ...text import shown
 from ..openai_format import CHAT, COMPLETIONS, normalize_messages
+from ..tasks import FOR_TEMPLATE, template_options
 from .answers import Answer, Format
 from .completions import OpenAIFormat
-from .gate import Bodies, Gate, HTTPError
+from .gate import Bodies, HTTPError, guarded
 from .loop import EngineLoop
 from .metrics import ServerMetrics
 from .requests import bad_request, chat_prompt, read_json, read_request
 from .settings import ServeConfig
 
 FORMATS: dict[str, type[Format]] = {CHAT: OpenAIFormat, COMPLETIONS: OpenAIFormat}
+OTHER_APIS = "(?:/v1)*/(embeddings|images|videos|moderations|files|batches|assistants|threads)"  # OpenAI's
 READERS = 2  # threads that parse requests, since chat templates and tokenizers are slow
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
@@ -57,7 +60,7 @@ class App:
     def asgi(self) -> ASGIApp:
         """Return the ASGI app, wrapped in the gate."""
         posts: dict[str, Any] = dict.fromkeys(FORMATS, self.answer)
-        fields = {"prompt", "messages", "chat_template_kwargs"}
+        fields = {"prompt", "messages", *FOR_TEMPLATE}
         posts["/tokenize"] = partial(self._read, self.tokenize, fields)
         posts["/detokenize"] = partial(self._read, self.detokenize, {"tokens"})
         gets = {"/": self.page, "/page/{name}": self.page, "/health": self.health}
@@ -68,7 +71,7 @@ class App:
         handlers: Any = dict.fromkeys((HTTPException, Exception), _on_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
-        return Gate(app, self.config, self.responses, {route.path for route in routes})
+        return guarded(app, self.config, self.responses, {route.path for route in routes})
 
     async def answer(self, request: Request) -> Any:
         """Answer a request for outputs, in one of `FORMATS`."""
@@ -84,6 +87,7 @@ class App:
         except ValueError as error:
             raise HTTPError(400, str(error), "n") from None
         state = request.state
+        state.log_fields.update(parsed.log_fields)
         format = FORMATS[parsed.url](parsed, state.id, self.model, self.llm.tokenizer)
         return Answer(parsed, job, format, self.config.request_timeout, state.log_fields)
 
@@ -119,8 +123,7 @@ class App:
         if isinstance(prompt, str):
             ids = self.llm.tokenizer.encode(prompt)
         else:
-            options = body.get("chat_template_kwargs") or {}
-            ids = chat_prompt(self.llm, normalize_messages(messages), options)
+            ids = chat_prompt(self.llm, normalize_messages(messages), template_options(body))
         window = self.llm.engine.max_model_len
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": window})
 
@@ -159,12 +162,23 @@ class App:
 
 async def _on_error(request: Request, error: Any) -> Response:
     """Return the response to an HTTPError, to Starlette's error for a path or method, or to another error."""
-    if isinstance(error, HTTPError):
-        return error.response()
     if not isinstance(error, HTTPException):
-        return HTTPError(500, "Internal server error; see the server's log.").response()
-    paths = ", ".join(sorted(route.path for route in request.app.routes if "{" not in route.path))
-    message = f"Unknown path {shown(request.url.path)}. Available: {paths}."
-    if error.status_code == 405:
-        message = f"Method not allowed; use {(error.headers or {}).get('Allow', 'another')}."
-    return HTTPError(error.status_code, message, headers=error.headers).response()
+        error = HTTPError(500, "Internal server error; see the server's log.")
+    elif not isinstance(error, HTTPError):
+        message = _unknown(request.url.path, [route.path for route in request.app.routes])
+        if error.status_code == 405:
+            message = f"Method not allowed; use {(error.headers or {}).get('Allow', 'another')}."
+        error = HTTPError(error.status_code, message, headers=error.headers)
+    response: Response = error.response(request.scope)
+    return response
+
+
+def _unknown(path: str, routes: list[str]) -> str:
+    """Return the message for an unknown path, with the path that is probably meant."""
+    paths, ending, advice = sorted(route for route in routes if "{" not in route), path.rstrip("/"), ""
+    meant = [known for known in paths if known.startswith("/v1/") and ending.endswith(known[len("/v1") :])]
+    if meant:  # the longest one of /v1/completions and /v1/chat/completions
+        advice = f"Use {max(meant, key=len)}: set the client's base URL to one that ends in /v1. "
+    elif other := re.match(OTHER_APIS, path):
+        advice = f"This server generates text; {other[1]} are not supported. "
+    return f"Unknown path {shown(path)}. {advice}Available: {', '.join(paths)}."

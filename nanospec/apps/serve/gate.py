@@ -10,24 +10,27 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...text import shown
 from .logs import log
 from .settings import ServeConfig
 
 PUBLIC = ("/", "/health")  # need no key; neither do the files of the page
 MONITORING = ("/health", "/metrics")  # not subject to the limit of connections
-LOCAL = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?", re.IGNORECASE)  # host names of this machine
-BAD_KEY = "Missing or invalid API key; send it as 'Authorization: Bearer KEY'."
-BAD_HOST = "This server only accepts requests to localhost; set --api-key or --host to allow other names."
+# Host names of this machine, also in its containers (.internal is not resolved by public servers).
+LOCAL = re.compile(r"localhost|127(\.\d+){3}|\[::1\]|host\.(docker|containers)\.internal")
+BAD_KEY = "Missing or invalid API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+BAD_HOST = "is not a name of this machine; allow it with --allowed-hosts, or set --api-key."
 BUSY = "The server is reading too many large requests; try again in a second."
 MAX_BODIES = 32  # bodies of maximum size that may be read at once
 MAX_MESSAGE = 1500  # characters; messages may repeat client input
@@ -35,6 +38,8 @@ ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error",
 }  # fmt: skip
+# Formats of errors by the start of the path, for APIs other than OpenAI's.
+ERROR_FORMATS: dict[str, Callable[[HTTPError], dict[str, Any]]] = {}
 
 
 class HTTPError(HTTPException):
@@ -46,14 +51,24 @@ class HTTPError(HTTPException):
         # The name comes from the client; it may be long or contain surrogates, which cannot be encoded.
         self.param = param[:100].encode(errors="replace").decode() or None
         self.code = code or None
+        self.kind = ERROR_TYPES.get(status, "invalid_request_error")
 
-    def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's format."""
-        kind = ERROR_TYPES.get(self.status_code, "invalid_request_error")
-        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the error in the format of the API at `path`."""
+        for start, to_body in ERROR_FORMATS.items():
+            if path.startswith(start):
+                return to_body(self)
+        return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def response(self, scope: Scope | None = None) -> JSONResponse:
+        """Return the response to the request of `scope`, and add the error, without text, to its log line."""
+        path = "" if scope is None else scope["path"]
+        if scope is not None:
+            log_fields = scope["state"]["log_fields"]
+            log_fields["code"] = self.code or self.kind
+            if re.fullmatch("[a-z_]{1,40}", self.param or ""):  # the client may have sent any text as a field
+                log_fields["param"] = self.param
+        return JSONResponse(self.body(path), self.status_code, self.headers)
 
 
 class Bodies:
@@ -122,7 +137,7 @@ class Gate:
             self._check(scope, headers)
             await self.app(scope, receive, with_id)
         except HTTPError as error:
-            await error.response()(scope, receive, with_id)
+            await error.response(scope)(scope, receive, with_id)
         finally:
             self._responses[path if path in self._paths else "other", status] += 1
             ms = round((time.perf_counter() - start) * 1e3, 1)
@@ -133,19 +148,29 @@ class Gate:
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Raise HTTPError unless the request is accepted."""
         path, config = scope["path"], self.config
-        if config.is_local and not config.api_key and not LOCAL.fullmatch(headers.get("host", "localhost")):
-            raise HTTPError(403, BAD_HOST)  # DNS rebinding by a page of another site
+        if config.is_local and not config.api_key and "*" not in config.allowed_hosts:
+            host = re.sub(r":\d+$", "", headers.get("host", "localhost").lower())
+            if not LOCAL.fullmatch(host) and host not in config.allowed_hosts:
+                raise HTTPError(403, f"{shown(host)} {BAD_HOST}")  # DNS rebinding by a page of another site
         if len(scope["state"].get("connections", ())) > config.max_connections and path not in MONITORING:
             message = "Too many connections; try again in a second."
             raise HTTPError(503, message, headers={"retry-after": "1", "connection": "close"})
         if not self._digests or path in PUBLIC or path.startswith("/page/"):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key if scheme.lower() == "bearer" else "")
+        digest = _digest(key if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, in constant time
         if not any(matches):
             raise HTTPError(401, BAD_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         scope["state"]["salt"] = digest
+
+
+def guarded(app: ASGIApp, config: ServeConfig, responses: Counter[Any], paths: set[str]) -> ASGIApp:
+    """Return the app behind a `Gate`. Pages of the allowed origins can use it: CORS, whose preflight requests
+    carry no key."""
+    gate, origins = Gate(app, config, responses, paths), config.allowed_origins
+    methods, headers = ("GET", "POST"), ("x-request-id", "retry-after")
+    return CORSMiddleware(gate, origins, methods, ("*",), expose_headers=headers) if origins else gate
 
 
 def _digest(key: str) -> bytes:

@@ -10,9 +10,10 @@ from typing import Any
 from ...config import SamplingParams
 from ...llm import LLM
 from ...text import shown
+from ...text.chat import OPTIONAL
 from ..json_input import strict_json
 from ..openai_format import CHAT, IGNORED, RENAMED, translate_request
-from ..tasks import parse_task
+from ..tasks import parse_task, template_variables
 from ..tool_calls import Parser
 from .gate import HTTPError
 
@@ -20,10 +21,8 @@ MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, characters of each
 MAX_LOGIT_BIAS = 1024  # tokens
 MAX_MESSAGES = 4096
 STREAM_OPTIONS = ("include_usage", "include_drafts", "include_obfuscation", "continuous_usage_stats")
-SERVER_FIELDS = ("stream", "stream_options", "chat_template_kwargs", "cache_salt")
+SERVER_FIELDS = ("stream", "stream_options", "cache_salt")
 KNOWN = (*SERVER_FIELDS, *RENAMED, *IGNORED, "top_logprobs")  # besides the fields of `SamplingParams`
-NOT_IN_TEMPLATES = {"self", "chat_template", "chat_template_kwargs", "messages", "tools", "documents"}
-NOT_IN_TEMPLATES |= {"tokenize"}
 
 
 @dataclass
@@ -38,6 +37,7 @@ class APIRequest:
     salt: bytes  # the request's cache_salt; requests with different salts share no cached prefixes
     parser: Callable[[], Parser] | None = None  # of tool calls, if the request offers tools
     body: Mapping[str, Any] = field(default_factory=dict)  # as received
+    log_fields: dict[str, Any] = field(default_factory=dict)  # fields without effect, and other notes
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -60,38 +60,45 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
     try:
         server_fields = {name: body[name] for name in SERVER_FIELDS if body.get(name) is not None}
         fields = translate_request(url, {name: body[name] for name in body if name not in SERVER_FIELDS})
-        if url != CHAT and "chat_template_kwargs" in server_fields:
-            raise ValueError(f"chat_template_kwargs is only supported by {CHAT}.")
         defaults = replace(llm.default_params, max_tokens=None) if url == CHAT else llm.default_params
         prompt: Any = fields.get("prompt")  # one prompt, or a list of strings or of lists of token ids
         is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         requests = [{**fields, "prompt": each} for each in prompt] if is_list else [fields]
-        tasks = [parse_task(each, defaults, known=KNOWN) for each in requests]
+        tasks = [parse_task(each, defaults, raw=True, known=KNOWN) for each in requests]
         params = tasks[0].params
         if len(params.stop) > MAX_STOP or any(len(stop) > MAX_STOP_LENGTH for stop in params.stop):
             raise ValueError(f"stop is limited to {MAX_STOP} strings of {MAX_STOP_LENGTH} characters.")
         if (count := len(params.logit_bias)) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
         request = APIRequest(url, [], params, *_read_server_fields(server_fields), body=body)
+        window = llm.engine.max_model_len
         for task in tasks:
             if task.messages is not None:
-                ids = chat_prompt(llm, task.messages, server_fields.get("chat_template_kwargs", {}))
+                ids = chat_prompt(llm, task.messages, task.template_options)
             else:
-                text, window = task.prompt, llm.engine.max_model_len
+                text = task.prompt
                 ids = llm.tokenizer.encode_prompt(text, window) if isinstance(text, str) else text or []
             llm.engine.check(ids, params)
             request.prompts.append(ids)
+        if (limit := window - max(map(len, request.prompts))) < (params.max_tokens or 0):
+            request.log_fields["max_tokens_reduced_to"] = limit
+        if unused := _fields_without_effect(llm, url, body):
+            request.log_fields["ignored"] = unused
     except (ValueError, TypeError, RecursionError) as error:
         raise bad_request(error, body) from None
     return request
 
 
-def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: Any) -> list[int]:
+def _fields_without_effect(llm: LLM, url: str, body: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields for the chat template that it does not use."""
+    given = {**body, **(body.get("chat_template_kwargs") or {})}
+    given = {name: given[name] for name in OPTIONAL if given.get(name) is not None}
+    uses = llm.tokenizer.uses_in_template if url == CHAT else lambda name: False
+    return [name for name, value in given.items() if not any(map(uses, template_variables(name, value)))]
+
+
+def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
     """Return the token ids of a conversation in the model's chat template. Raises ValueError."""
-    if not isinstance(options, dict):
-        raise ValueError("chat_template_kwargs must be an object.")
-    if reserved := sorted(options.keys() & NOT_IN_TEMPLATES):
-        raise ValueError(f"chat_template_kwargs must not contain {shown(reserved[0])}.")
     if len(messages) > MAX_MESSAGES:
         raise ValueError(f"messages has {len(messages)} entries, but the limit is {MAX_MESSAGES}.")
     return llm.chat_prompt(messages, **options)

@@ -7,10 +7,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...text import bounded_field, check_fields, parse_size
+from ...text import bounded_field, check_fields, parse_size, shown
 
 MIN_KEY = 8  # characters; shorter keys are easy to guess
 MAX_SECONDS = 1e7  # timers do not support much longer or infinite timeouts
+FORMS = {  # pattern and description of each text in a field
+    "api_key": (rf"[!-~]{{{MIN_KEY},}}", f"at least {MIN_KEY} ASCII characters without spaces"),
+    "allowed_hosts": (r"\*|[a-z0-9._-]+|\[[0-9a-f:.]+\]", "a name in lower case without a port"),
+    "allowed_origins": (
+        r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+",
+        "like https://example.com, without a path",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -20,9 +28,13 @@ class ServeConfig:
     Attributes:
         host: address to listen on; the default only accepts local connections.
         port: port to listen on; 0 picks a free one.
-        api_key: key of at least 8 characters that clients must send as "Authorization: Bearer KEY". May be
-            repeated; NANOSPEC_API_KEY adds comma-separated keys. Clients with different keys share no cached
-            prefixes.
+        api_key: key of at least 8 characters that clients must send as "Authorization: Bearer KEY" or
+            "x-api-key: KEY". May be repeated; NANOSPEC_API_KEY adds comma-separated keys. Clients with
+            different keys share no cached prefixes.
+        allowed_hosts: name in the Host header, besides those of this machine, that is accepted without a key
+            when only local connections are; "*" accepts all. May be repeated.
+        allowed_origins: origin, such as https://example.com, whose pages may use the API (CORS); "*" allows
+            all. May be repeated.
         served_model_name: model name in the API. Defaults to the last part of --model.
         max_queue: maximum number of waiting outputs; further requests are answered with status 429.
         max_body: maximum size of a request body in bytes.
@@ -36,6 +48,8 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = bounded_field(8000, 0, 65535)
     api_key: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
     served_model_name: str | None = None
     max_queue: int = bounded_field(256, 0)
     max_body: int = bounded_field(4 << 20, 1024, read=parse_size, metavar="SIZE")
@@ -48,10 +62,12 @@ class ServeConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_body", parse_size(self.max_body, "max_body"))
         check_fields(self)
-        keys = self.api_key
-        for key in keys if isinstance(keys, list | tuple) else [None]:
-            if not isinstance(key, str) or not re.fullmatch(rf"[!-~]{{{MIN_KEY},}}", key):
-                raise ValueError(f"api_key must be at least {MIN_KEY} ASCII characters without spaces.")
+        for name, (pattern, form) in FORMS.items():
+            texts = getattr(self, name)
+            for text in texts if isinstance(texts, list | tuple) else [None]:
+                if not isinstance(text, str) or not re.fullmatch(pattern, text):
+                    value = "" if name == "api_key" else f"={shown(text)}"
+                    raise ValueError(f"{name}{value} must be {form}.")
 
     @property
     def is_local(self) -> bool:

@@ -40,6 +40,40 @@ def test_template_in_tokenizer_config(tmp_path: Path) -> None:
             tokenizer.apply_chat_template(HI, **given)
 
 
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<assistant>{% endif %}"
+TRIM = "{% for m in messages %}{{ m.content | trim }}{{ ';' if m.content else '!' }}{% endfor %}"
+LAST = "{{ messages[-1].content }}|{{ messages[0].content }}"  # the content is not at the end
+
+
+def test_final_message_is_continued() -> None:
+    """The text ends with the final message's content, as it was written."""
+    for template, content, text in (
+        (CHATML, "One, ", "<user>hi</>\n<assistant>One, "),
+        (CHATML, "", "<user>hi</>\n<assistant>"),
+        (CHATML, "</>\n", "<user>hi</>\n<assistant></>\n"),
+        (TRIM, " \n hi; \n", "hi;hi; \n"),
+        (TRIM, "", "hi;"),
+        (LAST, "hi", "hi"),
+    ):
+        templates, messages = {"default": template}, [*HI, {"role": "assistant", "content": content}]
+        for options in ({}, {"continue_final_message": True}, {"chat_template_kwargs": {"verbosity": "low"}}):
+            assert chat.render(templates, messages, **options) == text
+        ended = chat.render(templates, messages, continue_final_message=False)
+        assert ended == chat.render(templates, messages, add_generation_prompt=True) != text
+        assert chat.render(templates, HI, continue_final_message=True).endswith("hi")
+    refused: list[tuple[dict[str, Any], Any, str]] = [
+        ({"continue_final_message": 1}, "", "continue_final_message=1 must be true or false"),
+        ({"add_generation_prompt": "no"}, "", "add_generation_prompt='no' must be true or false"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "", "set only one of them"),
+        ({"continue_final_message": True}, [{}], "a string as content"),
+        ({"continue_final_message": True, "chat_template": "{{ 1 }}"}, "", "omits the final message"),
+    ]
+    for given, content, words in refused:
+        with pytest.raises(ValueError, match=words):
+            chat.render({"default": CHATML}, [{"role": "user", "content": content}], **given)
+
+
 def test_named_templates(tmp_path: Path) -> None:
     templates = {"default": "D", "tool_use": "{{ 'T' if tools else 'U' }}"}
     named = [{"name": name, "template": template} for name, template in templates.items()]

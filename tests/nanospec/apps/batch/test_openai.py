@@ -54,6 +54,21 @@ def test_request_fields_are_parsed(tmp_path: Path) -> None:
     assert [(task.prompt, task.params.logprobs) for task in result] == [("x", 3), ([1, 2], None)]
 
 
+def test_template_options_are_parsed(tmp_path: Path) -> None:
+    off: dict[str, Any] = {"thinking": False, "enable_thinking": False}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"continue_final_message": True, "reasoning_effort": "low", "verbosity": "high"}, {}),
+        ({"thinking": {"type": "disabled"}}, off),
+        ({"thinking": {"type": "enabled"}, "enable_thinking": False}, {**off, "thinking": True}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False, "reasoning_effort": "none"}),
+        ({**off, "chat_template_kwargs": {"enable_thinking": True}}, {**off, "enable_thinking": True}),
+    ]
+    for fields, options in cases:
+        given = tasks_of_lines(tmp_path, chat(**fields), {"messages": HELLO, **fields})
+        assert [task.template_options for task in given] == [options or fields] * 2
+        assert len({task.key for task in (*given, *tasks_of_lines(tmp_path, chat()))}) == 3
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
@@ -62,11 +77,12 @@ def test_request_fields_are_parsed(tmp_path: Path) -> None:
         ({"prompt": "x", "custom_id": "a"}, 'custom_id "a" is also used by line 1'),
         (chat(top_logprobs=3), '"top_logprobs" requires it to be true'),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text content is"),
-        (completions(echo=True), "echo=True is not supported"),
+        (completions(echo=True), "echo=True is not supported; prepend the prompt"),
+        (completions(continue_final_message=True), 'continue_final_message requires "messages"'),
         ({**chat(), "method": "GET"}, '"method" "POST"'),
         ({**chat(), "temperature": 1}, "unknown field 'temperature'; request parameters belong in \"body\""),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_unsupported_fields_are_rejected(tmp_path: Path, line: dict[str, Any], sentence: str) -> None:
     with pytest.raises(LineError, match=f"line 2: .*{re.escape(sentence)}"):

@@ -251,17 +251,17 @@ def test_prompts_use_chat_template_unless_raw(
     source, checked = tmp_path / "lines", []
     tokenizer: Any = SimpleNamespace(
         has_chat_template=template,
-        apply_chat_template=lambda messages: f"<{messages[0]['content']}>",
+        apply_chat_template=lambda messages, end=">": f"<{messages[0]['content']}{end}",
         encode_prompt=lambda text, _, add_special_tokens=True: [0] * add_special_tokens + [*map(ord, text)],
     )
-    message = '{"messages": [{"role": "user", "content": "b"}]}'
+    message = '{"messages": [{"role": "user", "content": "b"}], "chat_template_kwargs": {"end": "]"}}'
     source.write_text(f'{{"prompt": [7, 8]}}\n{{"prompt": "a", "seed": 5}}\n{message}\n')
     with open_batch(arguments(tmp_path, input=str(source), raw=raw), GREEDY) as batch:
         lines = prepare_lines(batch, tokenizer, lambda *given: checked.append(given), 64, 3)
         refuse = Mock(side_effect=ValueError("max_model_len=3 is low."))
         with pytest.raises(LineError, match=r"lines line 1.*: --max-model-len 3 is low\."):
             prepare_lines(batch, tokenizer, refuse, 64, 3)
-    assert [ids for _, ids, _ in lines] == [[7, 8], of_text, [60, 98, 62]]
+    assert [ids for _, ids, _ in lines] == [[7, 8], of_text, [60, 98, 93]]
     assert [ids for ids, _ in checked] == [ids for _, ids, _ in lines]
     assert [params.seed for _, _, params in lines] == [
         p.seed for p in run.seeded_params(batch.tasks, 3).values()

@@ -4,15 +4,18 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
 
 from nanospec import LLM, SamplingParams
 from nanospec.apps.openai_format import CHAT, COMPLETIONS
+from nanospec.apps.serve import gate
 from nanospec.apps.serve.requests import MAX_MESSAGES
 from tests.alphabet import ALPHABET, EOS, TOKENS, after, greedy
 from tests.nanospec.apps.serve.conftest import MODEL, Served
+from tests.util import eventually
 
 PROMPT = after("abcd")
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -82,6 +85,58 @@ def test_chat_applies_template(server: Served) -> None:
         [choice] = server.post(CHAT, {"messages": messages, "temperature": 0, **more}).json()["choices"]
         assert choice["message"] == {"role": "assistant", "content": ALPHABET[4:][:length]}
         assert choice["finish_reason"] == ("length" if length else "stop")
+
+
+def test_final_assistant_message_is_continued(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The response has only the new text, and /tokenize has the same prompt."""
+    template = "{% for m in messages %}{{ m.content }}!{% endfor %}{{ 'x' if add_generation_prompt }}"
+    monkeypatch.setattr(server.llm.tokenizer, "_templates", {"default": template})
+    messages = [*MESSAGES, {"role": "assistant", "content": "abc"}]
+    for options, text, prompt in (
+        ({}, "defg", PROMPT + "!abc"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "defg", PROMPT + "!abc"),
+        ({"add_generation_prompt": True}, "yz .", PROMPT + "!abc!x"),
+    ):
+        body = {"messages": messages, **options}
+        [choice] = choices_of(server, CHAT, {**body, "temperature": 0, "max_tokens": 4})
+        assert choice["message"]["content"] == text
+        ids = server.post("/tokenize", body).json()["tokens"]
+        assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": prompt}
+
+
+def test_fields_without_effect_are_logged(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables reach a template that uses them. A `max_tokens` beyond the window is reduced."""
+    monkeypatch.setattr(gate.log, "log", logged := Mock())
+
+    def lines() -> dict[str, Any]:
+        every = [call.kwargs["extra"]["log_fields"] for call in logged.call_args_list]
+        return {line["id"]: line for line in every}
+
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        """Return the choice of a response, and the log line of the request."""
+        response = server.post(path, {"temperature": 0, "max_tokens": 1, **body})
+        eventually(lambda: response.headers["x-request-id"] in lines())
+        return response.json()["choices"][0], lines()[response.headers["x-request-id"]]
+
+    fields = {"reasoning_effort": "low", "verbosity": "low", "thinking": {"type": "enabled"}}
+    kwargs = {KWARGS: {"enable_thinking": False}}
+    _, line = answer(CHAT, {"messages": MESSAGES, **fields, **kwargs})
+    assert line["ignored"] == ["enable_thinking", "thinking", "reasoning_effort", "verbosity"]
+    assert "max_tokens_reduced_to" not in line
+    assert "ignored" not in answer(CHAT, {"messages": MESSAGES, "store": True, "user": "u"})[1]
+    template = "{{ 'abc' if enable_thinking else 'lmn' }}{{ reasoning_effort }}"
+    monkeypatch.setattr(server.llm.tokenizer, "_templates", {"default": template})
+    assert answer(COMPLETIONS, {"prompt": "a", **fields})[1]["ignored"] == line["ignored"][1:]
+    for body, text, ignored in (
+        (fields, "x", ["verbosity"]),  # after "low"
+        ({"thinking": {"type": "disabled"}}, "o", None),
+        ({"enable_thinking": True}, "d", None),
+        ({"thinking": True, **kwargs}, "o", None),
+    ):
+        choice, line = answer(CHAT, {"messages": MESSAGES, **body})
+        assert (choice["message"]["content"], line.get("ignored")) == (text, ignored)
+    line = answer(CHAT, {"messages": MESSAGES, "max_tokens": 10**6})[1]
+    assert line["max_tokens_reduced_to"] == 128 - 3
 
 
 def test_several_prompts_as_text_and_token_ids(server: Served) -> None:
@@ -187,9 +242,14 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, {**TEXT, "stream": 1}, "stream", "stream=1 must be true or false"),
     (COMPLETIONS, {**TEXT, "stream_options": {"x": True}}, "stream_options", "requires stream=true"),
     (COMPLETIONS, {**TEXT, "stream_options": {"x": True}, "stream": True}, "stream_options", "'x' is un"),
-    (COMPLETIONS, {**TEXT, KWARGS: {}}, KWARGS, "only supported by"),
+    (COMPLETIONS, {**TEXT, KWARGS: {"x": 1}}, KWARGS, 'requires "messages"'),
     (COMPLETIONS, {**TEXT, "cache_salt": "x" * 257}, "cache_salt", "must be a string of at most 256"),
     (COMPLETIONS, {**TEXT, "logit_bias": dict.fromkeys(range(1024), 1)}, "logit_bias", "id 33"),
+    (COMPLETIONS, {**TEXT, "suffix": "b"}, "suffix", "put both parts into the prompt"),
+    (CHAT, {**CHATS, "web_search_options": {}}, "web_search_options", "web_search_options is not supported."),
+    (CHAT, {**CHATS, "enable_thinking": "false"}, "enable_thinking", "='false' must be true or false"),
+    (CHAT, {**CHATS, "reasoning_effort": 3}, "reasoning_effort", "reasoning_effort=3 must be a string"),
+    (CHAT, {**CHATS, "continue_final_message": 1}, "continue_final_message", "must be true or false"),
     (CHAT, {**CHATS, KWARGS: True}, KWARGS, "object"),
     (CHAT, {**CHATS, KWARGS: {"x": 1}}, KWARGS, "does not use 'x'"),
     (CHAT, {**CHATS, KWARGS: {"chat_template": "{{ 1 }}"}}, KWARGS, "must not contain 'chat_template'"),
@@ -220,6 +280,16 @@ def test_invalid_requests_are_rejected(server: Served, path: str, body: Any, par
     ("method", "path", "options", "status", "message"),
     [
         ("GET", "/v1/no", {}, 404, "Unknown path '/v1/no'. Available: /, /detokenize, /health, /metrics, "),
+        ("POST", "/chat/completions", {}, 404, "Unknown path '/chat/completions'. Use /v1/chat/compl"),
+        (
+            "POST",
+            "/x/v1/completions/",
+            {},
+            404,
+            "Unknown path '/x/v1/completions/'. Use /v1/completions: set",
+        ),
+        ("GET", "/models", {}, 404, "Unknown path '/models'. Use /v1/models: set the client's base URL"),
+        ("POST", "/v1/embeddings", {}, 404, "Unknown path '/v1/embeddings'. This server generates text; emb"),
         ("GET", COMPLETIONS, {}, 405, "Method not allowed; use POST."),
         ("GET", "/v1/models/other", {}, 404, "The model 'other' does not exist. Available: 'alphabet'."),
         ("POST", "/detokenize", {"json": {"model": "x"}}, 404, "The model 'x' does not exist."),

@@ -38,14 +38,14 @@ def test_requests_need_a_valid_key_compared_in_constant_time(guarded: Served, mo
     compared: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(gate.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)  # type: ignore[func-returns-value]
     wrong = [bearer(key) for key in ("é", "x" * 1000, ALICE + "x")]
-    for headers in ({}, {"authorization": f"Basic {ALICE}"}, *wrong):
+    for headers in ({}, {"authorization": f"Basic {ALICE}"}, {"x-api-key": ALICE[1:]}, *wrong):
         for path in ROUTES:
             response = guarded.post(path, BODY, headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
-    for headers in (bearer(ALICE), bearer(BOB), {"authorization": f"bearer {BOB}"}):
+    for headers in (bearer(ALICE), bearer(BOB), {"authorization": f"bearer {BOB}"}, {"x-api-key": BOB}):
         assert guarded.post(COMPLETIONS, BODY, headers=headers).status_code == 200
-    assert len(compared) == 2 * (5 * len(ROUTES) + 3)
+    assert len(compared) == 2 * (6 * len(ROUTES) + 4)
     assert {len(side) for pair in compared for side in pair} == {32}
     statuses = [guarded.get(path).status_code for path in ("/health", "/", "/page/main.js", "/metrics")]
     assert statuses == [200, 200, 200, 401]
@@ -73,17 +73,63 @@ def test_prefix_cache_is_not_shared_between_keys_or_salts(guarded: Served) -> No
     assert min(cached(*client) for client in clients) > 0
 
 
-def test_foreign_hosts_and_origins_are_rejected(server: Served) -> None:
+def test_foreign_hosts_and_origins_are_rejected(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reject foreign host names, which could resolve to 127.0.0.1 (DNS rebinding)."""
     hosts = ("127.0.0.1", "127.3.2.1", "::1", "localhost", "0.0.0.0", "me")
     assert [ServeConfig(host=host).is_local for host in hosts] == [True] * 4 + [False] * 2
-    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "127.9.9.9", "[::1]:80"):
+    containers = ("host.docker.internal:8000", "host.containers.internal")
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "127.9.9.9", "[::1]:80", *containers):
         assert server.get("/health", headers={"host": host}).status_code == 200
     suffix = ".evil.example"
     for host in ("evil.example", "localhost" + suffix, "127.0.0.1" + suffix, "", "localhost:80x"):
-        assert server.get("/health", headers={"host": host}).status_code == 403
+        response = server.get("/health", headers={"host": host})
+        assert response.status_code == 403
+        assert f"'{host}' is not a name of this machine; allow it with --allowed-hosts" in response.text
+    for name, value, status in (
+        ("allowed_hosts", ["my.box"], 200),
+        ("host", "::", 200),
+        ("host", "::1", 403),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(server.app.config.__dict__, name, value)
+            assert server.get("/health", headers={"host": "My.Box:80"}).status_code == status
     response = server.post(COMPLETIONS, BODY, headers={"origin": "https://evil.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("origins", [("https://a.example", "https://b.example:8"), ("*",)], ids=len)
+def test_pages_of_allowed_origins_can_use_the_api(folder: Path, origins: tuple[str, ...]) -> None:
+    """Preflight requests need no key, and errors can be read too."""
+    prefix = "access-control-"
+    with serving(make(folder), api_key=(ALICE,), allowed_origins=origins) as served:
+        for origin in ("https://b.example:8", "https://b.example"):
+            headers = {"origin": origin, prefix + "request-method": "POST", prefix + "request-headers": "x-a"}
+            allowed = "*" if "*" in origins else origin if origin in origins else None
+            preflight = served.ask("OPTIONS", CHAT, headers=headers)
+            assert preflight.status_code == (200 if allowed else 400)
+            assert preflight.headers[prefix + "allow-headers"] == "x-a"
+            for key, status in ((ALICE, 200), ("wrong", 401)):
+                response = served.post(COMPLETIONS, BODY, headers={"origin": origin, **bearer(key)})
+                assert (response.status_code, response.headers.get(prefix + "allow-origin")) == (
+                    status,
+                    allowed,
+                )
+                assert "x-request-id" in response.headers[prefix + "expose-headers"]
+    for name, values in (
+        ("allowed_hosts", ("x:80", "X", "//x")),
+        ("allowed_origins", ("x", "http://x/", "http://X")),
+    ):
+        for value in values:
+            given: Any = {name: ["*", value]}
+            with pytest.raises(ValueError, match=f"^{name}='{value}' must be (a name|like http)"):
+                ServeConfig(**given)
+
+
+def test_errors_have_the_format_of_the_api(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gate.ERROR_FORMATS, "/other/", lambda error: {"is": error.kind})
+    assert guarded.post("/other/x", {}).json() == {"is": "authentication_error"}
+    assert guarded.post("/other/x", {}, headers=bearer(BOB)).json() == {"is": "not_found_error"}
+    assert guarded.post("/other", {}, headers=bearer(BOB)).json()["error"]["type"] == "not_found_error"
 
 
 def test_only_page_files_are_served(server: Served) -> None:
@@ -111,12 +157,21 @@ def test_logs_contain_neither_text_nor_keys(guarded: Served, monkeypatch: pytest
     wrong = {"x-request-id": "bad", **bearer("wrong-key")}
     guarded.post(COMPLETIONS, {**BODY, "secret": "swordfish"}, headers=wrong)
     guarded.get("/health", headers={"x-request-id": "health"})
-    eventually(lambda: {"good", "bad", "health"} <= logged().keys())
+    bodies: dict[str, Any] = {"unknown": {"secret": "swordfish"}, "value": {"stop": "swordfish" * 99}}
+    for name, body in {**bodies, "text": {"sword fish": 1}}.items():
+        headers = {"x-request-id": name, **bearer(ALICE)}
+        guarded.post(COMPLETIONS, {**BODY, **body}, headers=headers)
+    eventually(lambda: {"good", "bad", "health", "text"} <= logged().keys())
     good = logged()["good"]
     assert (good["path"], good["status"], good["level"]) == (COMPLETIONS, 200, "info")
     assert (good["prompt_tokens"], good["completion_tokens"]) == (35, 2)
     assert good["ms"] >= good["first_token_ms"] > 0
     assert (logged()["bad"]["status"], logged()["bad"]["level"]) == (401, "info")
     assert logged()["health"]["level"] == "debug"
-    for secret in (ALICE, "wrong-key", "swordfish", "abcdefgh"):
+    for name, code, param in (
+        ("good", None, None), ("bad", "invalid_api_key", None), ("unknown", "unknown_field", "secret"),
+        ("value", "invalid_request_error", "stop"), ("text", "unknown_field", None),
+    ):  # fmt: skip
+        assert (logged()[name].get("code"), logged()[name].get("param")) == (code, param)
+    for secret in (ALICE, "wrong-key", "swordfish", "sword fish", "abcdefgh"):
         assert secret not in lines.getvalue()
