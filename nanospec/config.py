@@ -211,6 +211,7 @@ class SamplingParams:
         repetition_penalty: for tokens in prompt or output, positive logits are divided and negative logits
             multiplied by this value.
         logit_bias: map of token ids to values added to their logits.
+        skip_special_tokens: omit special tokens, such as `<|im_end|>`, from the text.
         response_format: format that the output must have, such as {"type": "json_object"}.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, but for this request. Defaults to
             the engine's values, which the first two cannot exceed. K = 0 disables speculation.
@@ -232,6 +233,7 @@ class SamplingParams:
     frequency_penalty: float = bounded_field(0.0, -2, 2)
     repetition_penalty: float = bounded_field(1.0, 0.01, 100)
     logit_bias: dict[int, float] = field(default_factory=dict)
+    skip_special_tokens: bool = True
     response_format: Mapping[str, Any] | None = None
     num_speculative_tokens: int | None = bounded_field(None, 0, MAX_DRAFTS)
     tree_width: int | None = bounded_field(None, 1, MAX_TREE_WIDTH)

@@ -28,7 +28,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> accepted values, those t
     "stream": (False,), "stream_options": (), "tools": ([],), "tool_choice": ("none", "auto"),
     "functions": ([],), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
     "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,),
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,),
 }  # fmt: skip
 # GPT-2's byte-level alphabet: printable bytes stand for themselves, other bytes are mapped to 256 and above.
 LETTERS = (*range(33, 127), *range(161, 173), *range(174, 256))

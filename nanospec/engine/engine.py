@@ -100,7 +100,7 @@ class Engine:
             max_k=self.worker.max_k if k is None else min(k, self.worker.max_k),
             stop_ids=self.limits.stop_ids(params),
             salt=salt if config.enable_prefix_caching else f"{number}".encode(),
-            output=OutputText(self.tokenizer, params.stop, params.min_tokens),
+            output=OutputText(self.tokenizer, params.stop, params.min_tokens, params.skip_special_tokens),
             stats=SpecStats(params.acceptance or config.spec.acceptance),
         )
         for extension in self.extensions:

@@ -150,16 +150,19 @@ class Detokenizer:
 
 
 class OutputText:
-    """The text of one output; empty without a tokenizer. Ignores stop strings before `min_tokens` tokens."""
+    """The text of one output, without special tokens if `skip`; empty without a tokenizer. Stop strings have
+    no effect before `min_tokens` tokens."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), min_tokens: int = 0, skip: bool = True
+    ) -> None:
         self.text = ""  # without the stop string
         self.token_texts: list[str] = []  # the part of the text that each token added
         self.stop: str | None = None  # the stop string that ended the output
         self.num_tokens = 0
         self.num_text_tokens = sys.maxsize  # tokens before a stop token or stop string, if there is one
         self.tokenizer, self._stops, self._min_tokens = tokenizer, stops, min_tokens
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip)
         self._streamed = self._num_pieces = 0  # characters and pieces already returned by `new_pieces`
         self._hold_back = max(map(len, stops), default=1) - 1
 

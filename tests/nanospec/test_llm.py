@@ -37,6 +37,7 @@ def check_idle(llm: LLM) -> None:
 ENDS: list[tuple[str, dict[str, Any], str, str | int | None]] = [
     ("abcd", {}, ALPHABET[4:], None),  # EOS is not part of the text
     ("abcd", {"ignore_eos": True, "max_tokens": 28}, ALPHABET[4:] + "!", None),
+    ("abcd", {"ignore_eos": True, "max_tokens": 27, "skip_special_tokens": False}, ALPHABET[4:] + EOS, None),
     ("yz ", {"max_tokens": 2}, ".!\ufffd", None),  # inside a character
     ("abcd", {"stop": ["lmn", "ijk", "hijk"]}, "efg", "hijk"),  # the first in the text
     ("abcd", {"stop": ".!"}, "efghijklmnopqrstuvwxyz ", ".!"),  # its token starts another character

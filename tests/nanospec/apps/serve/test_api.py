@@ -52,7 +52,7 @@ def choices_of(server: Served, path: str, body: dict[str, Any]) -> list[dict[str
         {"seed": -3, "n": 3},
         {"logit_bias": {25: 100}},
         {"presence_penalty": 2, "frequency_penalty": -2, "top_p": 0.3},
-        {"top_k": 2, "min_tokens": 3, "ignore_eos": True},
+        {"top_k": 2, "min_tokens": 3, "ignore_eos": True, "skip_special_tokens": False},
         {"response_format": {"type": "regex", "regex": "x(yz){3}[a-f]{2,9}"}},
         {"response_format": {"type": "choice", "choice": ["abc", "xyz"]}},  # as in vLLM's server
     ],
