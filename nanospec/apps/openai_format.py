@@ -1,6 +1,6 @@
 """OpenAI's request and response formats (platform.openai.com/docs/api-reference), text only.
 
-Used by the server and by batches. A request that needs an unsupported feature (tools, images) is rejected;
+Used by the server and by batches. A request that needs an unsupported feature (images, audio) is rejected;
 only the fields in `IGNORED` are dropped.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..outputs import Completion, Logprob, Piece, SpecStats
 from ..text import shown
 from .tool_calls import Parser, parse
+from .tool_calls.offer import FIELDS, read_calls, read_tools
 
 if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
@@ -25,8 +26,7 @@ IGNORED = frozenset({  # these do not affect the output; only one model is loade
     "prompt_cache_retention", "prediction",
 })  # fmt: skip
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> accepted values, those that do not use the feature
-    "stream": (False,), "stream_options": (), "tools": ([],), "tool_choice": ("none", "auto"),
-    "functions": ([],), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "stream": (False,), "stream_options": (), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,),
     "add_generation_prompt": (True,), "continue_final_message": (False,),
 }  # fmt: skip
@@ -48,8 +48,14 @@ def translate_request(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in UNSUPPORTED:
             quoted = f"={shown(value)}" if isinstance(value, str | int | float) else ""
-            raise ValueError(f"{name}{quoted} is not supported.")
-        request[RENAMED.get(name) or name] = value
+            hint = "; use tools and tool_choice" if name.startswith("function") else ""
+            raise ValueError(f"{name}{quoted} is not supported{hint}.")
+        if name not in FIELDS:
+            request[RENAMED.get(name) or name] = value
+    if (tools := read_tools(body)) is not None:
+        if url != CHAT:
+            raise ValueError(f"tools are only supported by {CHAT}.")
+        request["tools"] = tools
     if url == CHAT:
         request.update(_chat_logprobs(request))
         request["messages"] = normalize_messages(request.get("messages"))
@@ -69,11 +75,15 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or not {"content", "tool_calls"} & message.keys():
         raise ValueError(f'"messages" contains {shown(message)}, but each needs a "role" and a "content".')
-    if message.get("tool_calls"):
-        raise ValueError('"messages" contains "tool_calls", but tools are not supported.')
-    parts = message["content"]
+    calls, parts = message.get("tool_calls"), message.get("content")
+    message = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
+    if calls:
+        message["tool_calls"] = read_calls(calls)
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise ValueError(f'"messages" contains {shown(message)}, but the role tool needs a "tool_call_id".')
     if parts is None or isinstance(parts, str):
         return {**message, "content": parts or ""}
     for part in parts if isinstance(parts, list) else [parts]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,6 +11,8 @@ from ..extras.grammar.response_format import validate
 from ..text import shown
 from .openai_format import normalize_messages
 from .options import did_you_mean
+from .tool_calls import Parser
+from .tool_calls.offer import ToolSet
 
 ONE_OF = 'a request must be a JSON object with either "prompt" or "messages"'
 
@@ -24,6 +26,8 @@ class Task:
     params: SamplingParams
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: ToolSet | None = None  # only in OpenAI's format
+    parser: Callable[[], Parser] | None = None  # set with the model, if there are tools
     raw: bool = False  # continue the text instead of applying the chat template
     names: Mapping[str, Any] = field(default_factory=dict)  # the line's custom_id and id
     url: str = ""  # endpoint of a line in OpenAI's format, also that of its result; "" in nanospec's format
@@ -38,7 +42,8 @@ def parse_task(
     unknown field may suggest one of `known`."""
     if ("prompt" in request) == ("messages" in request):
         raise ValueError(ONE_OF + (f", got {shown(list(request))}." if request else "."))
-    sampling = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
+    others = {name: value for name, value in request.items() if name not in ("prompt", "messages")}
+    sampling = {name: value for name, value in others.items() if not isinstance(value, ToolSet)}
     parameters = {field.name for field in fields(SamplingParams)}
     if unknown := sorted(sampling.keys() - parameters):
         names = {"prompt", "messages", *known, *parameters}
@@ -46,7 +51,7 @@ def parse_task(
         raise ValueError(f"unknown field {shown(unknown[0])}{hint}")
     if "response_format" in sampling:
         sampling["response_format"] = validate(sampling["response_format"])
-    task = Task(0, replace(params, **sampling), request.get("prompt"), raw=raw)
+    task = Task(0, replace(params, **sampling), request.get("prompt"), tools=request.get("tools"), raw=raw)
     if "messages" in request:
         task.messages = with_system(normalize_messages(request["messages"]), system)
     elif isinstance(prompt := task.prompt, str):

@@ -104,6 +104,7 @@ def _task(index: int, line: Any, defaults: Defaults) -> Task:
         task = parse_task(request, defaults.params, defaults.system, defaults.raw, NAMES)
     task.index, task.names = index, names
     content = [defaults.model, index, names, task.raw, task.prompt, task.messages, asdict(task.params)]
+    content += [asdict(task.tools)] if task.tools else []
     task.key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return task
 

@@ -251,7 +251,7 @@ def test_prompts_use_chat_template_unless_raw(
     source, checked = tmp_path / "lines", []
     tokenizer: Any = SimpleNamespace(
         has_chat_template=template,
-        apply_chat_template=lambda messages: f"<{messages[0]['content']}>",
+        apply_chat_template=lambda messages, tools: f"<{messages[0]['content']}>",
         encode_prompt=lambda text, _, add_special_tokens=True: [0] * add_special_tokens + [*map(ord, text)],
     )
     message = '{"messages": [{"role": "user", "content": "b"}]}'
