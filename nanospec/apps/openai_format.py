@@ -1,6 +1,6 @@
 """OpenAI's request and response formats (platform.openai.com/docs/api-reference), text only.
 
-Used by the server and by batches. A request that needs an unsupported feature (tools, images) is rejected.
+Used by the server and by batches. A request that needs an unsupported feature (images, audio) is rejected.
 Clients send fields that have no effect here; those in `IGNORED` are dropped, and those for a chat template
 that does not use them (`text.chat.OPTIONAL`) are dropped and logged.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..outputs import Completion, Logprob, Piece, SpecStats
 from ..text import shown
 from .tool_calls import Parser, parse
+from .tool_calls.offer import FIELDS, read_calls, read_tools
 
 if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
@@ -26,14 +27,14 @@ IGNORED = frozenset({  # these do not affect the output; only one model is loade
     "prompt_cache_retention", "prompt_cache_options", "prediction",
 })  # fmt: skip
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> accepted values, those that do not use the feature
-    "stream": (False,), "stream_options": (), "tools": ([],), "tool_choice": ("none", "auto"),
-    "functions": ([],), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "stream": (False,), "stream_options": (), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,),
     "audio": (), "web_search_options": (), "moderation": (),
 }  # fmt: skip
 INSTEAD = {
     "echo": "; prepend the prompt to the text yourself", "best_of": "; use n",
     "suffix": "; put both parts into the prompt, in the model's format for fill-in-the-middle",
+    "functions": "; use tools", "function_call": "; use tool_choice",
 }  # fmt: skip
 # GPT-2's byte-level alphabet: printable bytes stand for themselves, other bytes are mapped to 256 and above.
 LETTERS = (*range(33, 127), *range(161, 173), *range(174, 256))
@@ -54,7 +55,12 @@ def translate_request(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if name in UNSUPPORTED:
             quoted = f"={shown(value)}" if isinstance(value, str | int | float) else ""
             raise ValueError(f"{name}{quoted} is not supported{INSTEAD.get(name, '')}.")
-        request[RENAMED.get(name) or name] = value
+        if name not in FIELDS:
+            request[RENAMED.get(name) or name] = value
+    if (tools := read_tools(body)) is not None:
+        if url != CHAT:
+            raise ValueError(f"tools are only supported by {CHAT}.")
+        request["tools"] = tools
     if url == CHAT:
         request.update(_chat_logprobs(request))
         request["messages"] = normalize_messages(request.get("messages"))
@@ -74,11 +80,15 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or not {"content", "tool_calls"} & message.keys():
         raise ValueError(f'"messages" contains {shown(message)}, but each needs a "role" and a "content".')
-    if message.get("tool_calls"):
-        raise ValueError('"messages" contains "tool_calls", but tools are not supported.')
-    parts = message["content"]
+    calls, parts = message.get("tool_calls"), message.get("content")
+    message = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
+    if calls:
+        message["tool_calls"] = read_calls(calls)
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise ValueError(f'"messages" contains {shown(message)}, but the role tool needs a "tool_call_id".')
     if parts is None or isinstance(parts, str):
         return {**message, "content": parts or ""}
     for part in parts if isinstance(parts, list) else [parts]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from ..text import shown
 from ..text.chat import OPTIONAL
 from .openai_format import normalize_messages
 from .options import did_you_mean
+from .tool_calls import Parser
+from .tool_calls.offer import ToolSet
 
 ONE_OF = 'a request must be a JSON object with either "prompt" or "messages"'
 FOR_TEMPLATE = ("chat_template_kwargs", *OPTIONAL, "continue_final_message", "add_generation_prompt")
@@ -28,6 +30,8 @@ class Task:
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
+    tools: ToolSet | None = None  # only in OpenAI's format
+    parser: Callable[[], Parser] | None = None  # set with the model, if there are tools
     raw: bool = False  # continue the text instead of applying the chat template
     names: Mapping[str, Any] = field(default_factory=dict)  # the line's custom_id and id
     url: str = ""  # endpoint of a line in OpenAI's format, also that of its result; "" in nanospec's format
@@ -43,6 +47,8 @@ def parse_task(
     if ("prompt" in request) == ("messages" in request):
         raise ValueError(ONE_OF + (f", got {shown(list(request))}." if request else "."))
     others = {"prompt", "messages", *FOR_TEMPLATE}
+    tools = request.get("tools") if isinstance(request.get("tools"), ToolSet) else None
+    others |= {"tools"} if tools else set()  # in nanospec's format, the field is unknown
     sampling = {name: value for name, value in request.items() if name not in others}
     parameters = {field.name for field in fields(SamplingParams)}
     if unknown := sorted(sampling.keys() - parameters):
@@ -51,8 +57,8 @@ def parse_task(
         raise ValueError(f"unknown field {shown(unknown[0])}{hint}")
     if "response_format" in sampling:
         sampling["response_format"] = validate(sampling["response_format"])
-    task = Task(0, replace(params, **sampling), request.get("prompt"), raw=raw)
-    task.template_options = template_options(request)
+    task = Task(0, replace(params, **sampling), request.get("prompt"), tools=tools, raw=raw)
+    task.template_options = template_options(request) | ({"tools": tools.tools} if tools else {})
     if "messages" in request:
         task.messages = with_system(normalize_messages(request["messages"]), system)
     elif isinstance(prompt := task.prompt, str):

@@ -36,6 +36,8 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in ends if i is not None))
         self._templates = read_templates(folder, config)
         self.has_chat_template = bool(self._templates)
+        # The template for conversations with tools; see `chat.render`.
+        self.tool_template = self._templates.get("tool_use") or self._templates.get("default", "")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Special tokens in the text, such as `<|im_end|>`, are recognized.

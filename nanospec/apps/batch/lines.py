@@ -105,6 +105,7 @@ def _task(index: int, line: Any, defaults: Defaults) -> Task:
     task.index, task.names = index, names
     content = [defaults.model, index, names, task.raw, task.prompt, task.messages, asdict(task.params)]
     content += [task.template_options] if task.template_options else []
+    content += [asdict(task.tools)] if task.tools else []
     task.key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
     return task
 

@@ -28,6 +28,7 @@ from ...config import EngineConfig, SamplingParams
 from ..openai_format import choice, response_header, usage
 from ..options import fields_set, in_flags
 from ..tasks import Task
+from ..tool_calls.formats import prepare
 from .lines import Defaults, LineError, line_name, read_tasks
 
 if TYPE_CHECKING:
@@ -114,10 +115,10 @@ def result_line(task: Task, output: RequestOutput, model: str, tokenizer: Tokeni
 
 
 def _to_openai(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    error = next((done.error for done in output.outputs if done.error), None)
+    error, number = next((done.error for done in output.outputs if done.error), None), task.params.logprobs
     body = {
         **response_header(task.url, output.request_id, model),
-        "choices": [choice(task.url, done, task.params.logprobs, tokenizer) for done in output.outputs],
+        "choices": [choice(task.url, done, number, tokenizer, task.parser) for done in output.outputs],
         "usage": usage(len(output.prompt_token_ids), output.outputs, len(output.outputs)),
     }
     response = {"status_code": 200, "request_id": output.request_id, "body": body}
@@ -223,12 +224,14 @@ def prepare_lines(batch: Batch, tokenizer: Tokenizer, check: Check, window: int,
     """Return the requests without results, with the seeds that an engine with this `seed` would assign.
     Raises LineError if `check` rejects one, or if a prompt is too long for `window` tokens."""
     print_prompt_mode(tokenizer, batch.todo)
-    lines, params = list[Line](), seeded_params(batch.tasks, seed)
+    prompts = []
     for task in batch.todo:
         messages, prompt = task.messages, task.prompt
         if isinstance(prompt, str) and not task.raw and tokenizer.has_chat_template:
             messages = [{"role": "user", "content": prompt}]
         try:
+            if task.tools is not None:
+                task.params, task.parser = prepare(task.tools, tokenizer, task.params)
             if messages is not None:
                 text = tokenizer.apply_chat_template(messages, **task.template_options)
                 ids = tokenizer.encode_prompt(text, window, add_special_tokens=False)
@@ -237,8 +240,9 @@ def prepare_lines(batch: Batch, tokenizer: Tokenizer, check: Check, window: int,
             check(ids, task.params)
         except ValueError as error:
             raise line_error(batch.source, task.index, str(error)) from None
-        lines.append((task, ids, params[task.index]))
-    return lines
+        prompts.append(ids)
+    params = seeded_params(batch.tasks, seed)
+    return [(task, ids, params[task.index]) for task, ids in zip(batch.todo, prompts)]
 
 
 def line_error(source: str, index: int, reason: str) -> LineError:

@@ -24,6 +24,7 @@ class OpenAIFormat(Format):
         self._num_tokens: Counter[int] = Counter()  # so far, by output
         self._num_chars: Counter[int] = Counter()
         self._num_calls: Counter[int] = Counter()
+        self._begun: set[int] = set()  # outputs of which a part was sent
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         request = self.request
@@ -39,7 +40,7 @@ class OpenAIFormat(Format):
     def update(self, delta: Delta) -> Iterator[bytes]:
         i, done = delta.choice, delta.done
         # The role is sent with the first text, not before: some clients take it for the first token.
-        role = {} if i in self._num_tokens else {"role": "assistant"}
+        role = {} if i in self._begun else {"role": "assistant"}
         # The last piece may be the remaining bytes of a character instead of a token.
         self._num_tokens[i] = len(done.token_ids) if done else self._num_tokens[i] + len(delta.pieces)
         speculation = {"index": i, "pieces": delta.pieces, **delta.speculation}
@@ -49,6 +50,7 @@ class OpenAIFormat(Format):
         for part in parts:
             yield self._event([self._choice(i, {**role, **self._delta(i, part)}, entries)], **drafts)
             drafts, role, entries = {}, {}, None
+            self._begun.add(i)
         if done is not None:
             yield self._event([self._choice(i, role, done=done)], **drafts)
 

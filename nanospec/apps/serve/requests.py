@@ -15,6 +15,8 @@ from ..json_input import strict_json
 from ..openai_format import CHAT, IGNORED, RENAMED, translate_request
 from ..tasks import parse_task, template_variables
 from ..tool_calls import Parser
+from ..tool_calls.formats import prepare
+from ..tool_calls.offer import FIELDS
 from .gate import HTTPError
 
 MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, characters of each
@@ -22,7 +24,7 @@ MAX_LOGIT_BIAS = 1024  # tokens
 MAX_MESSAGES = 4096
 STREAM_OPTIONS = ("include_usage", "include_drafts", "include_obfuscation", "continuous_usage_stats")
 SERVER_FIELDS = ("stream", "stream_options", "cache_salt")
-KNOWN = (*SERVER_FIELDS, *RENAMED, *IGNORED, "top_logprobs")  # besides the fields of `SamplingParams`
+KNOWN = (*SERVER_FIELDS, *RENAMED, *IGNORED, *FIELDS, "top_logprobs")  # besides those of `SamplingParams`
 
 
 @dataclass
@@ -70,7 +72,9 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
             raise ValueError(f"stop is limited to {MAX_STOP} strings of {MAX_STOP_LENGTH} characters.")
         if (count := len(params.logit_bias)) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
-        request = APIRequest(url, [], params, *_read_server_fields(server_fields), body=body)
+        tools = tasks[0].tools
+        params, parser = prepare(tools, llm.tokenizer, params) if tools else (params, None)
+        request = APIRequest(url, [], params, *_read_server_fields(server_fields), parser, body)
         window = llm.engine.max_model_len
         for task in tasks:
             if task.messages is not None:
@@ -107,6 +111,8 @@ def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: dict[str, Any
 def bad_request(error: Exception, body: Mapping[str, Any]) -> HTTPError:
     """Return the error response for a body. Its `param` is the first field of the body that `error` names."""
     message = str(error)
+    if "response_format" not in body and "tools" in body:  # the error of a grammar for calls
+        message = message.replace("response_format", "tools")
     named = re.match(r"unknown field '([^']*)'", message)
     words = [named[1]] if named else re.findall(r"[A-Za-z_]+", message)
     param = next((word for word in words if word in body), "")

@@ -25,15 +25,13 @@ from ...config import SamplingParams
 from ...kernels import GENERATED
 from ...text import reason
 from ...text.tokenizer import Tokenizer
-from .response_format import check_conflicts, validate
+from .response_format import JSON_STYLE, check_conflicts, validate
 
 FORCED = 64  # `match_len` of forced tokens: longer than any match, because they are always accepted
 LIMITS: Any = {"verbose_errors": False}  # llguidance's default limits otherwise
 CACHED = 32  # compiled grammars in the cache
-# Fixed separators: models may generate whitespace endlessly, and fixed separators can be drafted.
-JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 POINTER = re.compile(r"\s*(\^+|\d+ \|.*|<non-verbose/>)\s*")
-MISSING = "response_format requires llguidance; install it with: pip install 'nanospec[grammar]'."
+MISSING = "llguidance is required for response_format; install it with: pip install 'nanospec[grammar]'."
 
 
 class Draft(NamedTuple):

@@ -24,6 +24,8 @@ from ...text import shown
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar", "choice")
 BARE = ("text", "json_object")  # the types that take no other field
 FIELDS = ("name", "description", "strict", "schema")  # the fields of "json_schema"
+# Fixed separators: models may generate whitespace endlessly, and fixed separators can be drafted.
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_BYTES, MAX_DEPTH = 64 << 10, 64
 TOO_LARGE = f"response_format must be at most {MAX_DEPTH} levels deep and {MAX_BYTES:,} bytes long as JSON."
 MAX_PATTERNS = 12  # patterns that a schema may combine; each doubles the memory to compile: 8 GB for 30

@@ -72,7 +72,8 @@ def test_template_options_are_parsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (chat(tools=[{"type": "function"}]), 'in "body": tools is not supported'),
+        (chat(tools=[{"type": "function"}]), 'in "body": tools contains'),
+        (completions(tools=[{"type": "function", "function": {"name": "f"}}]), "only supported by /v1/chat"),
         (chat(max_tokens=3, max_completion_tokens=4), "have the same meaning"),
         ({"prompt": "x", "custom_id": "a"}, 'custom_id "a" is also used by line 1'),
         (chat(top_logprobs=3), '"top_logprobs" requires it to be true'),
@@ -82,7 +83,7 @@ def test_template_options_are_parsed(tmp_path: Path) -> None:
         ({**chat(), "method": "GET"}, '"method" "POST"'),
         ({**chat(), "temperature": 1}, "unknown field 'temperature'; request parameters belong in \"body\""),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_unsupported_fields_are_rejected(tmp_path: Path, line: dict[str, Any], sentence: str) -> None:
     with pytest.raises(LineError, match=f"line 2: .*{re.escape(sentence)}"):

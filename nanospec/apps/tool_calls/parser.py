@@ -1,0 +1,167 @@
+"""The parser of tool calls, for formats that write the arguments of a call as a JSON object.
+
+Arguments are returned while they are generated, once the text before them shows that this is a call. Those of
+an output that is cut off, or of a model that writes invalid JSON, may therefore not parse.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+from uuid import uuid4
+
+from . import CallArguments, CallStart, Part, Text
+from .offer import read_object
+
+SPACE = " \t\r\n"
+SEPARATORS = SPACE + "}],;"  # after the arguments of a call
+# The usual start of a call, up to the arguments. Objects with other keys are read once they are complete.
+HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r"|([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)"  # newer Mistral models
+)
+NAME_PART = re.compile(r"[\w.\-\[\]]*")  # may become a match of the second alternative
+
+
+class CallFormat(NamedTuple):
+    """A format of tool calls."""
+
+    name: str  # for error messages
+    template: tuple[str, ...]  # regular expressions found in the chat templates of models that use the format
+    begin: str  # marker before calls
+    call: tuple[str, str, str]  # text before the name, before the arguments, and after them
+    opening: str  # text before all calls; if empty, an output that starts with "{" is a call
+    separator: str  # text between calls
+    closing: str  # text after all calls
+    id_format: str = "call_{:.24}"
+
+
+class ObjectEnd:
+    """Finds the end of a JSON object in text that arrives in parts."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    def push(self, text: str) -> int:
+        """Return the index in `text` after the last character of the object, or 0 if the object continues."""
+        for i, character in enumerate(text, 1):
+            if self._in_string:
+                self._in_string = character != '"' or self._is_escaped
+                self._is_escaped = character == "\\" and not self._is_escaped
+            elif character == '"':
+                self._in_string = True
+            else:
+                self._depth += (character in "{[") - (character in "}]")
+                if self._depth == 0:
+                    return i
+        return 0
+
+
+class CallParser:
+    """Splits an output into text and at most `limit` calls; further calls are dropped. Implements `Parser`.
+
+    Whitespace next to a call is dropped, since chat templates add their own. A state is a method that returns
+    the parts at the start of the pending text, or None if it needs more text.
+    """
+
+    def __init__(self, format: CallFormat, limit: float) -> None:
+        self._format, self._limit, self._count = format, limit, 0
+        self._text = ""  # pending
+        self._begin = ""  # text before the current call, returned if it is not a call
+        self._end = format.closing.strip()
+        self._state = self._in_text if format.opening else self._at_start
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        parts: list[Part] = []
+        while (found := self._state()) is not None:
+            parts += found
+        return [part for part in parts if isinstance(part, Text) or part.number < self._limit]
+
+    def flush(self) -> list[Part]:
+        text = self._begin + self._text
+        is_end = self._state == self._after_arguments and self._end.startswith(text.strip(SEPARATORS))
+        return [] if not text or is_end or (self._count and not text.strip()) else [Text(text)]
+
+    def _at_start(self) -> list[Part] | None:
+        if not self._text.strip():
+            return None
+        is_call = self._text.lstrip().startswith("{")
+        return self._enter_head("") if is_call else self._enter(self._in_text)
+
+    def _enter(self, state: Callable[[], list[Part] | None], *parts: Part) -> list[Part]:
+        self._state = state
+        return list(parts)
+
+    def _enter_head(self, begin: str) -> list[Part]:
+        self._begin, self._object, self._num_scanned = begin, ObjectEnd(), 0
+        return self._enter(self._in_head)
+
+    def _in_text(self) -> list[Part] | None:
+        text, marker = self._text, self._format.begin
+        at = text.find(marker)
+        lengths = range(min(len(marker) - 1, len(text)), 0, -1)
+        held = next((n for n in lengths if text.endswith(marker[:n])), 0)  # may be the start of the marker
+        before = text[: at if at >= 0 else len(text) - held].rstrip()
+        parts: list[Part] = [Text(before)] if before else []
+        if at < 0:
+            self._text = text[len(before) :]
+            return parts or None
+        self._text = text[at + len(marker) :]
+        self._enter_head(text[len(before) : at + len(marker)])
+        return parts
+
+    def _in_head(self) -> list[Part] | None:
+        body = self._text.lstrip(SPACE + "[")
+        if match := HEAD.match(body):
+            self._begin, self._text, self._object = "", body[match.end() :], ObjectEnd()
+            self._count += 1
+            id = self._format.id_format.format(uuid4().hex)
+            start = CallStart(self._count - 1, id, match[match.lastindex or 0])
+            return self._enter(self._in_arguments, start)
+        end = 0
+        if body.startswith("{"):
+            if not (end := self._object.push(body[self._num_scanned :])):
+                self._num_scanned = len(body)
+                return None
+            end += self._num_scanned
+            if call := _usual_order(body[:end]):
+                self._text = call + body[end:]
+                return []
+            end += len(self._text) - len(body)
+        elif NAME_PART.fullmatch(body):
+            return None
+        text, self._begin, self._text = self._begin + self._text[:end], "", self._text[end:]
+        return self._enter(self._in_text, Text(text))
+
+    def _in_arguments(self) -> list[Part] | None:
+        end = self._object.push(self._text)
+        text, self._text = self._text[: end or None], self._text[end:] if end else ""
+        if end:
+            self._state = self._after_arguments
+        return [CallArguments(self._count - 1, text)] if text else None
+
+    def _after_arguments(self) -> list[Part] | None:
+        rest = self._text.lstrip(SEPARATORS)
+        if self._end and rest.startswith(self._end):
+            self._text = rest[len(self._end) :]
+            return self._enter(self._in_text)
+        if rest.startswith('"') and "}" in rest:  # more keys, such as an id
+            self._text = rest[rest.index("}") :]
+            return []
+        if rest.startswith('"') or self._end.startswith(rest) or self._format.begin.startswith(rest):
+            return None
+        self._text = rest
+        return self._enter_head("") if rest.startswith("{") else self._enter(self._in_text)
+
+
+def _usual_order(text: str) -> str:
+    """Return a call with its keys in the order of `HEAD`, or "" if `text` is not a call."""
+    call = read_object(text) or {}
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):  # encoded twice
+        arguments = read_object(arguments)
+    text = json.dumps({"name": call.get("name"), "arguments": arguments}, ensure_ascii=False)
+    return text if HEAD.match(text) else ""
