@@ -105,7 +105,7 @@ class Front:
             if more is None:
                 raise failure from None
             if more:
-                last = event(failure.body())  # only streams are sent in parts
+                last = event(failure.body(scope["path"]))  # only streams are sent in parts
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._answers.discard(answer)

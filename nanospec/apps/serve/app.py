@@ -160,11 +160,11 @@ class App:
 async def _on_error(request: Request, error: Any) -> Response:
     """Return the response to an HTTPError, to Starlette's error for a path or method, or to another error."""
     if isinstance(error, HTTPError):
-        return error.response()
+        return error.response(request.scope)
     if not isinstance(error, HTTPException):
-        return HTTPError(500, "Internal server error; see the server's log.").response()
+        return HTTPError(500, "Internal server error; see the server's log.").response(request.scope)
     paths = ", ".join(sorted(route.path for route in request.app.routes if "{" not in route.path))
     message = f"Unknown path {shown(request.url.path)}. Available: {paths}."
     if error.status_code == 405:
         message = f"Method not allowed; use {(error.headers or {}).get('Allow', 'another')}."
-    return HTTPError(error.status_code, message, headers=error.headers).response()
+    return HTTPError(error.status_code, message, headers=error.headers).response(request.scope)

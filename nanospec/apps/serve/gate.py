@@ -35,6 +35,7 @@ ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error",
 }  # fmt: skip
+ANTHROPIC_ERROR_TYPES = {**ERROR_TYPES, 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
 class HTTPError(HTTPException):
@@ -47,13 +48,24 @@ class HTTPError(HTTPException):
         self.param = param[:100].encode(errors="replace").decode() or None
         self.code = code or None
 
-    def body(self) -> dict[str, Any]:
-        """Return the error in OpenAI's format."""
+    def body(self, path: str) -> dict[str, Any]:
+        """Return the error in the format of the API at `path`, by default OpenAI's."""
+        for start, to_body in ERROR_FORMATS.items():
+            if path.startswith(start):
+                return to_body(self)
         kind = ERROR_TYPES.get(self.status_code, "invalid_request_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status_code, self.headers)
+    def response(self, scope: Scope) -> JSONResponse:
+        return JSONResponse(self.body(scope["path"]), self.status_code, self.headers)
+
+
+def _anthropic_body(error: HTTPError) -> dict[str, Any]:
+    kind = ANTHROPIC_ERROR_TYPES.get(error.status_code, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.detail}}
+
+
+ERROR_FORMATS = {"/v1/messages": _anthropic_body}  # by the start of the path
 
 
 class Bodies:
@@ -122,7 +134,7 @@ class Gate:
             self._check(scope, headers)
             await self.app(scope, receive, with_id)
         except HTTPError as error:
-            await error.response()(scope, receive, with_id)
+            await error.response(scope)(scope, receive, with_id)
         finally:
             self._responses[path if path in self._paths else "other", status] += 1
             ms = round((time.perf_counter() - start) * 1e3, 1)
@@ -141,7 +153,7 @@ class Gate:
         if not self._digests or path in PUBLIC or path.startswith("/page/"):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key if scheme.lower() == "bearer" else "")
+        digest = _digest(key if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, in constant time
         if not any(matches):
             raise HTTPError(401, BAD_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
