@@ -54,14 +54,21 @@ def read_json(data: bytes) -> dict[str, Any]:
     return body
 
 
-def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
-    """Parse and validate a completion or a chat completion. Too slow for the event loop. Raises HTTPError."""
+def read_request(
+    llm: LLM,
+    url: str,
+    received: Mapping[str, Any],
+    translate: Callable[[Mapping[str, Any]], Any] | None = None,
+) -> APIRequest:
+    """Parse and validate a completion, a chat completion, or the request of another API, which `translate`
+    converts to a chat completion. Too slow for the event loop. Raises HTTPError."""
     try:
+        api, body = (url, received) if translate is None else (CHAT, translate(received))
         server_fields = {name: body[name] for name in SERVER_FIELDS if body.get(name) is not None}
-        fields = translate_request(url, {name: body[name] for name in body if name not in SERVER_FIELDS})
-        if url != CHAT and "chat_template_kwargs" in server_fields:
+        fields = translate_request(api, {name: body[name] for name in body if name not in SERVER_FIELDS})
+        if api != CHAT and "chat_template_kwargs" in server_fields:
             raise ValueError(f"chat_template_kwargs is only supported by {CHAT}.")
-        defaults = SamplingParams(max_tokens=None) if url == CHAT else SamplingParams()
+        defaults = SamplingParams(max_tokens=None) if api == CHAT else SamplingParams()
         prompt: Any = fields.get("prompt")  # one prompt, or a list of strings or of lists of token ids
         is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         requests = [{**fields, "prompt": each} for each in prompt] if is_list else [fields]
@@ -71,7 +78,7 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
             raise ValueError(f"stop is limited to {MAX_STOP} strings of {MAX_STOP_LENGTH} characters.")
         if (count := len(params.logit_bias)) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
-        request = APIRequest(url, [], params, *_read_server_fields(server_fields), body=body)
+        request = APIRequest(url, [], params, *_read_server_fields(server_fields), body=received)
         for task in tasks:
             if task.messages is not None:
                 ids = chat_prompt(llm, task.messages, server_fields.get("chat_template_kwargs", {}))
@@ -81,7 +88,7 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
             llm.engine.check(ids, params)
             request.prompts.append(ids)
     except (ValueError, TypeError, RecursionError) as error:
-        raise bad_request(error, body) from None
+        raise bad_request(error, received) from None
     return request
 
 
