@@ -63,10 +63,11 @@ def text_of(content: Any, kinds: Collection[str], separator: str = "") -> str:
     """Return the text of a string or of a list of parts whose types are in `kinds`. Raises ValueError."""
     if isinstance(content, str):
         return content
-    for part in content if isinstance(content, list) else [content]:
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
         if not isinstance(part, dict) or part.get("type") not in kinds:
-            raise ValueError(f"{shown(part)} is not supported; content must be text.")
-    return separator.join(required(part, "text") for part in content)
+            raise ValueError(f"content must be text, got {shown(part)}.")
+    return separator.join(required(part, "text") for part in parts)
 
 
 def tool_fields(

@@ -24,7 +24,7 @@ GREEDY: Any = {"model": MODEL, "extra_body": {"temperature": 0}}  # Anthropic's 
 
 PARTS: dict[str, Part] = {
     "j": CallStart(0, "call_0", "add"), "k": CallArguments(0, '{"a": "é'),
-    "l": CallArguments(0, '"}'), "m": CallStart(1, "call_1", "sub"), "n": CallArguments(1, "{}"),
+    "l": CallArguments(0, '"}'), "m": CallStart(1, "call_1", "sub"), "n": CallArguments(1, '{"b": 1}'),
 }  # fmt: skip
 
 
@@ -129,6 +129,13 @@ def test_responses(served: Served, clients: Any) -> None:
     assert raw.json()["metadata"] == {"x": "?"}
 
 
+@pytest.mark.skip(reason="needs continue_final_message in chat completions")
+def test_message_continues_prefill(clients: Any) -> None:
+    prefill = {"role": "assistant", "content": PROMPT[-2:]}
+    message = message_of(clients[0], messages=[{"role": "user", "content": PROMPT[:-2]}, prefill])
+    assert message["content"][0]["text"] == ALPHABET[4:]
+
+
 def test_calls(clients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A response may end within a call."""
     read: Any = app.read_request
@@ -137,12 +144,12 @@ def test_calls(clients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert message["stop_reason"] == "tool_use"
     assert [block["type"] for block in message["content"]] == ["text", "tool_use", "tool_use", "text"]
     calls = [(each["id"], each["name"], each["input"]) for each in message["content"][1:3]]
-    assert calls == [("call_0", "add", {"a": "é"}), ("call_1", "sub", {})]
+    assert calls == [("call_0", "add", {"a": "é"}), ("call_1", "sub", {"b": 1})]
     output = response_of(clients[1], input=PROMPT).output
     assert [item.type for item in output] == ["message", "function_call", "function_call", "message"]
     assert output[0].content[0].text + output[3].content[0].text == ALPHABET[4:9] + ALPHABET[14:]
     calls = [(each.call_id, each.name, each.arguments) for each in output[1:3]]
-    assert calls == [("call_0", "add", '{"a": "é"}'), ("call_1", "sub", "{}")]
+    assert calls == [("call_0", "add", '{"a": "é"}'), ("call_1", "sub", '{"b": 1}')]
     cut = response_of(clients[1], input=PROMPT, max_output_tokens=7).output[-1]
     assert (cut.type, cut.status, cut.arguments) == ("function_call", "incomplete", '{"a": "é')
 
@@ -219,7 +226,11 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"messages": [1]}, '1 must have the field "role", a string.'),
     (MESSAGES, {"messages": [{"role": "user"}]}, 'must have the field "content", a list.'),
     (MESSAGES, {"messages": [{"role": "tool", "content": "a"}]}, "the role 'tool'; use"),
-    (MESSAGES, {"messages": [{"role": "user", "content": [IMAGE]}]}, "content must be text."),
+    (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        "content must be text, got {'type': 'image'",
+    ),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, '"tool_use_id"'),
     (MESSAGES, {"messages": [{"role": "user", "content": "a" * 200}]}, "The prompt has 200 tokens"),
     (MESSAGES, {"stop_sequences": 1}, "stop=1 must be"),
@@ -227,7 +238,11 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"tool_choice": {"type": []}}, "must be one of auto, any, none, tool."),
     (COUNT_TOKENS, {"max_tokens": None, "x": 1}, "unknown field 'x'"),
     (RESPONSES, {"input": {}}, '"input" must be a non-empty list'),
-    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "must be text."),
+    (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "must be text, got {'type': 'input_i",
+    ),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "contains 'item_reference', but"),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": "c"}]}, '"name", a string'),
     (RESPONSES, {"input": "a", "previous_response_id": "x"}, "previous_response_id is not supported; send"),
