@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...outputs import Completion
@@ -30,6 +30,8 @@ STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cac
 
 class Format:
     """The format of the answer to one request: a whole response, or the events of a stream."""
+
+    quiet = QUIET  # the event of a quiet period
 
     def __init__(self, request: APIRequest, request_id: str, model: str, tokenizer: Tokenizer) -> None:
         self.request, self.request_id, self.model, self.tokenizer = request, request_id, model, tokenizer
@@ -61,7 +63,7 @@ class Format:
 
     def failed(self, error: HTTPError) -> bytes:
         """Return the event that ends the stream if the request fails."""
-        return event(error.body())
+        return event(error.body(self.request.url))
 
 
 @dataclass(eq=False)
@@ -112,7 +114,7 @@ class Answer:
 
     def _response(self) -> Response:
         self.done.sort(key=lambda done: done.index)
-        return JSONResponse(self.format.whole(self.done))
+        return Response(encode(self.format.whole(self.done)), media_type="application/json")
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(events: Iterable[bytes], more: bool = True) -> None:
@@ -123,7 +125,7 @@ class Answer:
         try:
             await write(self.format.begin())
             async for delta in self.job:
-                await write([QUIET] if delta is None else self.format.update(delta))
+                await write([self.format.quiet] if delta is None else self.format.update(delta))
                 if delta is not None and delta.done is not None:
                     self._end(delta.done)
             last = self.format.end(self.done)
@@ -141,10 +143,15 @@ class Answer:
         return HTTPError(failure.status, str(failure))
 
 
-def event(data: Any, name: str = "") -> bytes:
-    """Encode `data` as a server-sent event, with a `name` in APIs that have them."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {name}\n".encode() * bool(name) + b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+def event(data: dict[str, Any]) -> bytes:
+    """Encode `data` as a server-sent event. In APIs whose events have a type, it is also the event's name."""
+    name = f"event: {data['type']}\n".encode() if "type" in data else b""
+    return name + b"data: " + encode(data) + b"\n\n"
+
+
+def encode(data: Any) -> bytes:
+    """Encode `data` as JSON. Unpaired surrogates, which clients and models may produce, become "?"."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -25,15 +25,21 @@ from ...llm import LLM
 from ...text import shown
 from ..openai_format import CHAT, COMPLETIONS, normalize_messages
 from ..tasks import FOR_TEMPLATE, template_options
+from . import anthropic_messages, openai_responses
 from .answers import Answer, Format
+from .anthropic_messages import COUNT_TOKENS, MESSAGES, AnthropicFormat
 from .completions import OpenAIFormat
 from .gate import Bodies, HTTPError, guarded
 from .loop import EngineLoop
 from .metrics import ServerMetrics
+from .openai_responses import RESPONSES, ResponsesFormat
 from .requests import bad_request, chat_prompt, read_json, read_request
 from .settings import ServeConfig
 
-FORMATS: dict[str, type[Format]] = {CHAT: OpenAIFormat, COMPLETIONS: OpenAIFormat}
+FORMATS: dict[str, type[Format]] = {
+    CHAT: OpenAIFormat, COMPLETIONS: OpenAIFormat, MESSAGES: AnthropicFormat, RESPONSES: ResponsesFormat,
+}  # fmt: skip
+TRANSLATIONS = {MESSAGES: anthropic_messages.translate, RESPONSES: openai_responses.translate}  # to `CHAT`
 OTHER_APIS = "(?:/v1)*/(embeddings|images|videos|moderations|files|batches|assistants|threads)"  # OpenAI's
 READERS = 2  # threads that parse requests, since chat templates and tokenizers are slow
 PAGE = Path(__file__).parent / "page"
@@ -61,6 +67,7 @@ class App:
         """Return the ASGI app, wrapped in the gate."""
         posts: dict[str, Any] = dict.fromkeys(FORMATS, self.answer)
         fields = {"prompt", "messages", *FOR_TEMPLATE}
+        posts[COUNT_TOKENS] = partial(self._read, self.count_tokens, anthropic_messages.FIELDS)
         posts["/tokenize"] = partial(self._read, self.tokenize, fields)
         posts["/detokenize"] = partial(self._read, self.detokenize, {"tokens"})
         gets = {"/": self.page, "/page/{name}": self.page, "/health": self.health}
@@ -77,7 +84,9 @@ class App:
         """Answer a request for outputs, in one of `FORMATS`."""
         try:
             self.engine.check_capacity()
-            parsed = await self._read(partial(read_request, self.llm, request.url.path), set(), request)
+            path = request.url.path
+            parse = partial(read_request, self.llm, path, translate=TRANSLATIONS.get(path))
+            parsed = await self._read(parse, set(), request)
             salt = request.state.salt + parsed.salt
             salt = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
             job = self.engine.submit(parsed.prompts, parsed.params, parsed.streams, salt)
@@ -115,6 +124,11 @@ class App:
         if name != self.model:
             message = f"The model {shown(name)} does not exist. Available: {self.model!r}."
             raise HTTPError(404, message, "model", "model_not_found")
+
+    def count_tokens(self, body: dict[str, Any]) -> Response:
+        body = {**body, "max_tokens": 1}
+        request = read_request(self.llm, MESSAGES, body, anthropic_messages.translate)
+        return JSONResponse({"input_tokens": request.num_prompt_tokens})
 
     def tokenize(self, body: dict[str, Any]) -> Response:
         prompt, messages = body.get("prompt"), body.get("messages")

@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -38,8 +38,7 @@ ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error",
 }  # fmt: skip
-# Formats of errors by the start of the path, for APIs other than OpenAI's.
-ERROR_FORMATS: dict[str, Callable[[HTTPError], dict[str, Any]]] = {}
+ANTHROPIC_ERROR_TYPES = {**ERROR_TYPES, 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
 class HTTPError(HTTPException):
@@ -53,22 +52,28 @@ class HTTPError(HTTPException):
         self.code = code or None
         self.kind = ERROR_TYPES.get(status, "invalid_request_error")
 
-    def body(self, path: str = "") -> dict[str, Any]:
-        """Return the error in the format of the API at `path`."""
+    def body(self, path: str) -> dict[str, Any]:
+        """Return the error in the format of the API at `path`, by default OpenAI's."""
         for start, to_body in ERROR_FORMATS.items():
             if path.startswith(start):
                 return to_body(self)
         return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self, scope: Scope | None = None) -> JSONResponse:
+    def response(self, scope: Scope) -> JSONResponse:
         """Return the response to the request of `scope`, and add the error, without text, to its log line."""
-        path = "" if scope is None else scope["path"]
-        if scope is not None:
-            log_fields = scope["state"]["log_fields"]
-            log_fields["code"] = self.code or self.kind
-            if re.fullmatch("[a-z_]{1,40}", self.param or ""):  # the client may have sent any text as a field
-                log_fields["param"] = self.param
-        return JSONResponse(self.body(path), self.status_code, self.headers)
+        log_fields = scope["state"]["log_fields"]
+        log_fields["code"] = self.code or self.kind
+        if re.fullmatch("[a-z_]{1,40}", self.param or ""):  # the client may have sent any text as a field
+            log_fields["param"] = self.param
+        return JSONResponse(self.body(scope["path"]), self.status_code, self.headers)
+
+
+def _anthropic_body(error: HTTPError) -> dict[str, Any]:
+    kind = ANTHROPIC_ERROR_TYPES.get(error.status_code, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.detail}}
+
+
+ERROR_FORMATS = {"/v1/messages": _anthropic_body}  # by the start of the path
 
 
 class Bodies:

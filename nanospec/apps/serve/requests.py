@@ -57,12 +57,19 @@ def read_json(data: bytes) -> dict[str, Any]:
     return body
 
 
-def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
-    """Parse and validate a completion or a chat completion. Too slow for the event loop. Raises HTTPError."""
+def read_request(
+    llm: LLM,
+    url: str,
+    received: Mapping[str, Any],
+    translate: Callable[[Mapping[str, Any]], Any] | None = None,
+) -> APIRequest:
+    """Parse and validate a completion, a chat completion, or the request of another API, which `translate`
+    converts to a chat completion. Too slow for the event loop. Raises HTTPError."""
     try:
+        api, body = (url, received) if translate is None else (CHAT, translate(received))
         server_fields = {name: body[name] for name in SERVER_FIELDS if body.get(name) is not None}
-        fields = translate_request(url, {name: body[name] for name in body if name not in SERVER_FIELDS})
-        defaults = replace(llm.default_params, max_tokens=None) if url == CHAT else llm.default_params
+        fields = translate_request(api, {name: body[name] for name in body if name not in SERVER_FIELDS})
+        defaults = replace(llm.default_params, max_tokens=None) if api == CHAT else llm.default_params
         prompt: Any = fields.get("prompt")  # one prompt, or a list of strings or of lists of token ids
         is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         requests = [{**fields, "prompt": each} for each in prompt] if is_list else [fields]
@@ -74,7 +81,7 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
             raise ValueError(f"logit_bias has {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
         tools = tasks[0].tools
         params, parser = prepare(tools, llm.tokenizer, params) if tools else (params, None)
-        request = APIRequest(url, [], params, *_read_server_fields(server_fields), parser, body)
+        request = APIRequest(url, [], params, *_read_server_fields(server_fields), parser, received)
         window = llm.engine.max_model_len
         for task in tasks:
             if task.messages is not None:
@@ -86,10 +93,10 @@ def read_request(llm: LLM, url: str, body: Mapping[str, Any]) -> APIRequest:
             request.prompts.append(ids)
         if (limit := window - max(map(len, request.prompts))) < (params.max_tokens or 0):
             request.log_fields["max_tokens_reduced_to"] = limit
-        if unused := _fields_without_effect(llm, url, body):
+        if unused := _fields_without_effect(llm, api, body):
             request.log_fields["ignored"] = unused
     except (ValueError, TypeError, RecursionError) as error:
-        raise bad_request(error, body) from None
+        raise bad_request(error, received) from None
     return request
 
 
