@@ -61,10 +61,12 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Make the free ones of these blocks, given in order, the last to be evicted."""
-        for block in reversed([block for block in blocks if not self._references[block]]):
+        self._time += 1
+        free = [block for block in blocks if not self._references[block]]
+        for block in reversed(free):
             del self.free[block in self._reused][block]
-            self._reused.add(block)
-            self._add_free(block)
+            self.free[1][block] = self._time
+        self._reused.update(free)
 
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` blocks with one reference each, or None, without changes, if too few are free."""
@@ -93,6 +95,7 @@ class BlockPool:
         continued a conversation, so that its other blocks count as reused, too."""
         if 2 * len(self._reused.intersection(blocks)) > len(blocks):
             self._reused.update(blocks)
+        self._time += 1
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -107,7 +110,6 @@ class BlockPool:
 
     def _add_free(self, block: int) -> None:
         """Add a block to the end of its list of free blocks, or to the start if it has no hash."""
-        self._time += 1
         if block in self._hash_of:
             self.free[block in self._reused][block] = self._time
         else:
@@ -118,8 +120,9 @@ class BlockPool:
     def _evict(self) -> int:
         """Remove the next block from the free blocks and unregister its hash."""
         once, reused = self.free
-        oldest = [next(iter(blocks.values()), self._time + 1) for blocks in self.free]
-        from_once = 4 * len(once) > self.num_free or oldest[0] < oldest[1]
+        from_once = 3 * len(once) > len(reused)
+        if once and not from_once:
+            from_once = next(iter(once.values())) < next(iter(reused.values()))
         block, _ = (once if from_once else reused).popitem(last=False)
         self._reused.discard(block)
         self.forget([block])
