@@ -158,7 +158,7 @@ def assert_idle(engine: Engine) -> None:
     """Check that no request is left and no row or block is held."""
     pool, scheduler = engine.scheduler.pool, engine.scheduler
     assert not [*scheduler.waiting, *scheduler.running]
-    assert len(pool.free) == pool.num_blocks
+    assert pool.num_free == pool.num_blocks
     assert sorted(scheduler._free_rows) == list(range(engine.config.max_num_seqs))
 
 

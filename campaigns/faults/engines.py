@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 from unittest.mock import Mock
 
@@ -72,6 +73,6 @@ def assert_sound(engine: Engine) -> None:
     assert_idle(engine)
     pool = engine.scheduler.pool
     assert not any(pool._references)
-    assert sorted(pool.free) == list(range(pool.num_blocks))
+    assert sorted(chain(*pool.free)) == list(range(pool.num_blocks))
     assert {name: block for block, name in pool._hash_of.items()} == pool._block_of
     assert min(stage.seconds for stage in engine.worker.stages.values()) >= 0

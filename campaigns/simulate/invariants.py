@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from campaigns.simulate.model import Mock, entries_of
@@ -69,7 +70,8 @@ def check_blocks(engine: Engine) -> None:
         for block in request.blocks:
             counts[block] += 1
     assert counts == pool._references, "reference counts do not match the running requests"
-    assert sorted(pool.free) == [b for b, n in enumerate(counts) if not n], "the free list is wrong"
+    free = sorted(chain(*pool.free))
+    assert free == [b for b, n in enumerate(counts) if not n], "the free lists are wrong"
     assert {digest: b for b, digest in pool._hash_of.items()} == pool._block_of, "hashes are inconsistent"
 
 

@@ -18,7 +18,7 @@ from ..device.messages import PendingStep, RowBlocks, RowResult, StepInput, chec
 from ..device.resources import is_oom, oom_remedy
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
-from ..kernels import launch
+from ..kernels import NAN, launch
 from ..kernels.batch import Chunk
 from ..outputs import Metrics, SpecStats
 from ..text.tokenizer import OutputText, Tokenizer
@@ -220,7 +220,7 @@ class Engine:
             if request.row >= 0:  # not preempted in the meantime
                 self.scheduler.register(request)
             if request.finish_reason is not None:
-                if request.error is not None:  # its K/V may be NaN
+                if report.finished == NAN:  # its K/V may be NaN
                     self.scheduler.pool.forget(request.blocks)
                 self._release(request)
                 self.metrics.num_finished += 1

@@ -6,6 +6,8 @@ one chunk. A prompt that does not fit in the rest of the budget takes half of it
 so that a short prompt does not wait until a long one is complete. When blocks run out, the request admitted
 last is preempted: its blocks are freed, and its K/V are recomputed later unless they are still cached.
 
+The cached blocks of waiting requests are evicted last, so that the requests before them do not evict them.
+
 The blocks of a prompt are registered in the prefix cache when its chunk is scheduled, not when it is
 computed. In a forward pass, all K/V of a layer are written before they are read, so a request scheduled later
 in the same step may already share them, as the `n` outputs of a prompt do.
@@ -15,9 +17,12 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import islice
 
 from .blocks import BlockPool
 from .request import Request
+
+NUM_KEPT = 16  # waiting requests whose cached blocks are evicted last
 
 
 @dataclass
@@ -49,10 +54,13 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        self._order_changed = True
 
     def schedule(self, held: Collection[Request] = ()) -> Plan:
         """Plan the next step and allocate its blocks. `held` requests do not decode in it."""
         plan = Plan()
+        if self._order_changed:
+            self._keep_cached()
         budget = self.max_tokens
         for request in list(self.running):
             if request.row < 0 or not request.is_prefilled or request in held:  # row < 0: preempted above
@@ -82,6 +90,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.pool = BlockPool(self._num_blocks)
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self._order_changed = False  # of the free blocks or the queue, since `_keep_cached`
 
     def finish(self, request: Request) -> None:
         """Remove a finished or aborted request and free its row and blocks."""
@@ -102,6 +111,12 @@ class Scheduler:
         lost = {block for r, start, _ in plan.prefill for block in r.blocks[start // self.block_size :]}
         self.pool.forget(lost)
         return [request for request in self.running if not lost.isdisjoint(request.blocks)]
+
+    def _keep_cached(self) -> None:
+        """Make the cached blocks of waiting requests the last to be evicted, in the order of the queue."""
+        self._order_changed = False
+        for request in reversed(list(islice(self.waiting, NUM_KEPT))):
+            self.pool.touch(self.pool.match(request.hashes(self.block_size)))
 
     def _next(self, plan: Plan) -> tuple[Request, list[int]] | None:
         """Return the next waiting request and its cached blocks, None if no row or too few blocks are free.
@@ -178,3 +193,4 @@ class Scheduler:
         self.pool.release(request.blocks)
         self._free_rows.append(request.row)
         request.blocks, request.row, request.num_registered = [], -1, 0
+        self._order_changed = True

@@ -102,7 +102,7 @@ class ServerMetrics:
             ("host_gap_seconds", "Idle time between steps in seconds", self._loop.gap_seconds),
         ):
             yield name, text, {(): value}
-        used = 1 - len(scheduler.pool.free) / scheduler.pool.num_blocks
+        used = 1 - scheduler.pool.num_free / scheduler.pool.num_blocks
         yield "kv_cache_usage_perc", "KV cache usage, from 0 to 1", {(): used}
         for i, counted in enumerate(("drafts", "draft_tokens", "accepted_tokens")):
             values = {(drafter,): n[i] for drafter, n in spec.by_drafter.items()}

@@ -4,6 +4,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -237,3 +238,45 @@ def test_request_does_not_wait_for_block_being_decoded() -> None:
     host.step()
     longer = host.add(list(range(10)), 2)
     assert list(host.step().admitted.items()) == [(longer, 1)]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_each_turn_of_conversation_finds_all_computed_blocks(lag: int) -> None:
+    """Also after stop strings and with prompts of several chunks. A block is full when its last token's K/V
+    are computed, which the last token's of an output and of a prompt are not."""
+    host = Host(window=1024, extra_blocks=9, num_rows=3, max_tokens=16, k=3, lag=lag)
+    tokens, found = [5] * 41, 0
+    for turn in range(20):
+        request = host.add(tokens, 20)
+        while turn % 5 == 4 and len(request.output_ids) < 8 and not request.is_finished:
+            host.step()
+        if turn % 5 == 4:
+            host.abort(request)
+        host.finish()
+        assert request.num_cached_tokens == found // SIZE * SIZE
+        found = request.num_tokens - 1
+        tokens = request.tokens + host.rng.choices((0, 1), k=17)
+
+
+@pytest.mark.parametrize(
+    ("pause", "every", "num_blocks"), [(0, 50, 1400), (50, 16, 2000)], ids=["queued", "paused"]
+)
+def test_conversations_outlast_long_prompts(pause: int, every: int, num_blocks: int) -> None:
+    """10 conversations, each with a pause between its turns, run beside long prompts that come once. Without
+    a pause, most of their requests wait in the queue."""
+    host = Host(1024, num_blocks - 256, num_rows=2, max_tokens=128, k=0)
+    system, rates, running = list(range(64)), list[float](), list[tuple[Request, int]]()
+    due = {i: [([*system, i], 0)] for i in range(10)}  # by step: prompts, full blocks of the previous turn
+    for step in range(1500):
+        running += [(host.add(prompt, 8), count) for prompt, count in due.pop(step, ())]
+        if step % every == 0:
+            host.add(host.rng.choices(range(99), k=1000), 8)
+        host.step()
+        for request, count in [each for each in running if each[0].is_finished]:
+            running.remove((request, count))
+            rates += [request.num_cached_tokens // SIZE / count] if count else []
+            prompt = request.tokens + host.rng.choices(range(99), k=24)
+            if len(prompt) < 700:
+                due.setdefault(step + 1 + pause, []).append((prompt, request.num_tokens // SIZE))
+    assert len(rates) > 180
+    assert sum(rates) / len(rates) > 0.95, sum(rates) / len(rates)

@@ -129,7 +129,6 @@ def test_responses(served: Served, clients: Any) -> None:
     assert raw.json()["metadata"] == {"x": "?"}
 
 
-@pytest.mark.skip(reason="needs continue_final_message in chat completions")
 def test_message_continues_prefill(clients: Any) -> None:
     prefill = {"role": "assistant", "content": PROMPT[-2:]}
     message = message_of(clients[0], messages=[{"role": "user", "content": PROMPT[:-2]}, prefill])

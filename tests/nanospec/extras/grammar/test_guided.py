@@ -12,6 +12,7 @@ import pytest
 from nanospec import SamplingParams
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
+from nanospec.extras.grammar.grammar import Guide
 from tests.drive import MODES, Job, assert_same, make_engine, outcome, run
 from tests.nanospec.extras.grammar.guided import FORMATS, VOCAB, is_valid
 from tests.nanospec.extras.tracing.records import check
@@ -83,3 +84,11 @@ def test_forced_tokens_are_accepted_and_respect_limits(make: Make) -> None:
     for length, reason in ((0, "stop"), (1, "length")):
         cut = replace(params, max_tokens=len(whole.output_ids) - length)
         assert run(engine, [Job([1], cut)])[0].finish_reason == reason
+
+
+def test_failed_output_keeps_its_prompt_cached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guide, "error", "It failed.")
+    engine, job = make(2), Job(list(range(1, 40)), SamplingParams(response_format=CHOICE))
+    first, again = [run(engine, [job])[0] for _ in range(2)]
+    assert first.error == again.error == "It failed."
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 32)
