@@ -28,5 +28,7 @@ RUNNING, STOPPED, LENGTH, NAN = 0, 1, 2, 3  # Table.finished: why a request ende
 EXACT, REJECTION, TYPICAL = 0, 1, 2  # Table.rule: the acceptance rule, see `sampling/accept.py`
 RULES = ("exact", "rejection", "typical")  # the names of these codes
 NO_DRAFTER = -1  # Proposal.drafter: no drafts
-FROM_TARGET, GENERATED = -1, -2  # Proposal.source if not an index: the target's token; generated, not copied
+# Proposal.source if not an index of the text: the target's token; generated, not copied; FROM_REFERENCE - i:
+# copied from index i of the row's reference.
+FROM_TARGET, GENERATED, FROM_REFERENCE = -1, -2, -3
 NAN_TOKEN = -1  # marks a position whose scores are NaN or infinite

@@ -20,6 +20,9 @@ class Table(NamedTuple):
     tokens: Tensor  # [S, max_context] int32, prompt followed by output
     num_tokens: Tensor  # [S] int32, number of committed tokens
     max_len: Tensor  # [S] int32, number of tokens at which the request ends
+    reference: Tensor  # [S, max_context] int32, other texts for n-gram lookup, see `speculation/ngram.py`
+    num_reference: Tensor  # [S] int32, number of tokens in the reference, 0 without one
+    reference_start: Tensor  # [S] int32, index in `tokens` that reference index 0 is aligned with
     block_table: Tensor  # [S, max_blocks] int32, blocks of `block_size` tokens
     finished: Tensor  # [S] int8, RUNNING or why the request ended
     max_k: Tensor  # [S] int32, maximum number of drafts per step
@@ -53,7 +56,8 @@ class Table(NamedTuple):
     ) -> "Table":
         """Return a table of unused rows: all zeros."""
         max_blocks = -(-max_context // block_size)
-        widths = {"tokens": max_context, "block_table": max_blocks, "stop_ids": MAX_STOP_IDS}
+        widths = {"block_table": max_blocks, "stop_ids": MAX_STOP_IDS}
+        widths |= dict.fromkeys(("tokens", "reference"), max_context)
         widths |= dict.fromkeys(("bias", "in_prompt", "output_counts"), vocab_size)
         floats = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias")
         dtypes = dict.fromkeys(floats, torch.float32) | {"seed": torch.int64}

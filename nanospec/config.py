@@ -225,6 +225,8 @@ class SamplingParams:
         logit_bias: map of token ids to values added to their logits.
         skip_special_tokens: omit special tokens, such as `<|im_end|>`, from the text.
         response_format: format that the output must have, such as {"type": "json_object"}.
+        prediction: text or token ids that the output may resemble, such as a file to be edited. N-gram lookup
+            searches it like the request's own text. It only affects speed.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, but for this request. Defaults to
             the engine's values, which the first two cannot exceed. K = 0 disables speculation.
     """
@@ -247,6 +249,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
     response_format: Mapping[str, Any] | None = None
+    prediction: str | Sequence[int] | None = None
     num_speculative_tokens: int | None = bounded_field(None, 0, MAX_DRAFTS)
     tree_width: int | None = bounded_field(None, 1, MAX_TREE_WIDTH)
     acceptance: str | None = None
@@ -270,10 +273,14 @@ class SamplingParams:
             self.logit_bias[token] = check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS, float)
 
     def _normalize(self) -> None:
-        """Convert `stop`, `stop_token_ids` and `logit_bias` to tuples and a dict, None to an empty one."""
+        """Convert `stop`, `stop_token_ids` and `logit_bias` to tuples and a dict, None to an empty one. Check
+        the type of `prediction`."""
         stop: Any = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
         bias: Any = {} if self.logit_bias is None else self.logit_bias
+        prediction: Any = self.prediction
+        if not isinstance(prediction, str | Sequence | None) or isinstance(prediction, bytes):
+            raise ValueError(f"prediction={shown(prediction)} must be a string or a list of token ids.")
         if not isinstance(stop, Sequence) or any(not isinstance(s, str) or not s for s in stop):
             raise ValueError(f"stop={shown(self.stop)} must be a non-empty string or a list of them.")
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or len(ids) > MAX_REQUEST_STOP_IDS:

@@ -18,7 +18,8 @@ class Logprob(NamedTuple):
 
 class Piece(NamedTuple):
     """The text of an output token and the source of the token: for an accepted draft, the index in prompt +
-    output of the token it was copied from, or -2 if it was not copied; -1 if the token was not a draft."""
+    output of the token it was copied from, -3 or less if it was copied from the prediction, or -2 if it was
+    not copied; -1 if the token was not a draft."""
 
     text: str
     source: int
@@ -132,6 +133,8 @@ class Completion:
         pieces: text and source of each output token.
         seconds, first_token_seconds: time from the request's arrival to its end and to its first token.
         num_cached_tokens, num_preemptions: prompt tokens found in the prefix cache; number of preemptions.
+        num_prediction_tokens, num_accepted_prediction_tokens: tokens of the request's prediction, and output
+            tokens that were accepted drafts copied from it.
     """
 
     text: str
@@ -148,6 +151,8 @@ class Completion:
     num_preemptions: int
     num_text_tokens: int
     index: int = 0
+    num_prediction_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0
     extension_data: Any = field(default=None, repr=False, compare=False)
 
     @property

@@ -1,7 +1,7 @@
 // N-gram lookup on a CPU. The specification is in speculation/ngram.py.
 
 #include <algorithm>
-#include <utility>
+#include <cstdlib>
 #include <vector>
 
 #include "step.h"
@@ -16,14 +16,23 @@ struct Lookup {
     const int* rows;
 };
 
-// Returns the length of the best match for the last min_n to max_n tokens of a text, and the index of the token after
-// it; {0, 0} without a match. Matches that are followed by a token in `used` are skipped.
-std::pair<int, int> best_match(const int* text, int length, int min_n, int max_n, const std::vector<int>& used) {
-    std::pair<int, int> best{0, 0};
-    for (int p = 1; p < length; p++) {
+struct Match {
+    int length = 0, start = 0;  // of the n-gram; index of the token after it
+    long rank = 0;              // higher ranks are nearer to the expected index
+};
+
+// Returns the best match for the last min_n to max_n tokens of a text in source[0 .. size). Matches that are followed by
+// -1 or a token in `used` are skipped. If `source` is the text itself, `size` and `expected` are its length.
+Match best_match(const int* text, int length, const int* source, int size, int expected, int min_n, int max_n,
+                 const std::vector<int>& used) {
+    Match best;
+    for (int p = 1; p < size; p++) {
         int n = 0;
-        while (n < max_n && n < p && text[p - 1 - n] == text[length - 1 - n]) n++;
-        if (n && n >= min_n && n >= best.first && !std::count(used.begin(), used.end(), text[p])) best = {n, p};
+        while (n < max_n && n < p && n < length && source[p - 1 - n] == text[length - 1 - n]) n++;
+        if (!n || n < min_n || n < best.length || source[p] < 0) continue;
+        const long rank = -2L * std::abs(p - expected) - (p > expected);
+        if (n == best.length && rank < best.rank) continue;
+        if (!std::count(used.begin(), used.end(), source[p])) best = {n, p, rank};
     }
     return best;
 }
@@ -38,28 +47,37 @@ extern "C" void nanospec_ngram(const Lookup* args) {
     for (long b = 0; b < out.num_rows; b++) {
         const long at = b * k, s = std::max(args->rows[b], 0);
         const int *text = table.tokens + s * table.max_context, length = table.num_tokens[s];
+        const int *reference = table.reference + s * table.max_context, size = table.num_reference[s];
+        const int aligned = length - table.reference_start[s], min_n = table.min_n[s], max_n = table.max_n[s];
         const int left = std::min(table.max_k[s], table.max_len[s] - length - 1);
         const bool active = args->rows[b] >= 0 && table.finished[s] == RUNNING;
         const int limit = active ? std::clamp<int>(left, 0, k) : 0;
-        std::fill_n(out.drafts + at, k, 0);
-        std::fill_n(out.source + at, k, -1);
-        if (out.parents) std::fill_n(out.parents + at, k, 0);
         out.num_drafts[b] = out.match_len[b] = out.drafter[b] = 0;
         used.clear();
         for (int begin = 0, width = std::max(table.tree_width[s], 1); int(used.size()) < width && begin < limit;) {
-            const auto [n, p] = best_match(text, length, table.min_n[s], table.max_n[s], used);
+            const Match own = best_match(text, length, text, length, length, min_n, max_n, used);
+            const Match other = best_match(text, length, reference, size, aligned, min_n, max_n, used);
+            const bool copied = other.length && other.length >= own.length;  // from the reference
+            const auto [n, p, rank] = copied ? other : own;
             if (!n) break;
-            for (int i = begin; i < limit; i++) {
-                const int source = p + (i - begin) % (length - p);
-                out.drafts[at + i] = text[source];
-                out.source[at + i] = source;
+            int i = begin;
+            for (; i < limit; i++) {
+                const int index = p + (copied ? i - begin : (i - begin) % (length - p));
+                if (copied && (index >= size || reference[index] < 0)) break;
+                out.drafts[at + i] = copied ? reference[index] : text[index];
+                out.source[at + i] = copied ? FROM_REFERENCE - index : index;
                 if (out.parents) out.parents[at + i] = i > begin ? i : 0;
             }
-            out.num_drafts[b] = limit;
+            out.num_drafts[b] = i;
             out.match_len[b] = std::max(out.match_len[b], n);
             if (n > LONG_MATCH) break;
-            used.push_back(text[p]);
-            begin += (limit - begin + 1) / 2;
+            used.push_back(out.drafts[at + begin]);
+            begin = std::min(begin + (limit - begin + 1) / 2, i);
+        }
+        for (int i = out.num_drafts[b]; i < k; i++) {  // a branch may be shorter than the previous one was
+            out.drafts[at + i] = 0;
+            out.source[at + i] = -1;
+            if (out.parents) out.parents[at + i] = 0;
         }
     }
 }

@@ -34,7 +34,7 @@ class Proposal(NamedTuple):
 
     drafts: Tensor  # [B, K] int32, draft tokens
     num_drafts: Tensor  # [B] int32
-    source: Tensor  # [B, K] int32, index in the history that a draft was copied from, or GENERATED
+    source: Tensor  # [B, K] int32, index in the text that a draft was copied from, or a code of `..`
     match_len: Tensor  # [B] int32, length of the n-gram match, 0 if none
     drafter: Tensor  # [B] int32, index of the drafter in a method ("ngram+draft": 0, 1); unused if no drafts
     parents: Tensor | None = None  # [B, K] int32, trees only: the node 0 .. K that each draft follows

@@ -24,7 +24,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}
 IGNORED = frozenset({  # these do not affect the output; only one model is loaded
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prompt_cache_options", "prediction",
+    "prompt_cache_retention", "prompt_cache_options",
 })  # fmt: skip
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> accepted values, those that do not use the feature
     "stream": (False,), "stream_options": (), "functions": ([],), "function_call": ("none", "auto"),
@@ -61,6 +61,8 @@ def translate_request(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if url != CHAT:
             raise ValueError(f"tools are only supported by {CHAT}.")
         request["tools"] = tools
+    if "prediction" in request:
+        request["prediction"] = _prediction(request["prediction"])
     if url == CHAT:
         request.update(_chat_logprobs(request))
         request["messages"] = normalize_messages(request.get("messages"))
@@ -83,18 +85,31 @@ def _message(message: Any) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or not {"content", "tool_calls"} & message.keys():
         raise ValueError(f'"messages" contains {shown(message)}, but each needs a "role" and a "content".')
-    calls, parts = message.get("tool_calls"), message.get("content")
+    calls, content = message.get("tool_calls"), message.get("content")
     message = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
     if calls:
         message["tool_calls"] = read_calls(calls)
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         raise ValueError(f'"messages" contains {shown(message)}, but the role tool needs a "tool_call_id".')
-    if parts is None or isinstance(parts, str):
-        return {**message, "content": parts or ""}
+    return {**message, "content": _joined("messages", content or "")}
+
+
+def _joined(field: str, parts: Any) -> str:
+    """Return a content: a string, or a list of text parts. Raises ValueError that names the field."""
+    if isinstance(parts, str):
+        return parts
     for part in parts if isinstance(parts, list) else [parts]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'"messages" contains {shown(part)}, but only text content is supported.')
-    return {**message, "content": "".join(part["text"] for part in parts)}
+            raise ValueError(f'"{field}" contains {shown(part)}, but only text content is supported.')
+    return "".join(part["text"] for part in parts)
+
+
+def _prediction(value: Any) -> str:
+    """Return the text of a `prediction`. Raises ValueError."""
+    if not isinstance(value, dict) or value.get("type") != "content" or "content" not in value:
+        example = '{"type": "content", "content": "..."}'
+        raise ValueError(f'"prediction" must be an object such as {example}, not {shown(value)}.')
+    return _joined("prediction", value["content"])
 
 
 def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
@@ -188,6 +203,8 @@ def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, A
     """Return token counts and speculation statistics (`speculation` is an extension of OpenAI's format). Each
     prompt has `n` outputs, and only the first one's prefix-cache hits count."""
     cached = sum(done.num_cached_tokens for done in outputs if done.index % n == 0)
+    predicted = sum(done.num_prediction_tokens for done in outputs)
+    accepted = sum(done.num_accepted_prediction_tokens for done in outputs)
     names = ("num_steps", "num_tokens", "num_drafted", "num_accepted")
     spec = SpecStats(**{name: sum(getattr(done.stats, name) for done in outputs) for name in names})
     reported = ("num_steps", "num_drafted", "num_accepted", "tokens_per_step", "acceptance_rate")
@@ -195,8 +212,8 @@ def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, A
         **counts(num_prompt, sum(len(done.token_ids) for done in outputs)),
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": spec.num_accepted,
-            "rejected_prediction_tokens": spec.num_drafted - spec.num_accepted,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": max(predicted - accepted, 0),
         },
         "speculation": {name: value for name, value in spec.to_dict().items() if name in reported},
     }

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config import EngineConfig, SamplingParams, SpecConfig
@@ -94,6 +95,11 @@ def typed(read: Callable[[str], Any], expected: str, metavar: str) -> dict[str, 
     return {"type": parse, "metavar": metavar}
 
 
+def read_file(path: str) -> str:
+    """Return the content of a UTF-8 text file. Raises ValueError, or OSError if it cannot be read."""
+    return Path(path).read_text(encoding="utf-8")
+
+
 NUMBER = typed(int, "an integer", "N")
 OBJECT = typed(lambda text: strict_json(text.encode()), "a JSON object", "JSON")
 READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # substring of a field's type -> argparse arguments
@@ -101,6 +107,7 @@ READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # substring of a field's ty
     ("auto", typed(lambda text: text if text == "auto" else int(text), "an integer or 'auto'", "N|auto")),
     ("Mapping", OBJECT),
     ("dict", OBJECT),
+    ("Sequence[int] | None", typed(read_file, "a UTF-8 text file", "FILE")),
     ("Sequence[str]", {"action": "append", "metavar": "TEXT"}),
     ("Sequence[int]", typed(lambda text: [*map(int, text.split(","))], "comma-separated integers", "N,N")),
     ("int | None", typed(lambda text: None if text == "none" else int(text), "an integer", "N")),

@@ -25,6 +25,7 @@ class Admission(NamedTuple):
     row: int
     tokens: list[int]  # prompt and, after a preemption, output; the first `num_prompt` are the prompt
     num_prompt: int
+    reference: list[int]  # texts that the output may repeat, separated by -1
     max_len: int
     blocks: list[int]  # the first `num_cached` already hold the K/V of their tokens
     num_cached: int
@@ -111,10 +112,16 @@ class Stopwatch:
 def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
     """Write a request to its row, except for its blocks."""
     r, params = request.row, request.params
+    # The end of the prompt precedes the reference, so that its first token is drafted first.
+    head = request.tokens[: request.num_prompt][-spec.prompt_lookup_max :] if request.reference else []
+    reference = [*head, *request.reference][: table.max_context]
+    write(table.reference, r, reference)
     write(table.tokens, r, request.tokens)
     write(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
     for column, value in (
         (table.num_tokens, len(request.tokens)),
+        (table.num_reference, len(reference)),
+        (table.reference_start, request.num_prompt - len(head)),
         (table.max_len, request.max_len),
         (table.finished, RUNNING),
         (table.max_k, 0 if request.constrained else request.max_k),

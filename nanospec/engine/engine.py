@@ -99,6 +99,7 @@ class Engine:
             max_len=min(len(prompt_ids) + (params.max_tokens or self.max_model_len), self.max_model_len),
             max_k=self.worker.max_k if k is None else min(k, self.worker.max_k),
             stop_ids=self.limits.stop_ids(params),
+            prediction=self.limits.prediction(params),
             salt=salt if config.enable_prefix_caching else f"{number}".encode(),
             output=OutputText(self.tokenizer, params.stop, params.min_tokens, params.skip_special_tokens),
             stats=SpecStats(params.acceptance or config.spec.acceptance),

@@ -8,15 +8,16 @@ the last token and the drafts after it, so the first output token is sampled by 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig, SamplingParams
 from ..device.extension import Constraint
 from ..device.messages import Admission
-from ..kernels import LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
+from ..kernels import FROM_REFERENCE, LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..outputs import Completion, Logprob, Piece, RequestOutput, SpecStats
-from ..text import shown
+from ..text import as_int, shown
 from ..text.chat import too_long
 from ..text.tokenizer import OutputText, Tokenizer
 from .blocks import block_hash
@@ -37,6 +38,7 @@ class Request:
     max_len: int  # length of prompt + output at which the request finishes
     max_k: int = 0  # maximum number of drafts per step
     stop_ids: tuple[int, ...] = ()  # token ids that end the output
+    prediction: list[int] = field(default_factory=list)  # token ids of `SamplingParams.prediction`
     salt: bytes = b""  # root of the block hashes; only requests with the same salt share cached blocks
     output: OutputText = field(default_factory=lambda: OutputText(None))
     constraint: Constraint | None = None
@@ -86,6 +88,7 @@ class Request:
             row=self.row,
             tokens=self.tokens,
             num_prompt=len(self.prompt_ids),
+            reference=self.prediction,
             max_len=self.max_len,
             blocks=self.blocks,
             num_cached=num_cached,
@@ -177,6 +180,8 @@ class Request:
             first_token_seconds=(self.first_token_time or end) - self.arrival_time,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
+            num_prediction_tokens=len(self.prediction),
+            num_accepted_prediction_tokens=sum(source <= FROM_REFERENCE for source in self.draft_sources),
             num_text_tokens=min(self.output.num_text_tokens, len(self.output_ids)),
             index=index,
             extension_data=self.extension_data,
@@ -222,6 +227,23 @@ class Limits(NamedTuple):
         eos_ids = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos_ids)))
 
+    def prediction(self, params: SamplingParams) -> list[int]:
+        """Return the token ids of `params.prediction` that fit in the window. Raises ValueError."""
+        prediction = params.prediction or ()
+        if isinstance(prediction, str):
+            if self.tokenizer is None:
+                raise ValueError("prediction as a string requires a tokenizer; use a list of token ids.")
+            prediction = _encoded(prediction, self.tokenizer, self.max_model_len)
+        return [*map(as_int, prediction[: self.max_model_len])]
+
+
+@lru_cache(maxsize=64)  # called by `check_request`, and for each of the n outputs
+def _encoded(prediction: str, tokenizer: Tokenizer, most: int) -> list[int]:
+    try:
+        return tokenizer.encode_start(prediction, most)
+    except ValueError as error:
+        raise ValueError(f"prediction: {error}") from None
+
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> None:
     """Raise ValueError if an engine with these limits cannot run the request."""
@@ -232,6 +254,7 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Lim
     if len(prompt_ids) >= max_model_len:
         raise ValueError(too_long(len(prompt_ids), max_model_len))
     by_field = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    by_field = {**by_field, "prediction": limits.prediction(params)}
     for name, ids in {"The prompt": prompt_ids, **by_field}.items():
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:

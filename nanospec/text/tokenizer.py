@@ -57,6 +57,10 @@ class Tokenizer:
             raise ValueError(f"{problem}, too many for max_model_len={max_model_len}.")
         return self.encode(text, add_special_tokens)
 
+    def encode_start(self, text: str, count: int) -> list[int]:
+        """Return the first `count` token ids of a text, without the model's special tokens."""
+        return self.encode(text[: count * self._longest_token], add_special_tokens=False)[:count]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, skipping ids outside the vocabulary. Invalid UTF-8 becomes U+FFFD."""
         try:

@@ -127,7 +127,8 @@ class Grammar(Extension):
                 if request.constraint is not None:
                     guide: Any = request.constraint  # a `Guide`, set by `on_request`
                     k = max(min(limit, request.max_len - request.num_tokens - 1), 0)
-                    drafts.append((request.row, guide.plan(request.tokens, k, *lengths, end)))
+                    draft = guide.plan(request.tokens, k, *lengths, end, request.prediction)
+                    drafts.append((request.row, draft))
         return drafts or None
 
 

@@ -22,7 +22,7 @@ from itertools import cycle, islice, repeat
 from typing import Any, NamedTuple
 
 from ...config import SamplingParams
-from ...kernels import GENERATED
+from ...kernels import FROM_REFERENCE, GENERATED
 from ...text import reason
 from ...text.tokenizer import Tokenizer
 from .response_format import JSON_STYLE, check_conflicts, validate
@@ -82,15 +82,19 @@ class Guide:
         self._count += consumed
         return consumed
 
-    def plan(self, text: list[int], k: int, min_n: int, max_n: int, end: float = math.inf) -> Draft:
+    def plan(
+        self, text: list[int], k: int, min_n: int, max_n: int, end: float = math.inf,
+        reference: Sequence[int] = (),
+    ) -> Draft:  # fmt: skip
         """Return up to k drafts that continue `text` (prompt and output), and the masks. Lookup matches the
-        last `min_n` to `max_n` tokens. No draft is added after the time `end`, in `perf_counter` seconds."""
+        last `min_n` to `max_n` tokens in `text` and in `reference`. No draft is added after the time `end`,
+        in `perf_counter` seconds."""
         drafts, sources = list[int](), list[int]()
         masks, match_len = [self._allowed], 0
         matcher = self._matcher.deep_copy()  # after `rollback`, masks may differ (llguidance 1.9.1)
         while len(drafts) < k and not matcher.is_stopped():
             before = len(drafts)
-            length, run = self._run(matcher, text + drafts, min_n, max_n)
+            length, run = self._run(matcher, text + drafts, reference, min_n, max_n)
             for token, source in islice(run, k - before):
                 late = time.perf_counter() > end
                 if late or (mask := self._mask_after(matcher, token, masks[-1])) is None:
@@ -104,12 +108,15 @@ class Guide:
         return Draft(drafts, sources, match_len, masks)
 
     def _run(
-        self, matcher: Any, text: list[int], min_n: int, max_n: int
+        self, matcher: Any, text: list[int], reference: Sequence[int], min_n: int, max_n: int
     ) -> tuple[int, Iterator[tuple[int, int]]]:
         """Return the match length, and pairs (draft, source) that continue the text consumed so far."""
         if forced := matcher.compute_ff_tokens():
             return FORCED, zip(forced, repeat(GENERATED))
-        first, length = look_up(text, min_n, max_n)
+        first, length = look_up(text, text, min_n, max_n)
+        start, longest = look_up(reference, text, max(length, min_n), max_n)
+        if longest:
+            return longest, ((reference[i], FROM_REFERENCE - i) for i in range(start, len(reference)))
         sources = cycle(range(first, len(text))) if length else ()  # repeats the text since the match
         return length, ((text[i], i) for i in sources)
 
@@ -190,14 +197,19 @@ def _grammar_of(response_format: Mapping[str, Any]) -> str:
     return LLMatcher.grammar_from_lark(any_to_lark(response_format[kind]))
 
 
-def look_up(text: Sequence[int], min_n: int, max_n: int) -> tuple[int, int]:
-    """Return (the index of the token after the match, the match length) for the first match of
-    `kernels.speculation.ngram.matches`, or (-1, 0) without a match."""
-    characters = array("I", text).tobytes().decode("utf-32-le", "surrogatepass")  # one character per token
+def look_up(source: Sequence[int], text: Sequence[int], min_n: int, max_n: int) -> tuple[int, int]:
+    """Return (the index of the token after the match, the match length) for the longest and then latest match
+    of the last min_n to max_n tokens of `text` in `source`, which may be `text`; (-1, 0) without a match."""
+    characters, suffix = _characters(source), _characters(text[-max_n:])
     for n in range(min(max_n, len(text) - 1), min_n - 1, -1):
-        if (at := characters.rfind(characters[-n:], 0, -1)) >= 0:
+        if (at := characters.rfind(suffix[-n:], 0, -1)) >= 0:
             return at + n, n
     return -1, 0
+
+
+def _characters(tokens: Sequence[int]) -> str:
+    """Return a string with one character per token."""
+    return array("I", tokens).tobytes().decode("utf-32-le", "surrogatepass")
 
 
 def _message(error: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanospec.kernels import LENGTH, RUNNING
+from nanospec.kernels import FROM_REFERENCE, LENGTH, RUNNING
 from nanospec.kernels.speculation import ngram
 from tests.kernels.batches import compiled, ints, make_table
 
@@ -26,9 +26,11 @@ class Node(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request row: its text and settings. `room` is the number of tokens that may be appended."""
+    """A request row. `room` is the number of tokens that may be appended."""
 
     text: list[int]
+    reference: list[int] = []  # noqa: RUF012
+    reference_start: int = 0
     min_n: int = 1
     max_n: int = 3
     max_k: int = 63
@@ -57,38 +59,59 @@ def requests(draw: st.DrawFn) -> Request:
     bounds = (1, 4), (0, 3), (0, 20), (-2, 22), (0, 8)
     min_n, more, limit, room, width = (draw(st.integers(*each)) for each in bounds)
     finished = draw(st.sampled_from([RUNNING] * 4 + [LENGTH]))
-    return Request(draw(texts()), min_n, min_n + more, limit, room, width, finished)
+    text, reference = draw(texts()), draw(texts(30)) if draw(st.booleans()) else []
+    for place in draw(st.lists(st.integers(0, len(reference) - 1), max_size=3)) if reference else []:
+        reference[place] = -1
+    start = draw(st.integers(0, len(text)))
+    return Request(text, reference, start, min_n, min_n + more, limit, room, width, finished)
 
 
-def matched(text: list[int], p: int, max_n: int) -> int:
-    """Return the number of tokens before p that equal the last tokens of the text."""
+def matched(source: list[int], p: int, text: list[int], max_n: int) -> int:
+    """Return the number of tokens before source[p] that equal the last tokens of the text."""
     m = 0
-    while m < min(p, max_n) and text[p - 1 - m] == text[-1 - m]:
+    while m < min(p, len(text), max_n) and source[p - 1 - m] == text[-1 - m]:
         m += 1
     return m
 
 
-def reference(text: list[int], min_n: int, max_n: int, D: int, width: int) -> tuple[list[Node], int]:
+def reference(request: Request, D: int) -> tuple[list[Node], int]:
     """Return the nodes of one request, and the match length of its first chain."""
-    n = len(text)
-    order = sorted(((matched(text, p, max_n), p) for p in range(1, n)), reverse=True)
-    first: dict[int, tuple[int, int]] = {}  # by next token
-    for m, p in order:
-        if m >= max(min_n, 1):
-            first.setdefault(text[p], (m, p))
+    text, other, n = request.text, request.reference, len(request.text)
+    aligned = n - request.reference_start
+    order = [(-matched(text, p, text, request.max_n), 1, n - p, p) for p in range(1, n)]
+    order += [
+        (-matched(other, p, text, request.max_n), 0, abs(p - aligned), p)
+        for p in range(1, len(other)) if other[p] >= 0
+    ]  # fmt: skip
+    first: dict[int, tuple[int, bool, int]] = {}  # by next token
+    for minus_m, own, _, p in sorted(order):
+        if -minus_m >= max(request.min_n, 1):
+            first.setdefault((text if own else other)[p], (-minus_m, bool(own), p))
     chains = list(first.values())
     best = chains[0][0] if chains else 0
     nodes: list[Node] = []
-    for i, (_, p) in enumerate(chains := chains[: 1 if best > ngram.LONG_MATCH.value else max(width, 1)], 1):
-        rest = D - len(nodes)
-        for j in range(rest if i == len(chains) else -(-rest // 2)):
-            source = p + j % (n - p)
-            nodes.append(Node(text[source], source, len(nodes) if j else 0))
+    chains = chains[: 1 if best > ngram.LONG_MATCH.value else max(request.tree_width, 1)]
+    kept = 0  # nodes of earlier chains that the next one does not replace
+    for _, own, p in chains:
+        rest, del_from = D - kept, kept
+        if not rest:
+            break
+        nodes = nodes[:del_from]
+        for j in range(rest):
+            source = p + j % (n - p) if own else p + j
+            if not own and (source >= len(other) or other[source] < 0):
+                break
+            token = text[source] if own else other[source]
+            code = source if own else FROM_REFERENCE - source
+            nodes.append(Node(token, code, len(nodes) if j else 0))
+        kept = min(kept + -(-rest // 2), len(nodes))
     return nodes, best
 
 
 # The continuations of "1 2" are "3 4" and later "3 5"; another "2" is followed by "6".
 FORKED = Request([1, 2, 3, 4, 7, 1, 2, 3, 5, 7, 9, 2, 6, 7, 1, 2], tree_width=3)
+# Of the reference's three continuations of "1 2", the second is nearest to the aligned index 6.
+PREDICTED = Request([1, 2, 3, 5, 1, 2], [1, 2, 4, -1, 1, 2, 6, 0, 1, 2, 8], tree_width=3)
 
 
 @pytest.mark.slow
@@ -97,6 +120,7 @@ FORKED = Request([1, 2, 3, 4, 7, 1, 2, 3, 5, 7, 9, 2, 6, 7, 1, 2], tree_width=3)
 @given(st.lists(requests(), min_size=1, max_size=4), st.sampled_from([0, 1, 2, 5, 8, 17, 63]), st.randoms())
 @example([FORKED], 7, random.Random(0))
 @example([FORKED], 0, random.Random(0))
+@example([PREDICTED, FORKED._replace(reference=FORKED.text)], 7, random.Random(1))
 def test_matches_reference(implementation: str, batch: list[Request], k: int, rng: random.Random) -> None:
     """Memory after a text repeats it, so that reading past the end would find better matches. The kernel
     reads a text in several blocks."""
@@ -106,10 +130,14 @@ def test_matches_reference(implementation: str, batch: list[Request], k: int, rn
     capacity = max(1, *(len(each.text) for each in batch)) + rng.choice([0, 1, 40])
     rows = rng.sample([*range(len(batch)), -1], len(batch) + 1)
     batch = [each._replace(tree_width=min(each.tree_width, max_width)) for each in batch]
-    names = ("min_n", "max_n", "max_k", "tree_width", "finished")
+    width = max(1, *(len(each.reference) for each in batch))
+    capacity = max(capacity, width)
+    names = ("min_n", "max_n", "max_k", "tree_width", "finished", "reference_start")
     columns: dict[str, Any] = {name: [getattr(each, name) for each in batch] for name in names}
     table = make_table(
         1, tokens=[((each.text or [7]) * capacity + [7])[:capacity] for each in batch],
+        reference=[((each.reference or [7]) * capacity)[:capacity] for each in batch],
+        num_reference=[len(each.reference) for each in batch],
         num_tokens=[len(each.text) for each in batch], max_len=[len(each.text) + each.room for each in batch],
         **columns,
     )  # fmt: skip
@@ -123,7 +151,7 @@ def test_matches_reference(implementation: str, batch: list[Request], k: int, rn
     for b, s in enumerate(rows):
         nodes, n = list[Node](), 0
         if s >= 0 and (D := batch[s].max_drafts(k)):  # rows without drafts are not searched
-            nodes, n = reference(batch[s].text, batch[s].min_n, batch[s].max_n, D, batch[s].tree_width)
+            nodes, n = reference(batch[s], D)
         assert (int(result.num_drafts[b]), int(result.match_len[b])) == (len(nodes), n), f"row {b}"
         columns_of = zip(*nodes, *[Node(0, -1, 0)] * (k - len(nodes)))
         for actual, column in zip((result.drafts, result.source, result.parents), columns_of):
