@@ -23,7 +23,7 @@ from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.kernels import launch
 from tests.drive import Job, greedy, run
-from tests.tape import TapeCapture
+from tests.no_gpu import TapeCapture
 from tests.tiny import tiny_model
 from tests.util import eventually
 
