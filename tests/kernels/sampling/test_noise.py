@@ -5,8 +5,6 @@ import math
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanospec.engine.request import derive_seed
@@ -71,22 +69,3 @@ def test_small_and_extreme_values_are_exact() -> None:
     assert float(error.abs().max()) < 5e-5  # 1 - u is rounded
     extremes = noise.log_exponential(ints(0, 2**31 - 1))
     assert extremes.tolist() == pytest.approx([math.log(2.0**-32), math.log(32 * math.log(2))])
-
-
-@triton.jit
-def _kernel(seed, position, out, bits_out, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    i = tl.arange(0, N)
-    tl.store(out + i, noise.log_e(tl.load(seed), tl.load(position), i))
-    first, second = noise.block_keys(tl.load(seed), tl.load(position))
-    bits = noise.block_mix(noise.block_mix(i.to(tl.uint32) ^ first) ^ second)
-    tl.store(bits_out + i, bits.to(tl.int64))
-
-
-def test_kernel_has_the_same_bits() -> None:
-    n, position = 65_536, 131_071
-    for seed in SEEDS:
-        out, bits = torch.empty(n), torch.empty(n, dtype=torch.int64)
-        _kernel[(1,)](torch.tensor([seed]), ints(position), out, bits, N=n)
-        tokens, (first, second) = torch.arange(n), noise.keys(seed, position)
-        assert torch.equal(bits, noise.mix(noise.mix(tokens ^ first) ^ second))
-        assert float((out - noise.naive(seed, position, tokens)).abs().max()) < 1e-5
