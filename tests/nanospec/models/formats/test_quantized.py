@@ -70,18 +70,16 @@ INTEGERS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {  # variant, m
 }
 
 
-@pytest.mark.parametrize(("variant", "method", "bits", "group", "more"), INTEGERS.values(), ids=INTEGERS)
-def test_integers(
-    variant: str, method: str, bits: int, group: int, more: dict[str, Any], tmp_path: Path
-) -> None:
-    """A weight is scale * (code - zero point)."""
+def integers(variant: str, method: str, bits: int, group: int, more: dict[str, Any]) -> Store:
+    """Return a function that stores a weight as scale * (code - zero point). With "sym", weights other than
+    those of `UP` are symmetric."""
 
     def store(module: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         n, k = weight.shape
         groups = torch.arange(k) // (k if group < 0 else group)
         shape = int(groups[-1]) + 1, n
         codes, zeros = torch.randint(1 << bits, (k, n)), torch.randint(1 << bits, shape)
-        zeros = torch.full(shape, 1 << (bits - 1)) if more.get("sym") else zeros
+        zeros = torch.full(shape, 1 << (bits - 1)) if more.get("sym") and module != UP else zeros
         scales = (torch.rand(shape) * 0.3 / (1 << bits) + 1e-4).half()
         groups = groups[torch.randperm(k)] if more.get("desc_act") else groups
         dequantized = (scales.float()[groups] * (codes - zeros[groups])).T
@@ -94,8 +92,14 @@ def test_integers(
         order = {"g_idx": groups.int()} if more else {}
         return {**stored, **bias, **order, "scales": scales}, dequantized
 
+    return store
+
+
+@pytest.mark.parametrize("case", INTEGERS.values(), ids=INTEGERS)
+def test_integers(case: tuple[str, str, int, int, dict[str, Any]], tmp_path: Path) -> None:
+    variant, method, bits, group, more = case
     config = {"quant_method": method, "bits": bits, "group_size": group, **more}
-    assert_loads(tmp_path, variant, config, store)
+    assert_loads(tmp_path, variant, config, integers(*case))
 
 
 @pytest.mark.parametrize(
@@ -200,13 +204,7 @@ def test_unsupported_config_is_rejected(config: dict[str, Any], words: str, tmp_
             open_checkpoint(tmp_path, raw)
 
 
-def gptq(module: str, weight: Tensor) -> tuple[Tensors, Tensor]:
-    """Store symmetric weights, except those of `UP`."""
-    n, k = weight.shape
-    scales = torch.full((k // 32, n), 0.01).bfloat16()
-    zeros = torch.full(scales.shape, 6 if module == UP else 7)
-    parts = {"qweight": pack(torch.randint(16, (k, n)), 4, 0), "qzeros": pack(zeros, 4, 1), "scales": scales}
-    return {**parts, "g_idx": torch.arange(k).int() // 32}, weight
+gptq = integers("llama", "gptq", 4, 32, {"sym": True})
 
 
 def fp8(module: str, weight: Tensor) -> tuple[Tensors, Tensor]:
