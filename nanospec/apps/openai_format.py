@@ -8,14 +8,14 @@ that does not use them (`text.chat.OPTIONAL`) are dropped and logged.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from ..outputs import Completion, Logprob, Piece, SpecStats
 from ..text import shown
-from .tool_calls import Parser, parse
 from .tool_calls.offer import FIELDS, read_calls, read_tools
+from .tool_calls.parser import CallParser, parse
 
 if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
@@ -91,17 +91,23 @@ def _message(message: Any) -> dict[str, Any]:
         message["tool_calls"] = read_calls(calls)
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         raise ValueError(f'"messages" contains {shown(message)}, but the role tool needs a "tool_call_id".')
-    return {**message, "content": _joined("messages", content or "")}
+    return {**message, "content": text_of("messages", content or "")}
 
 
-def _joined(field: str, parts: Any) -> str:
-    """Return a content: a string, or a list of text parts. Raises ValueError that names the field."""
+def text_of(field: str, parts: Any, kinds: Collection[str] = ("text",), separator: str = "") -> str:
+    """Return a content: a string, or a list of parts whose types are in `kinds`. Raises ValueError that names
+    the field."""
     if isinstance(parts, str):
         return parts
-    for part in parts if isinstance(parts, list) else [parts]:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    parts = parts if isinstance(parts, list) else [parts]
+    for part in parts:
+        if (
+            not isinstance(part, dict)
+            or part.get("type") not in kinds
+            or not isinstance(part.get("text"), str)
+        ):
             raise ValueError(f'"{field}" contains {shown(part)}, but only text content is supported.')
-    return "".join(part["text"] for part in parts)
+    return separator.join(part["text"] for part in parts)
 
 
 def _prediction(value: Any) -> str:
@@ -109,7 +115,7 @@ def _prediction(value: Any) -> str:
     if not isinstance(value, dict) or value.get("type") != "content" or "content" not in value:
         example = '{"type": "content", "content": "..."}'
         raise ValueError(f'"prediction" must be an object such as {example}, not {shown(value)}.')
-    return _joined("prediction", value["content"])
+    return text_of("prediction", value["content"])
 
 
 def _chat_logprobs(request: dict[str, Any]) -> dict[str, int]:
@@ -128,24 +134,15 @@ def response_header(url: str, request_id: str, model: str, chunk: bool = False) 
 
 def choice(
     url: str, done: Completion, number: int | None, tokenizer: Tokenizer,
-    make_parser: Callable[[], Parser] | None = None,
+    new_parser: Callable[[], CallParser] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return an output as a choice with the `number` top log-probabilities per token (None: no logprobs), and
-    the tool calls that the parser finds, if there is one."""
+    the tool calls that a parser finds, if there is one."""
     content: dict[str, Any] = {"text": done.text}
-    text, calls = parse(done.text, make_parser)
+    text, calls = parse([done.text], new_parser)
     if url == CHAT:
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in calls
-            ]
-        content = {"message": message}
+        content = {"message": {**message, "tool_calls": calls} if calls else message}
     positions = (done.logprobs or [])[: done.num_text_tokens]
     entries = logprobs(url, positions, done.pieces, number, tokenizer)
     return {"index": done.index, **content, "logprobs": entries, **finish_reasons(done, len(calls))}

@@ -12,8 +12,8 @@ from ..text import shown
 from ..text.chat import OPTIONAL
 from .openai_format import normalize_messages
 from .options import did_you_mean
-from .tool_calls import Parser
 from .tool_calls.offer import ToolSet
+from .tool_calls.parser import CallParser
 
 ONE_OF = 'a request must be a JSON object with either "prompt" or "messages"'
 FOR_TEMPLATE = ("chat_template_kwargs", *OPTIONAL, "continue_final_message", "add_generation_prompt")
@@ -31,7 +31,7 @@ class Task:
     messages: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     tools: ToolSet | None = None  # only in OpenAI's format
-    parser: Callable[[], Parser] | None = None  # set with the model, if there are tools
+    parser: Callable[[], CallParser] | None = None  # set with the model, if there are tools
     raw: bool = False  # continue the text instead of applying the chat template
     names: Mapping[str, Any] = field(default_factory=dict)  # the line's custom_id and id
     url: str = ""  # endpoint of a line in OpenAI's format, also that of its result; "" in nanospec's format

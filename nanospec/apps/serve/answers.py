@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from ...outputs import Completion
 from ...text.tokenizer import Tokenizer
 from ..openai_format import usage
-from ..tool_calls import Parser, Part, Text
+from ..tool_calls.parser import CallParser, Part, Text
 from .gate import HTTPError
 from .jobs import Delta, Job, JobFailed
 from .requests import APIRequest
@@ -35,14 +35,14 @@ class Format:
 
     def __init__(self, request: APIRequest, request_id: str, model: str, tokenizer: Tokenizer) -> None:
         self.request, self.request_id, self.model, self.tokenizer = request, request_id, model, tokenizer
-        self._parsers: dict[int, Parser] = {}  # of the outputs that may contain tool calls
+        self._parsers: dict[int, CallParser] = {}  # of the outputs that may contain tool calls
 
     def parts(self, delta: Delta) -> list[Part]:
         """Return the new parts of an output: its text, unless it may contain tool calls."""
         text = "".join(piece.text for piece in delta.pieces)
-        if (make := self.request.parser) is None:
+        if (new_parser := self.request.parser) is None:
             return [Text(text)] if text else []
-        parser = self._parsers.setdefault(delta.choice, make())
+        parser = self._parsers.setdefault(delta.choice, new_parser())
         return parser.push(text) + (parser.flush() if delta.done is not None else [])
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:

@@ -9,20 +9,19 @@ from typing import Any
 
 from ...outputs import Completion
 from ...text import shown
-from ..json_input import strict_json
-from ..openai_format import usage
-from ..tool_calls import CallArguments, CallStart
-from .answers import Format, event
-from .jobs import Delta
-from .translation import SHARED, Conversation, nonempty_list, required, shared_fields, text_of, tool_fields
+from ..openai_format import text_of, usage
+from ..tool_calls.offer import read_object
+from ..tool_calls.parser import CallStart
+from .answers import event
+from .translation import Conversation, ItemFormat, required, shared_fields, tool_fields
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
-FIELDS = {
-    *SHARED, "messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "output_config",
+FIELDS = (
+    "messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "output_config",
     # These do not affect the output of a model without hidden reasoning, or only select a service.
     "metadata", "thinking", "cache_control", "service_tier", "context_management", "diagnostics",
     "inference_geo", "speed",
-}  # fmt: skip
+)  # fmt: skip
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "function"}
 # Claude Code starts its system prompt with a line that changes between requests. It would be the end of the
 # common prefix, so no request would find its prompt in the prefix cache.
@@ -32,20 +31,14 @@ BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
 def translate(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat completion of a message request. Raises ValueError."""
     chat, messages = shared_fields(body, FIELDS), Conversation()
-    if body.get("max_tokens") is None:
-        raise ValueError('"max_tokens" is required.')
-    if system := BILLING_HEADER.sub("", text_of(body.get("system") or "", ["text"], "\n")):
+    if system := BILLING_HEADER.sub("", text_of("system", body.get("system") or "", separator="\n")):
         messages.add("system", system)
-    for message in nonempty_list(body, "messages"):
+    for message in required(body, "messages", list):
         _translate_message(message, messages)
-    chat |= {"messages": messages, "max_tokens": body["max_tokens"], "stop": body.get("stop_sequences")}
+    chat |= {"messages": messages, "max_tokens": body.get("max_tokens"), "stop": body.get("stop_sequences")}
     chat |= tool_fields(body, "input_schema", (None, "custom"), TOOL_CHOICES)
     if isinstance(choice := body.get("tool_choice"), dict) and choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
-    if messages and messages[-1]["role"] == "assistant":  # the output continues it
-        if "tool_calls" in messages[-1]:
-            raise ValueError('"messages" ends with a "tool_use"; add its "tool_result".')
-        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(config := body.get("output_config"), dict) and config.get("format"):
         schema = {"name": "output", "schema": required(config["format"], "schema", dict)}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -67,79 +60,61 @@ def _translate_message(message: Any, messages: Conversation) -> None:
                 arguments = json.dumps(required(block, "input", dict), ensure_ascii=False)
                 messages.add_call(required(block, "id"), required(block, "name"), arguments)
             case "user", "tool_result":
-                result = text_of(block.get("content") or "", ["text"], "\n")
+                result = text_of("content", block.get("content") or "", separator="\n")
                 error = "Error: " if block.get("is_error") else ""
                 messages.add_result(required(block, "tool_use_id"), error + result)
             case _:
-                messages.add(role, text_of([block], ["text"]))
+                messages.add(role, text_of("content", [block]))
 
 
-class AnthropicFormat(Format):
-    """The format of messages."""
+class AnthropicFormat(ItemFormat):
+    """The format of messages. The items are the blocks of the content."""
 
     quiet = event({"type": "ping"})
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._blocks: list[dict[str, Any]] = []  # of the content, so far
-        self._arguments = ""  # of the last block, if it is a tool call
-
-    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        for _ in (*self.update(Delta(0, done[0].pieces, [], {}, done[0])), *self.end(done)):
-            pass  # only the blocks are needed
-        return {**self._message(), **self._stop(done[0]), "usage": self._usage(done)}
-
     def begin(self) -> Iterator[bytes]:
         yield event({"type": "message_start", "message": self._message()})
-
-    def update(self, delta: Delta) -> Iterator[bytes]:
-        for part in self.parts(delta):
-            if isinstance(part, CallStart):
-                yield from self._open({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
-            elif isinstance(part, CallArguments):
-                self._arguments += part.text
-                piece = {"type": "input_json_delta", "partial_json": part.text}
-                yield self._event("content_block_delta", delta=piece)
-            else:
-                if not self._blocks or self._blocks[-1]["type"] != "text":
-                    yield from self._open({"type": "text", "text": ""})
-                self._blocks[-1]["text"] += part.text
-                piece = {"type": "text_delta", "text": part.text}
-                yield self._event("content_block_delta", delta=piece)
 
     def end(self, done: Sequence[Completion]) -> Iterator[bytes]:
         yield from self._close()
         yield event({"type": "message_delta", "delta": self._stop(done[0]), "usage": self._usage(done)})
         yield event({"type": "message_stop"})
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        """Return an event of the last block."""
-        return event({"type": kind, "index": len(self._blocks) - 1, **fields})
-
-    def _open(self, block: dict[str, Any]) -> Iterator[bytes]:
-        yield from self._close()
-        self._blocks.append(block)
+    def _open(self, call: CallStart | None) -> Iterator[bytes]:
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if call is not None:
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        self._items.append(block)
         yield self._event("content_block_start", content_block=block)
 
-    def _close(self) -> Iterator[bytes]:
-        """End the last block, if there is one."""
-        if self._blocks:
-            if self._blocks[-1]["type"] == "tool_use":
-                self._blocks[-1]["input"] = _read_arguments(self._arguments)
-                self._arguments = ""
+    def _extend(self, text: str) -> bytes:
+        kind, name = ("text_delta", "text") if self._is_text else ("input_json_delta", "partial_json")
+        return self._event("content_block_delta", delta={"type": kind, name: text})
+
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
+        for block in self._items[-1:]:
+            # The arguments are empty if the output ended before they were complete.
+            block |= {"text": self._text} if self._is_text else {"input": read_object(self._text) or {}}
             yield self._event("content_block_stop")
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        """Return an event of the last block."""
+        return event({"type": kind, "index": len(self._items) - 1, **fields})
+
+    def _response(self, done: Sequence[Completion]) -> dict[str, Any]:
+        return {**self._message(), **self._stop(done[0]), "usage": self._usage(done)}
 
     def _message(self) -> dict[str, Any]:
         return {
             "id": f"msg_{self.request_id}", "type": "message", "role": "assistant", "model": self.model,
-            "content": self._blocks, "stop_reason": None, "stop_sequence": None,
+            "content": self._items, "stop_reason": None, "stop_sequence": None,
             "usage": {"input_tokens": self.request.num_prompt_tokens, "output_tokens": 0},
         }  # fmt: skip
 
     def _stop(self, done: Completion) -> dict[str, Any]:
         """Return why the output ended."""
         sequence = done.stop_reason if isinstance(done.stop_reason, str) else None
-        calls = any(block["type"] == "tool_use" for block in self._blocks)
+        calls = any(block["type"] == "tool_use" for block in self._items)
         reason = "max_tokens" if done.finish_reason == "length" else "tool_use" if calls else "end_turn"
         return {"stop_reason": reason if sequence is None else "stop_sequence", "stop_sequence": sequence}
 
@@ -152,12 +127,3 @@ class AnthropicFormat(Format):
             "cache_read_input_tokens": cached, "output_tokens": counts["completion_tokens"],
             "speculation": counts["speculation"],
         }  # fmt: skip
-
-
-def _read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object, empty if the output ended before they were complete."""
-    try:
-        value = strict_json(text.encode())
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -67,7 +67,7 @@ class App:
         """Return the ASGI app, wrapped in the gate."""
         posts: dict[str, Any] = dict.fromkeys(FORMATS, self.answer)
         fields = {"prompt", "messages", *FOR_TEMPLATE}
-        posts[COUNT_TOKENS] = partial(self._read, self.count_tokens, anthropic_messages.FIELDS)
+        posts[COUNT_TOKENS] = partial(self._read, self.count_tokens, set())
         posts["/tokenize"] = partial(self._read, self.tokenize, fields)
         posts["/detokenize"] = partial(self._read, self.detokenize, {"tokens"})
         gets = {"/": self.page, "/page/{name}": self.page, "/health": self.health}
@@ -126,7 +126,6 @@ class App:
             raise HTTPError(404, message, "model", "model_not_found")
 
     def count_tokens(self, body: dict[str, Any]) -> Response:
-        body = {**body, "max_tokens": 1}
         request = read_request(self.llm, MESSAGES, body, anthropic_messages.translate)
         return JSONResponse({"input_tokens": request.num_prompt_tokens})
 

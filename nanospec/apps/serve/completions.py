@@ -8,7 +8,8 @@ from typing import Any
 
 from ...outputs import Completion
 from ..openai_format import CHAT, choice, counts, finish_reasons, logprobs, response_header, usage
-from ..tool_calls import CallStart, Part, Text
+from ..tool_calls.offer import call_object
+from ..tool_calls.parser import CallStart, Part, Text
 from .answers import Format, event
 from .jobs import Delta
 
@@ -79,15 +80,12 @@ class OpenAIFormat(Format):
         """Return the delta of a part of output i."""
         if isinstance(part, Text):
             return {"content": part.text}
-        call: dict[str, Any] = {"index": part.number, "function": {"arguments": getattr(part, "text", "")}}
+        call: dict[str, Any] = {"index": part.number}
         if isinstance(part, CallStart):
             self._num_calls[i] += 1
-            call = {
-                **call,
-                "id": part.id,
-                "type": "function",
-                "function": {"name": part.name, "arguments": ""},
-            }
+            call |= call_object(part.id, part.name)
+        else:
+            call["function"] = {"arguments": part.text}
         return {"tool_calls": [call]}
 
     def _choice(

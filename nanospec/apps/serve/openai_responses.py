@@ -9,12 +9,11 @@ from typing import Any
 
 from ...outputs import Completion
 from ...text import shown
-from ..openai_format import usage
-from ..tool_calls import CallArguments, CallStart
-from .answers import Format, event
+from ..openai_format import text_of, usage
+from ..tool_calls.parser import CallStart
+from .answers import event
 from .gate import HTTPError
-from .jobs import Delta
-from .translation import Conversation, nonempty_list, required, shared_fields, text_of, tool_fields
+from .translation import Conversation, ItemFormat, required, shared_fields, tool_fields
 
 RESPONSES = "/v1/responses"
 UNSUPPORTED = {  # field -> what to do instead
@@ -22,21 +21,18 @@ UNSUPPORTED = {  # field -> what to do instead
     "conversation": "send the whole conversation as input", "prompt": "use instructions and input",
     "top_logprobs": "use /v1/chat/completions",
 }  # fmt: skip
-FIELDS = {
+FIELDS = (
     *UNSUPPORTED, "input", "instructions", "max_output_tokens", "text", "tools", "tool_choice",
     "parallel_tool_calls",
     # These do not affect the output of a model without hidden reasoning, or only select a service.
     "include", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream_options",
     "truncation", "user",
-}  # fmt: skip
+)  # fmt: skip
 TEXT = ("input_text", "output_text", "text")
 TOOL_CHOICES = {name: name for name in ("auto", "required", "none", "function")}
-ECHOED: dict[str, Any] = {  # fields of the request that are part of the response, with their defaults
-    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
-    "reasoning": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
-    "truncation": "disabled", "user": None,
-}  # fmt: skip
+REPEATED = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # in the response, with defaults
+TEXT_EVENT = {"content_index": 0, "logprobs": []}
 
 
 def translate(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,79 +42,84 @@ def translate(body: Mapping[str, Any]) -> dict[str, Any]:
         if body.get(name):
             raise ValueError(f"{name} is not supported; {advice}.")
     if instructions := body.get("instructions"):
-        messages.add("system", text_of(instructions, ()))
+        messages.add("system", text_of("instructions", instructions))
     if isinstance(body.get("input"), str):
         messages.add("user", body["input"])
     else:
-        for item in nonempty_list(body, "input"):
+        for item in required(body, "input", list):
             _translate_item(item, messages)
     chat |= {"messages": messages, "max_tokens": body.get("max_output_tokens")}
     chat |= {"parallel_tool_calls": body.get("parallel_tool_calls")}
     chat |= tool_fields(body, "parameters", ("function",), TOOL_CHOICES)
-    text = required({"text": body.get("text") or {}}, "text", dict)
-    format = required({"format": text.get("format") or {}}, "format", dict)
-    if format.get("type") == "json_schema":
+    format = required(body, "text", dict).get("format") if body.get("text") else None
+    if isinstance(format, dict) and format.get("type") == "json_schema":
         schema = {name: value for name, value in format.items() if name != "type"}
         format = {"type": "json_schema", "json_schema": schema}
-    return {**chat, "response_format": format or None}
+    return {**chat, "response_format": format}
 
 
 def _translate_item(item: Any, messages: Conversation) -> None:
     """Append an input item to `messages`."""
     match (item.get("type") or "message") if isinstance(item, dict) else item:
         case "message":
-            messages.add(required(item, "role"), text_of(item.get("content"), TEXT))
+            messages.add(required(item, "role"), text_of("content", item.get("content"), TEXT))
         case "function_call":
             messages.add_call(*(required(item, name) for name in ("call_id", "name", "arguments")))
         case "function_call_output":
-            messages.add_result(required(item, "call_id"), text_of(item.get("output"), TEXT))
+            messages.add_result(required(item, "call_id"), text_of("output", item.get("output"), TEXT))
         case "reasoning":
             pass
         case kind:
             raise ValueError(f'"input" contains {shown(kind)}, but only text and functions are supported.')
 
 
-class ResponsesFormat(Format):
+class ResponsesFormat(ItemFormat):
     """The format of responses."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._created, self._sequence = int(time.time()), count()
-        self._items: list[dict[str, Any]] = []  # of the output, so far
-
-    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        for _ in (*self.update(Delta(0, done[0].pieces, [], {}, done[0])), *self.end(done)):
-            pass  # only the items are needed
-        return self._response(_status(done), done)
 
     def begin(self) -> Iterator[bytes]:
-        yield self._event("created", response=self._response("in_progress"))
-        yield self._event("in_progress", response=self._response("in_progress"))
-
-    def update(self, delta: Delta) -> Iterator[bytes]:
-        for part in self.parts(delta):
-            if isinstance(part, CallStart):
-                call = {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""}
-                yield from self._open("fc", call)
-            elif isinstance(part, CallArguments):
-                self._items[-1]["arguments"] += part.text
-                yield self._item_event("function_call_arguments.delta", delta=part.text)
-            else:
-                if not self._items or self._items[-1]["type"] != "message":
-                    yield from self._open("msg", {"type": "message", "role": "assistant", "content": []})
-                    content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                    self._items[-1]["content"].append(content)
-                    yield self._item_event("content_part.added", content_index=0, part=content)
-                self._items[-1]["content"][0]["text"] += part.text
-                yield self._item_event("output_text.delta", content_index=0, delta=part.text, logprobs=[])
+        for status in ("created", "in_progress"):
+            yield self._event(status, response=self._with_status("in_progress"))
 
     def end(self, done: Sequence[Completion]) -> Iterator[bytes]:
         yield from self._close(status := _status(done))
-        yield self._event(status, response=self._response(status, done))
+        yield self._event(status, response=self._response(done))
 
     def failed(self, error: HTTPError) -> bytes:
         details = {"code": "server_error", "message": error.detail}
-        return self._event("failed", response={**self._response("failed"), "error": details})
+        return self._event("failed", response={**self._with_status("failed"), "error": details})
+
+    def _open(self, call: CallStart | None) -> Iterator[bytes]:
+        prefix, item = "msg", {"type": "message", "role": "assistant", "content": []}
+        if call is not None:
+            prefix = "fc"
+            item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+        item_id = f"{prefix}_{self.request_id}_{len(self._items)}"
+        self._items.append({"id": item_id, "status": "in_progress", **item})
+        yield self._item_event("output_item.added", item=self._items[-1])
+        if call is None:
+            yield self._item_event("content_part.added", content_index=0, part=_content(""))
+
+    def _extend(self, text: str) -> bytes:
+        if self._is_text:
+            return self._item_event("output_text.delta", delta=text, **TEXT_EVENT)
+        return self._item_event("function_call_arguments.delta", delta=text)
+
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
+        for item in self._items[-1:]:
+            item["status"] = status
+            if self._is_text:
+                item["content"] = [part := _content(self._text)]
+                yield self._item_event("output_text.done", text=self._text, **TEXT_EVENT)
+                yield self._item_event("content_part.done", content_index=0, part=part)
+            else:
+                item["arguments"] = self._text
+                arguments = {"name": item["name"], "arguments": self._text}
+                yield self._item_event("function_call_arguments.done", **arguments)
+            yield self._item_event("output_item.done", item=item)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return event({"type": f"response.{kind}", "sequence_number": next(self._sequence), **fields})
@@ -128,44 +129,29 @@ class ResponsesFormat(Format):
         where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return self._event(kind, **where, **fields)
 
-    def _open(self, prefix: str, item: dict[str, Any]) -> Iterator[bytes]:
-        yield from self._close("completed")
-        item_id = f"{prefix}_{self.request_id}_{len(self._items)}"
-        self._items.append({"id": item_id, "status": "in_progress", **item})
-        yield self._item_event("output_item.added", item=self._items[-1])
-
-    def _close(self, status: str) -> Iterator[bytes]:
-        """End the last item, if there is one."""
-        for item in self._items[-1:]:
-            item["status"] = status
-            if item["type"] == "message":
-                [part] = item["content"]
-                yield self._item_event("output_text.done", content_index=0, text=part["text"], logprobs=[])
-                yield self._item_event("content_part.done", content_index=0, part=part)
-            else:
-                arguments = {"name": item["name"], "arguments": item["arguments"]}
-                yield self._item_event("function_call_arguments.done", **arguments)
-            yield self._item_event("output_item.done", item=item)
-
-    def _response(self, status: str, done: Sequence[Completion] = ()) -> dict[str, Any]:
-        body, params = self.request.body, self.request.params
-        echoed = {n: default if body.get(n) is None else body[n] for n, default in ECHOED.items()}
+    def _with_status(self, status: str) -> dict[str, Any]:
+        """Return a response without its usage."""
+        body = self.request.body
         return {
             "id": f"resp_{self.request_id}", "object": "response", "created_at": self._created,
-            "status": status, "error": None, "model": self.model, "output": self._items, **echoed,
+            "status": status, "error": None, "model": self.model, "output": self._items,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "temperature": params.temperature, "top_p": params.top_p, "previous_response_id": None,
-            "store": False, "background": False, "usage": self._usage(done) if done else None,
+            **{n: default if body.get(n) is None else body[n] for n, default in REPEATED.items()},
         }  # fmt: skip
 
-    def _usage(self, done: Sequence[Completion]) -> dict[str, Any]:
+    def _response(self, done: Sequence[Completion]) -> dict[str, Any]:
         counts = usage(self.request.num_prompt_tokens, done, 1)
-        return {
+        counted = {
             "input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"],
-            "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": counts["prompt_tokens_details"],
             "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": counts["total_tokens"],
             "speculation": counts["speculation"],
         }  # fmt: skip
+        return {**self._with_status(_status(done)), "usage": counted}
+
+
+def _content(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _status(done: Sequence[Completion]) -> str:

@@ -14,9 +14,9 @@ from ...text.chat import OPTIONAL
 from ..json_input import strict_json
 from ..openai_format import CHAT, IGNORED, RENAMED, translate_request
 from ..tasks import parse_task, template_variables
-from ..tool_calls import Parser
 from ..tool_calls.formats import prepare
 from ..tool_calls.offer import FIELDS
+from ..tool_calls.parser import CallParser
 from .gate import HTTPError
 
 MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, characters of each
@@ -37,7 +37,7 @@ class APIRequest:
     streams: bool
     include: frozenset[str]  # of `STREAM_OPTIONS`
     salt: bytes  # the request's cache_salt; requests with different salts share no cached prefixes
-    parser: Callable[[], Parser] | None = None  # of tool calls, if the request offers tools
+    parser: Callable[[], CallParser] | None = None  # of tool calls, if the request offers tools
     body: Mapping[str, Any] = field(default_factory=dict)  # as received
     log_fields: dict[str, Any] = field(default_factory=dict)  # fields without effect, and other notes
 

@@ -1,12 +1,17 @@
-"""Common parts of the translations of other APIs' requests to OpenAI's chat completions."""
+"""Common parts of the APIs whose requests are translated to OpenAI's chat completions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from ...outputs import Completion
 from ...text import shown
 from ..options import did_you_mean
+from ..tool_calls.offer import call_object
+from ..tool_calls.parser import CallStart, Text
+from .answers import Format
+from .jobs import Delta
 
 # Fields with the same meaning as in a chat completion. Most are extensions of the other APIs.
 SHARED = (
@@ -14,7 +19,7 @@ SHARED = (
     "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "num_speculative_tokens", "prediction", "chat_template_kwargs", "cache_salt",
 )  # fmt: skip
-KINDS = {str: "a string", dict: "an object", list: "a list"}
+KINDS = {str: "a string", dict: "an object", list: "a non-empty list"}
 
 
 class Conversation(list[dict[str, Any]]):
@@ -30,8 +35,7 @@ class Conversation(list[dict[str, Any]]):
         return self[-1]
 
     def add_call(self, call_id: str, name: str, arguments: str) -> None:
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self.add("assistant").setdefault("tool_calls", []).append(call)
+        self.add("assistant").setdefault("tool_calls", []).append(call_object(call_id, name, arguments))
 
     def add_result(self, call_id: str, text: str) -> None:
         self.append({"role": "tool", "tool_call_id": call_id, "content": text})
@@ -47,27 +51,10 @@ def shared_fields(body: Mapping[str, Any], known: Collection[str]) -> dict[str, 
 
 def required(part: Any, name: str, kind: Any = str) -> Any:
     """Return a field of an object. Raises ValueError if it is missing or not of the type `kind`."""
-    if not isinstance(part, dict) or not isinstance(part.get(name), kind):
-        raise ValueError(f'{shown(part)} must have the field "{name}", {KINDS[kind]}.')
-    return part[name]
-
-
-def nonempty_list(body: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a field that is a non-empty list. Raises ValueError if it is not."""
-    if not isinstance(body.get(name), list) or not body[name]:
-        raise ValueError(f'"{name}" must be a non-empty list, got {shown(body.get(name))}.')
-    return list(body[name])
-
-
-def text_of(content: Any, kinds: Collection[str], separator: str = "") -> str:
-    """Return the text of a string or of a list of parts whose types are in `kinds`. Raises ValueError."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in kinds:
-            raise ValueError(f"content must be text, got {shown(part)}.")
-    return separator.join(required(part, "text") for part in parts)
+    value = part.get(name) if isinstance(part, dict) else None
+    if not isinstance(value, kind) or value == []:
+        raise ValueError(f'"{name}" must be {KINDS[kind]}, got {shown(value)}.')
+    return value
 
 
 def tool_fields(
@@ -75,18 +62,58 @@ def tool_fields(
 ) -> dict[str, Any]:
     """Return the `tools` and `tool_choice` of a chat completion. Tools have one of the `types` and the field
     `schema`; `choices` renames the types of `tool_choice`, where "function" is that of a named one."""
-    fields: dict[str, Any] = {}
-    for tool in (body.get("tools") and nonempty_list(body, "tools")) or ():
+    tools, choice = [], body.get("tool_choice")
+    for tool in required(body, "tools", list) if body.get("tools") else ():
         if not isinstance(tool, dict) or tool.get("type") not in types:
             raise ValueError(f'"tools" contains {shown(tool)}, but only functions are supported.')
-        function = {"name": required(tool, "name"), "parameters": tool.get(schema)}
+        function = {"name": tool.get("name"), "parameters": tool.get(schema)}
         function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
-        fields.setdefault("tools", []).append({"type": "function", "function": function})
-    if (choice := body.get("tool_choice")) is not None:
-        kind = choice.get("type") if isinstance(choice, dict) else choice
-        if kind not in [*choices]:
-            raise ValueError(f'"tool_choice" is {shown(choice)}, but must be one of {", ".join(choices)}.')
-        fields["tool_choice"] = choices[kind]
-        if choices[kind] == "function":
-            fields["tool_choice"] = {"type": "function", "function": {"name": required(choice, "name")}}
-    return fields
+        tools.append({"type": "function", "function": function})
+    kind: Any = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in [None, *choices]:
+        raise ValueError(f'"tool_choice" is {shown(choice)}, but must be one of {", ".join(choices)}.')
+    chosen: Any = choices.get(kind)
+    if chosen == "function":
+        chosen = {"type": "function", "function": {"name": required(choice, "name")}}
+    return {"tools": tools, "tool_choice": chosen}
+
+
+class ItemFormat(Format):
+    """The format of an API whose output is a list of items, texts and calls, which are streamed in turn."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._items: list[dict[str, Any]] = []  # so far
+        self._is_text = False  # whether the last item is a text
+        self._text = ""  # of the last item, or the arguments of its call
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        for _ in (*self.update(Delta(0, done[0].pieces, [], {}, done[0])), *self.end(done)):
+            pass  # only the items are needed
+        return self._response(done)
+
+    def update(self, delta: Delta) -> Iterator[bytes]:
+        for part in self.parts(delta):
+            if isinstance(part, CallStart) or (isinstance(part, Text) and not self._is_text):
+                yield from self._close()
+                self._is_text, self._text = isinstance(part, Text), ""
+                yield from self._open(part if isinstance(part, CallStart) else None)
+            if not isinstance(part, CallStart):
+                self._text += part.text
+                yield self._extend(part.text)
+
+    def _response(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """Return the response with all items."""
+        raise NotImplementedError
+
+    def _open(self, call: CallStart | None) -> Iterator[bytes]:
+        """Append an item, a text or a call, and return its first events."""
+        raise NotImplementedError
+
+    def _extend(self, text: str) -> bytes:
+        """Return the event of a new part of the last item."""
+        raise NotImplementedError
+
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
+        """Complete the last item, if there is one, and return its last events."""
+        raise NotImplementedError

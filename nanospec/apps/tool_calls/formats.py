@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...config import SamplingParams
-from . import Parser
 from .grammar import grammar_of
 from .hermes import HERMES
 from .llama3 import LLAMA3
@@ -26,7 +25,7 @@ FORMATS = (MISTRAL_ARGS, MISTRAL, HERMES, LLAMA3)  # the first one that matches 
 
 def prepare(
     tools: ToolSet, tokenizer: Tokenizer, params: SamplingParams
-) -> tuple[SamplingParams, Callable[[], Parser]]:
+) -> tuple[SamplingParams, Callable[[], CallParser]]:
     """Return the parameters of a request that offers tools, and the constructor of the parser of an output.
     Raises ValueError if the model's chat template or the `response_format` do not support tools."""
     format, answer = _format_of(tokenizer.tool_template), params.response_format

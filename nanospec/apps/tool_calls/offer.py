@@ -84,6 +84,11 @@ def read_calls(calls: Any) -> list[dict[str, Any]]:
     return read
 
 
+def call_object(id: str, name: str, arguments: str = "") -> dict[str, Any]:
+    """Return a call in OpenAI's format."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def read_object(text: str) -> dict[str, Any] | None:
     """Parse a JSON object; return None for anything else."""
     try:

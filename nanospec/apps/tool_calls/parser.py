@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, NamedTuple
 from uuid import uuid4
 
-from . import CallArguments, CallStart, Part, Text
-from .offer import read_object
+from .offer import call_object, read_object
 
 SPACE = " \t\r\n"
 SEPARATORS = SPACE + "}],;"  # after the arguments of a call
@@ -23,6 +23,30 @@ HEAD = re.compile(
     r"|([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)"  # newer Mistral models
 )
 NAME_PART = re.compile(r"[\w.\-\[\]]*")  # may become a match of the second alternative
+
+
+class Text(NamedTuple):
+    """Text for the user."""
+
+    text: str
+
+
+class CallStart(NamedTuple):
+    """The start of call `number` (from 0) of the output: its id and the name of the function."""
+
+    number: int
+    id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """The next part of the arguments, as JSON text, of call `number`."""
+
+    number: int
+    text: str
+
+
+Part = Text | CallStart | CallArguments
 
 
 class CallFormat(NamedTuple):
@@ -60,10 +84,10 @@ class ObjectEnd:
 
 
 class CallParser:
-    """Splits an output into text and at most `limit` calls; further calls are dropped. Implements `Parser`.
+    """Splits an output into text and at most `limit` calls; further calls are dropped.
 
     Whitespace next to a call is dropped, since chat templates add their own. A state is a method that returns
-    the parts at the start of the pending text, or None if it needs more text.
+    the parts at the start of the pending text and sets the next state, or returns None to wait for more text.
     """
 
     def __init__(self, format: CallFormat, limit: float) -> None:
@@ -71,9 +95,10 @@ class CallParser:
         self._text = ""  # pending
         self._begin = ""  # text before the current call, returned if it is not a call
         self._end = format.closing.strip()
-        self._state = self._in_text if format.opening else self._at_start
+        self._state: Callable[[], list[Part] | None] = self._in_text if format.opening else self._at_start
 
     def push(self, text: str) -> list[Part]:
+        """Return the parts that `text` completes, holding back text that may be the start of a call."""
         self._text += text
         parts: list[Part] = []
         while (found := self._state()) is not None:
@@ -81,23 +106,24 @@ class CallParser:
         return [part for part in parts if isinstance(part, Text) or part.number < self._limit]
 
     def flush(self) -> list[Part]:
+        """Return the rest at the end of the output. A call that is not valid is returned as text."""
         text = self._begin + self._text
-        is_end = self._state == self._after_arguments and self._end.startswith(text.strip(SEPARATORS))
-        return [] if not text or is_end or (self._count and not text.strip()) else [Text(text)]
+        if self._state == self._after_arguments or (self._count and not text.strip()):
+            return []
+        return _text(text)
 
     def _at_start(self) -> list[Part] | None:
         if not self._text.strip():
             return None
-        is_call = self._text.lstrip().startswith("{")
-        return self._enter_head("") if is_call else self._enter(self._in_text)
-
-    def _enter(self, state: Callable[[], list[Part] | None], *parts: Part) -> list[Part]:
-        self._state = state
-        return list(parts)
+        if self._text.lstrip().startswith("{"):
+            return self._enter_head("")
+        self._state = self._in_text
+        return []
 
     def _enter_head(self, begin: str) -> list[Part]:
         self._begin, self._object, self._num_scanned = begin, ObjectEnd(), 0
-        return self._enter(self._in_head)
+        self._state = self._in_head
+        return []
 
     def _in_text(self) -> list[Part] | None:
         text, marker = self._text, self._format.begin
@@ -105,23 +131,21 @@ class CallParser:
         lengths = range(min(len(marker) - 1, len(text)), 0, -1)
         held = next((n for n in lengths if text.endswith(marker[:n])), 0)  # may be the start of the marker
         before = text[: at if at >= 0 else len(text) - held].rstrip()
-        parts: list[Part] = [Text(before)] if before else []
         if at < 0:
             self._text = text[len(before) :]
-            return parts or None
+            return _text(before) or None
         self._text = text[at + len(marker) :]
         self._enter_head(text[len(before) : at + len(marker)])
-        return parts
+        return _text(before)
 
     def _in_head(self) -> list[Part] | None:
         body = self._text.lstrip(SPACE + "[")
         if match := HEAD.match(body):
             self._begin, self._text, self._object = "", body[match.end() :], ObjectEnd()
+            self._state = self._in_arguments
             self._count += 1
             id = self._format.id_format.format(uuid4().hex)
-            start = CallStart(self._count - 1, id, match[match.lastindex or 0])
-            return self._enter(self._in_arguments, start)
-        end = 0
+            return [CallStart(self._count - 1, id, match[1] or match[2])]
         if body.startswith("{"):
             if not (end := self._object.push(body[self._num_scanned :])):
                 self._num_scanned = len(body)
@@ -130,11 +154,11 @@ class CallParser:
             if call := _usual_order(body[:end]):
                 self._text = call + body[end:]
                 return []
-            end += len(self._text) - len(body)
         elif NAME_PART.fullmatch(body):
             return None
-        text, self._begin, self._text = self._begin + self._text[:end], "", self._text[end:]
-        return self._enter(self._in_text, Text(text))
+        begin, self._begin = self._begin, ""
+        self._state = self._in_text
+        return _text(begin)
 
     def _in_arguments(self) -> list[Part] | None:
         end = self._object.push(self._text)
@@ -145,23 +169,42 @@ class CallParser:
 
     def _after_arguments(self) -> list[Part] | None:
         rest = self._text.lstrip(SEPARATORS)
-        if self._end and rest.startswith(self._end):
-            self._text = rest[len(self._end) :]
-            return self._enter(self._in_text)
         if rest.startswith('"') and "}" in rest:  # more keys, such as an id
             self._text = rest[rest.index("}") :]
             return []
         if rest.startswith('"') or self._end.startswith(rest) or self._format.begin.startswith(rest):
             return None
-        self._text = rest
-        return self._enter_head("") if rest.startswith("{") else self._enter(self._in_text)
+        self._text = rest.removeprefix(self._end)
+        if rest.startswith("{"):
+            return self._enter_head("")
+        self._state = self._in_text
+        return []
+
+
+def parse(
+    pieces: Iterable[str], new_parser: Callable[[], CallParser] | None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text for the user and the calls, in OpenAI's format, of an output in pieces."""
+    if new_parser is None:
+        return "".join(pieces), []
+    parser, text, calls = new_parser(), "", list[dict[str, Any]]()
+    for part in chain(*map(parser.push, pieces), parser.flush()):
+        if isinstance(part, Text):
+            text += part.text
+        elif isinstance(part, CallStart):
+            calls.append(call_object(part.id, part.name))
+        else:
+            calls[-1]["function"]["arguments"] += part.text
+    return text, calls
+
+
+def _text(text: str) -> list[Part]:
+    return [Text(text)] if text else []
 
 
 def _usual_order(text: str) -> str:
     """Return a call with its keys in the order of `HEAD`, or "" if `text` is not a call."""
     call = read_object(text) or {}
     arguments = call.get("arguments", call.get("parameters"))
-    if isinstance(arguments, str):  # encoded twice
-        arguments = read_object(arguments)
     text = json.dumps({"name": call.get("name"), "arguments": arguments}, ensure_ascii=False)
     return text if HEAD.match(text) else ""

@@ -15,9 +15,9 @@ from nanospec.apps.batch.run import Batch, run_batch
 from nanospec.apps.openai_format import CHAT
 from nanospec.apps.serve.gate import HTTPError
 from nanospec.apps.serve.requests import read_request
-from nanospec.apps.tool_calls import parse
 from nanospec.apps.tool_calls.formats import prepare
 from nanospec.apps.tool_calls.offer import read_tools
+from nanospec.apps.tool_calls.parser import parse
 from tests.nanospec.apps.batch.test_run import tasks_of_lines
 from tests.nanospec.apps.serve.conftest import MODEL, serving
 from tests.tiny import checkpoint, tiny_tokenizer
@@ -114,9 +114,9 @@ def test_grammars_of_all_formats(llm: LLM, name: str, monkeypatch: pytest.Monkey
         assert offered is not None
         params, make = prepare(offered, llm.tokenizer, SamplingParams(max_tokens=100, seed=1, **more))
         [done] = llm.generate("ab", params)[0].outputs
-        text, [call] = parse(done.text, make)
+        text, [call] = parse([done.text], make)
         assert (text, done.finish_reason) == ("", "stop")
-        assert is_green(call.name, call.arguments)
+        assert is_green(*call["function"].values())
 
 
 def test_unconstrained_output_is_text(client: openai.OpenAI) -> None:

@@ -1,6 +1,5 @@
 """Anthropic's Messages API and OpenAI's Responses API, through the official clients."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from nanospec.apps.serve import anthropic_messages, app, jobs, openai_responses
 from nanospec.apps.serve.anthropic_messages import COUNT_TOKENS, MESSAGES
 from nanospec.apps.serve.openai_responses import RESPONSES
-from nanospec.apps.tool_calls import CallArguments, CallStart, Part, Text
+from nanospec.apps.tool_calls.parser import CallArguments, CallStart, Part, Text
 from tests.alphabet import ALPHABET, after, make
 from tests.nanospec.apps.serve.conftest import MODEL, Served, serving
 
@@ -110,23 +109,19 @@ def test_messages(clients: Any) -> None:
     message_of(clients[0], messages=user, extra_body={"temperature": 25, "seed": 5})
 
 
-def test_responses(served: Served, clients: Any) -> None:
+def test_responses(clients: Any) -> None:
     response = response_of(clients[1], input=PROMPT)
     assert (response.output_text, response.status) == (ALPHABET[4:], "completed")
-    assert (response.object, response.model, response.temperature) == ("response", MODEL, 0)
+    assert (response.object, response.model, response.tool_choice) == ("response", MODEL, "auto")
     turns = [*HISTORY, {"role": "user", "content": [{"type": "input_text", "text": "abcd"}]}]
     ignored: Any = {"store": True, "include": ["reasoning.encrypted_content"], "reasoning": {"effort": "low"}}
     response = response_of(clients[1], input=turns, instructions="xyz", max_output_tokens=3, **ignored)
-    assert (response.output_text, response.instructions) == ("efg", "xyz")
+    assert response.output_text == "efg"
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.usage.total_tokens == response.usage.input_tokens + 3
     schema: Any = {"type": "json_schema", "name": "n", "schema": {"const": True}, "strict": True}
     assert response_of(clients[1], input=PROMPT, text={"format": schema}).output_text == "true"
     response_of(clients[1], input=PROMPT, extra_body={"temperature": 25, "seed": 5})
-    content = json.dumps({"input": "a", "metadata": {"x": "\ud800"}, "max_output_tokens": 1})
-    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
-    raw = served.ask("POST", RESPONSES, content=content, headers=headers)
-    assert raw.json()["metadata"] == {"x": "?"}
 
 
 def test_message_continues_prefill(clients: Any) -> None:
@@ -192,8 +187,6 @@ def test_translation_of_messages() -> None:
     assert translate(body) == {**CHAT, "stop": None}
     for kind, expected in (("auto", "auto"), ("any", "required"), ("none", "none")):
         assert translate({**body, "tool_choice": {"type": kind}})["tool_choice"] == expected
-    prefill = translate({**body, "messages": HISTORY})
-    assert (prefill["continue_final_message"], prefill["add_generation_prompt"]) == (True, False)
 
 
 def test_translation_of_responses() -> None:
@@ -217,18 +210,17 @@ def test_translation_of_responses() -> None:
 USER: Any = {"messages": [{"role": "user", "content": "a"}]}
 IMAGE: Any = {"type": "image", "source": {"type": "base64", "data": "x" * 4000}}
 INVALID: list[tuple[str, dict[str, Any], str]] = [
-    (MESSAGES, {"max_tokens": None}, '"max_tokens" is required.'),
     (MESSAGES, {"max_token": 1}, "unknown field 'max_token'; did you mean max_tokens?"),
     (MESSAGES, {"n": 2, "logprobs": True}, "unknown field 'logprobs'"),
     (MESSAGES, {"max_tokens": 0}, "max_tokens=0 must be"),
     (MESSAGES, {"messages": []}, '"messages" must be a non-empty list, got [].'),
-    (MESSAGES, {"messages": [1]}, '1 must have the field "role", a string.'),
-    (MESSAGES, {"messages": [{"role": "user"}]}, 'must have the field "content", a list.'),
+    (MESSAGES, {"messages": [1]}, '"role" must be a string, got None.'),
+    (MESSAGES, {"messages": [{"role": "user"}]}, '"content" must be a non-empty list, got None.'),
     (MESSAGES, {"messages": [{"role": "tool", "content": "a"}]}, "the role 'tool'; use"),
     (
         MESSAGES,
         {"messages": [{"role": "user", "content": [IMAGE]}]},
-        "content must be text, got {'type': 'image'",
+        "content\" contains {'type': 'image'",
     ),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, '"tool_use_id"'),
     (MESSAGES, {"messages": [{"role": "user", "content": "a" * 200}]}, "The prompt has 200 tokens"),
@@ -240,14 +232,14 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (
         RESPONSES,
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        "must be text, got {'type': 'input_i",
+        "contains {'type': 'input_i",
     ),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "contains 'item_reference', but"),
-    (RESPONSES, {"input": [{"type": "function_call", "call_id": "c"}]}, '"name", a string'),
+    (RESPONSES, {"input": [{"type": "function_call", "call_id": "c"}]}, '"name" must be a string'),
     (RESPONSES, {"input": "a", "previous_response_id": "x"}, "previous_response_id is not supported; send"),
     (RESPONSES, {"input": "a", "background": True}, "background is not supported; use stream."),
     (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "only functions are supported"),
-    (RESPONSES, {"input": "a", "text": 1}, '"text", an object'),
+    (RESPONSES, {"input": "a", "text": 1}, '"text" must be an object'),
     (RESPONSES, {"input": "a", "max_tokens": 1}, "unknown field 'max_tokens'"),
 ]
 

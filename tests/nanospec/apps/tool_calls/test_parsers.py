@@ -4,11 +4,10 @@ from functools import partial
 
 import pytest
 
-from nanospec.apps.tool_calls import Call, CallArguments, CallStart, join, parse
 from nanospec.apps.tool_calls.hermes import HERMES
 from nanospec.apps.tool_calls.llama3 import LLAMA3
 from nanospec.apps.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
-from nanospec.apps.tool_calls.parser import CallFormat, CallParser
+from nanospec.apps.tool_calls.parser import CallArguments, CallFormat, CallParser, CallStart, parse
 
 ODD = '{"q": "a \\"}{\\\\", "l": [1, {"é": null}],\n "m": "</tool_call> ["}'  # braces and markers in strings
 ONE = '{"name": "f", "arguments": {"x": 1}}'
@@ -22,7 +21,6 @@ CASES: dict[str, tuple[CallFormat, str, str, list[tuple[str, str]]]] = {  # form
         "<B", [("g", ODD), *X],
     ),
     "hermes, other order": (HERMES, '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", X),
-    "hermes, encoded twice": (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"x\\":1}"}', "", X),
     "hermes, brace missing": (HERMES, f"<tool_call>{ONE[:-1]}\n</tool_call>!", "!", X),
     "hermes, marker missing": (HERMES, f"<tool_call>{ONE}\n</tool", "", X),
     "hermes, cut": (HERMES, f"<tool_call>{ONE[:-4]}", "", [("f", '{"x":')]),
@@ -46,9 +44,9 @@ def test_any_pieces_give_the_same_parts(name: str) -> None:
     format, output, text, calls = CASES[name]
     cuts = [(i, j) for i in range(len(output)) for j in (i, i + 1, i + 3, i + 11)]
     for pieces in [list(output), *([output[:i], output[i:j], output[j:]] for i, j in cuts)]:
-        parser = CallParser(format, 9)
-        found = join([*(part for piece in pieces for part in parser.push(piece)), *parser.flush()])
-        assert (found[0], [call[1:] for call in found[1]]) == (text, calls), pieces
+        found, objects = parse(pieces, partial(CallParser, format, 9))
+        functions = [call["function"] for call in objects]
+        assert (found, [(call["name"], call["arguments"]) for call in functions]) == (text, calls), pieces
 
 
 def test_arguments_are_returned_as_they_are_generated() -> None:
@@ -59,9 +57,10 @@ def test_arguments_are_returned_as_they_are_generated() -> None:
 
 
 def test_limit_of_calls_and_ids() -> None:
-    text, [call] = parse(f"<tool_call>{ONE}</tool_call>" * 2 + "B", partial(CallParser, HERMES, 1))
-    assert (text, call) == ("B", Call(call.id, "f", '{"x": 1}'))
-    assert len(call.id.removeprefix("call_")) == 24
-    _, [one, other] = parse(f"[TOOL_CALLS][{ONE},{ONE}]", partial(CallParser, MISTRAL, 9))
-    assert all(call.id.isalnum() and len(call.id) == 9 for call in (one, other))
-    assert one.id != other.id
+    text, [call] = parse(["<tool_call>", ONE, "</tool_call>"] * 2 + ["B"], partial(CallParser, HERMES, 1))
+    assert (text, call["function"]) == ("B", {"name": "f", "arguments": '{"x": 1}'})
+    assert len(call["id"].removeprefix("call_")) == 24
+    _, calls = parse([f"[TOOL_CALLS][{ONE},{ONE}]"], partial(CallParser, MISTRAL, 9))
+    one, other = (call["id"] for call in calls)
+    assert all(each.isalnum() and len(each) == 9 for each in (one, other))
+    assert one != other
