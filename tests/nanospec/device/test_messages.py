@@ -45,7 +45,10 @@ def test_write_row_sets_columns_from_params() -> None:
     for reference, head in ([], []), ([7, 8], [5, 6]), ([7] * 40, [5, 6]):
         table, expected_reference = row_of(reference=reference), [*head, *reference][:32]
         assert table.reference[0, : table.num_reference].tolist() == expected_reference
-        assert (int(table.num_reference), int(table.reference_start)) == (len(expected_reference), 2 - len(head))
+        assert (int(table.num_reference), int(table.reference_start)) == (
+            len(expected_reference),
+            2 - len(head),
+        )
     table = row_of(logit_bias={2: 1.5})
     assert table.tokens[0, :5].tolist() == [5, 6, 7, 7, 8]
     assert table.stop_ids[0].tolist() == [3, 4] + [-1] * (MAX_STOP_IDS - 2)

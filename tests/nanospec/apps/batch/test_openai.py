@@ -48,7 +48,9 @@ def test_request_fields_are_parsed(tmp_path: Path) -> None:
     counts = {"max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": -100}}
     [task] = tasks_of_lines(tmp_path, chat(messages=parts, **kept, **dropped, **counts, **predicted))
     assert task.messages == HELLO
-    assert task.params == SamplingParams(max_tokens=5, logprobs=2, logit_bias={5: -100}, prediction="ab", **kept)
+    assert task.params == SamplingParams(
+        max_tokens=5, logprobs=2, logit_bias={5: -100}, prediction="ab", **kept
+    )
     own = tasks_of_lines(tmp_path, *({"prompt": "x", "prediction": text} for text in ("ab", [1, 2])))
     assert [task.params.prediction for task in own] == ["ab", [1, 2]]
     without = completions(prompt=[1, 2])
