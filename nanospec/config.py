@@ -225,8 +225,9 @@ class SamplingParams:
         logit_bias: map of token ids to values added to their logits.
         skip_special_tokens: omit special tokens, such as `<|im_end|>`, from the text.
         response_format: format that the output must have, such as {"type": "json_object"}.
-        prediction: text or token ids that the output may resemble, such as a file to be edited. N-gram lookup
-            searches it like the request's own text. It only affects speed.
+        prediction: text (on the command line, a file with it) or token ids that the output may resemble, such
+            as a file to be edited. N-gram lookup searches it like the request's own text. It only affects
+            speed; tokens beyond the context length are not used.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, but for this request. Defaults to
             the engine's values, which the first two cannot exceed. K = 0 disables speculation.
     """

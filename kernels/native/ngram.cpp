@@ -26,10 +26,12 @@ struct Match {
 Match best_match(const int* text, int length, const int* source, int size, int expected, int min_n, int max_n,
                  const std::vector<int>& used) {
     Match best;
-    for (int p = 1; p < size; p++) {
-        int n = 0;
-        while (n < max_n && n < p && n < length && source[p - 1 - n] == text[length - 1 - n]) n++;
-        if (!n || n < min_n || n < best.length || source[p] < 0) continue;
+    const int most = std::min(max_n, length), last = most > 0 ? text[length - 1] : -1;
+    for (int p = 1; p < size && most > 0; p++) {
+        if (source[p - 1] != last) continue;
+        int n = 1;
+        while (n < most && n < p && source[p - 1 - n] == text[length - 1 - n]) n++;
+        if (n < min_n || n < best.length || source[p] < 0) continue;
         const long rank = -2L * std::abs(p - expected) - (p > expected);
         if (n == best.length && rank < best.rank) continue;
         if (!std::count(used.begin(), used.end(), source[p])) best = {n, p, rank};

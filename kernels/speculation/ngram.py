@@ -6,8 +6,8 @@ Two texts are searched: the row's own text (prompt and output) and its reference
 output may repeat, separated by -1. The match is the longest suffix of min_n to max_n tokens that occurs
 earlier in the own text or anywhere in the reference. Among equally long ones, those in the reference come
 first. In the own text, the latest is used, because recent text predicts best; in the reference, the nearest
-to the index aligned with the next token (`Table.reference_start`): the latest takes 1 to 4 % more steps on code
-edits.
+to the index aligned with the next token (`Table.reference_start`), as the latest takes 1 to 4 % more steps on
+code edits.
 
 The occurrence may overlap the suffix. When copying reaches the end of the own text, it restarts at the token
 after the match (as LZ77 copies, Ziv & Lempel, 1977), so that even a text with a short period fills all

@@ -237,7 +237,7 @@ class Limits(NamedTuple):
         return [*map(as_int, prediction[: self.max_model_len])]
 
 
-@lru_cache(maxsize=64)  # called by `check_request`, and for each of the n outputs
+@lru_cache(maxsize=16)  # called by `check_request`, and for each of the n outputs
 def _encoded(prediction: str, tokenizer: Tokenizer, most: int) -> list[int]:
     try:
         return tokenizer.encode_start(prediction, most)
