@@ -59,7 +59,7 @@ extern "C" void nanospec_ngram(const Lookup* args) {
         for (int begin = 0, width = std::max(table.tree_width[s], 1); int(used.size()) < width && begin < limit;) {
             const Match own = best_match(text, length, text, length, length, min_n, max_n, used);
             const Match other = best_match(text, length, reference, size, aligned, min_n, max_n, used);
-            const bool copied = other.length && other.length >= own.length;  // from the reference
+            const bool copied = other.length >= own.length + (own.length <= LONG_MATCH);  // from the reference
             const auto [n, p, rank] = copied ? other : own;
             if (!n) break;
             int i = begin;

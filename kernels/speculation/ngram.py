@@ -5,9 +5,10 @@ The method is prompt lookup decoding (Saxena, 2023), https://github.com/apoorvum
 Two texts are searched: the row's own text (prompt and output) and its reference, which holds texts that the
 output may repeat, separated by -1. The match is the longest suffix of min_n to max_n tokens that occurs
 earlier in the own text or anywhere in the reference. Among equally long ones, those in the reference come
-first. In the own text, the latest is used, because recent text predicts best; in the reference, the nearest
-to the index aligned with the next token (`Table.reference_start`), as the latest takes 1 to 4 % more steps on
-code edits.
+first, except for those of up to LONG_MATCH tokens: these are often wrong in a reference that the output does
+not repeat, and would make it slower than none. In the own text, the latest is used, because recent text
+predicts best; in the reference, the nearest to the index aligned with the next token
+(`Table.reference_start`), as the latest takes 1 to 4 % more steps on code edits.
 
 The occurrence may overlap the suffix. When copying reaches the end of the own text, it restarts at the token
 after the match (as LZ77 copies, Ziv & Lempel, 1977), so that even a text with a short period fills all
@@ -84,7 +85,8 @@ def matches(
     length = torch.cat((_match_lengths(text, text, max_n), _match_lengths(reference, text, max_n)))
     ahead = torch.cat((here - L, there - (L - reference_start)))
     found = ((length >= max(min_n, 1)) & (torch.cat((text, reference)) >= 0)).nonzero()[:, 0]
-    columns = -length[found], found < L, ahead[found].abs(), ahead[found], found
+    own_last = (found < L) == (length[found] > LONG_MATCH.value)
+    columns = -length[found], own_last, ahead[found].abs(), ahead[found], found
     order = sorted(zip(*(column.tolist() for column in columns), strict=True))
     return torch.tensor([p for *_, p in order], device=device), -order[0][0] if order else 0
 
@@ -169,7 +171,8 @@ def _propose(table, rows, proposal, k, MAX_N: tl.constexpr, MAX_WIDTH: tl.conste
         if tl.maximum(own, other) < 0:
             width = 0
         else:
-            copied = (other >> RANK_BITS) >= (own >> RANK_BITS)  # from the reference
+            longest = own >> RANK_BITS
+            copied = (other >> RANK_BITS) >= longest + (longest <= LONG_MATCH).to(tl.int32)
             best, expected = tl.where(copied, other, own), tl.where(copied, aligned, length)
             n, rank = best >> RANK_BITS, RANK_MASK - (best & RANK_MASK)
             start, new = expected + (2 * (rank & 1) - 1) * (rank >> 1), j >= begin

@@ -78,13 +78,14 @@ def reference(request: Request, D: int) -> tuple[list[Node], int]:
     """Return the nodes of one request, and the match length of its first chain."""
     text, other, n = request.text, request.reference, len(request.text)
     aligned = n - request.reference_start
-    order = [(-matched(text, p, text, request.max_n), 1, n - p, p) for p in range(1, n)]
+    long = ngram.LONG_MATCH.value
+    order = [(-(m := matched(text, p, text, request.max_n)), m > long, n - p, p, 1) for p in range(1, n)]
     order += [
-        (-matched(other, p, text, request.max_n), 0, abs(p - aligned), p)
+        (-(m := matched(other, p, text, request.max_n)), m <= long, abs(p - aligned), p, 0)
         for p in range(1, len(other)) if other[p] >= 0
     ]  # fmt: skip
     first: dict[int, tuple[int, bool, int]] = {}  # by next token
-    for minus_m, own, _, p in sorted(order):
+    for minus_m, _, _, p, own in sorted(order):
         if -minus_m >= max(request.min_n, 1):
             first.setdefault((text if own else other)[p], (-minus_m, bool(own), p))
     chains = list(first.values())
