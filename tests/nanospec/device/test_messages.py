@@ -18,7 +18,7 @@ def row_of(constrained: bool = False, **params: Any) -> Table:
     table, given = Table.empty(1, 32, 16, 16, "cpu"), SamplingParams(**params)
     for column in table[:-5]:
         column.fill_(1)
-    request = Admission(0, [5, 6, 7, 7, 8], 2, [], 20, [0], 0, 99, (3, 4), given, 4, constrained)
+    request = Admission(0, [5, 6, 7, 7, 8], 2, [], [], 20, [0], 0, 99, (3, 4), given, 4, constrained)
     write_row(table, request, BRANCHING)
     return table
 

@@ -82,7 +82,7 @@ function draftersOf(step) {
 
 /** Describe the drafter of a draft that n-gram lookup did not propose. */
 function originOf(step, place) {
-  if (step.sources[place - 1] <= -3) return "copied from the prediction by n-gram lookup";
+  if (step.sources[place - 1] <= -3) return "copied from the prediction or an earlier request by n-gram lookup";
   return step.method === "medusa" ? `drafted by Medusa head ${step.depths[place]}` : `drafted by ${draftersOf(step)}`;
 }
 
