@@ -68,6 +68,8 @@ class SpecConfig:
         max_speculative_tokens: maximum K for "auto".
         prompt_lookup_min: minimum n-gram length for lookup.
         prompt_lookup_max: maximum n-gram length for lookup. Longer matches are rarer but more reliable.
+        prompt_lookup_history: look up drafts in the texts of earlier requests too, if prefix caching is
+            enabled. A server does so only for requests with the same API key or `cache_salt`.
     """
 
     method: str = "ngram"
@@ -78,6 +80,7 @@ class SpecConfig:
     num_speculative_tokens: int | Literal["auto"] = bounded_field("auto", 0, MAX_DRAFTS)
     prompt_lookup_min: int = bounded_field(1, 1, 32)
     prompt_lookup_max: int = bounded_field(8, 1, 32)
+    prompt_lookup_history: bool = True
     max_speculative_tokens: int = bounded_field(16, 1, MAX_DRAFTS)
 
     def __post_init__(self) -> None:

@@ -18,8 +18,8 @@ class Logprob(NamedTuple):
 
 class Piece(NamedTuple):
     """The text of an output token and the source of the token: for an accepted draft, the index in prompt +
-    output of the token it was copied from, -3 or less if it was copied from the prediction, or -2 if it was
-    not copied; -1 if the token was not a draft."""
+    output of the token it was copied from, -3 or less if it was copied from the prediction or from an earlier
+    request, or -2 if it was not copied; -1 if the token was not a draft."""
 
     text: str
     source: int

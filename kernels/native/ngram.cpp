@@ -50,7 +50,8 @@ extern "C" void nanospec_ngram(const Lookup* args) {
         const long at = b * k, s = std::max(args->rows[b], 0);
         const int *text = table.tokens + s * table.max_context, length = table.num_tokens[s];
         const int *reference = table.reference + s * table.max_context, size = table.num_reference[s];
-        const int aligned = length - table.reference_start[s], min_n = table.min_n[s], max_n = table.max_n[s];
+        const int start = table.reference_start[s], aligned = length - start;
+        const int min_n = table.min_n[s], max_n = table.max_n[s];
         const int left = std::min(table.max_k[s], table.max_len[s] - length - 1);
         const bool active = args->rows[b] >= 0 && table.finished[s] == RUNNING;
         const int limit = active ? std::clamp<int>(left, 0, k) : 0;
@@ -59,7 +60,8 @@ extern "C" void nanospec_ngram(const Lookup* args) {
         for (int begin = 0, width = std::max(table.tree_width[s], 1); int(used.size()) < width && begin < limit;) {
             const Match own = best_match(text, length, text, length, length, min_n, max_n, used);
             const Match other = best_match(text, length, reference, size, aligned, min_n, max_n, used);
-            const bool copied = other.length >= own.length + (own.length <= LONG_MATCH);  // from the reference
+            const bool own_first = start < 0 || own.length <= LONG_MATCH;
+            const bool copied = other.length >= own.length + own_first;  // from the reference
             const auto [n, p, rank] = copied ? other : own;
             if (!n) break;
             int i = begin;

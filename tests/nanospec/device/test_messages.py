@@ -19,7 +19,9 @@ def row_of(constrained: bool = False, reference: Sequence[int] = (), **params: A
     table, given = Table.empty(1, 32, 16, 16, "cpu"), SamplingParams(**params)
     for column in table[:-5]:
         column.fill_(1)
-    request = Admission(0, [5, 6, 7, 7, 8], 2, [*reference], 20, [0], 0, 99, (3, 4), given, 4, constrained)
+    request = Admission(
+        0, [5, 6, 7, 7, 8], 2, [*reference], [], 20, [0], 0, 99, (3, 4), given, 4, constrained
+    )
     write_row(table, request, BRANCHING)
     return table
 
@@ -42,13 +44,10 @@ def test_write_row_sets_columns_from_params() -> None:
     for params, expected in cases:
         table = row_of(**params)
         assert {name: getattr(table, name).item() for name in expected} == expected, params
-    for reference, head in ([], []), ([7, 8], [5, 6]), ([7] * 40, [5, 6]):
+    for reference, head, start in ([], [], 0), ([7, 8], [5, 6], 0), ([7] * 40, [5, 6], 0):
         table, expected_reference = row_of(reference=reference), [*head, *reference][:32]
         assert table.reference[0, : table.num_reference].tolist() == expected_reference
-        assert (int(table.num_reference), int(table.reference_start)) == (
-            len(expected_reference),
-            2 - len(head),
-        )
+        assert (table.num_reference.item(), table.reference_start.item()) == (len(expected_reference), start)
     table = row_of(logit_bias={2: 1.5})
     assert table.tokens[0, :5].tolist() == [5, 6, 7, 7, 8]
     assert table.stop_ids[0].tolist() == [3, 4] + [-1] * (MAX_STOP_IDS - 2)

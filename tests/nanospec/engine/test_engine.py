@@ -231,7 +231,7 @@ def test_right_prediction_saves_steps(num_blocks: int | None) -> None:
     right = cycle(6, 40, 128)
     wrong = [*right[:17], 99, *right[18:]]
     options: dict[str, Any] = {"num_blocks": num_blocks, "max_num_seqs": 2, "max_model_len": 64}
-    engine = make_engine(cycle_model(128), 7, **options)
+    engine = make_engine(cycle_model(128), 7, spec={"prompt_lookup_history": False}, **options)
     jobs = [Job([5], greedy(40, prediction=text)) for text in (right, wrong)]
     requests = run(engine, jobs)
     assert [request.output_ids for request in requests] == [right] * 2

@@ -74,7 +74,7 @@ const DRAFTERS = {
   draft: "the draft model", medusa: "Medusa heads", grammar: "the grammar",
 };
 
-const IN_PREDICTION = "n-gram lookup in the prediction", isInPrediction = (source) => source <= -3;
+const IN_PREDICTION = "n-gram lookup in the prediction or an earlier request", isInPrediction = (source) => source <= -3;
 
 /** Return the names of the step's drafters other than n-gram lookup in the text. */
 function draftersOf(step) {
