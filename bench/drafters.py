@@ -81,7 +81,8 @@ class Makers:
         return "draft" not in method or self.draft is not None
 
     def engine(self, **spec: Any) -> Engine:
-        config = EngineConfig(spec=SpecConfig(**spec), max_model_len=2048, max_num_seqs=1)
+        given = SpecConfig(**spec, prompt_lookup_history=False)  # prompts repeat
+        config = EngineConfig(spec=given, max_model_len=2048, max_num_seqs=1)
         model, ready = self.llm.engine.worker.model, dict[str, Drafter]()
         if "draft" in config.spec.methods:
             ready["draft"] = ModelDrafter(config.spec, self.draft, model.config.vocab_size)

@@ -9,13 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 def upload(
-    values: Sequence[Any] | Tensor, dtype: torch.dtype, device: torch.device, out: Tensor | None = None
+    values: Sequence[Any] | NDArray[Any] | Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Copy host numbers (nested lists or a tensor) to the device, into `out` if given."""
+    """Copy host numbers (nested lists, an array or a tensor) to the device, into `out` if given."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()
@@ -46,7 +50,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def write(tensor: Tensor, row: int, values: Sequence[Any], end: int | None = None) -> None:
+def write(tensor: Tensor, row: int, values: Sequence[Any] | NDArray[Any], end: int | None = None) -> None:
     """Write `values` to tensor[row, :n] and, if `end` is given, values[-1] to tensor[row, n:end]."""
     upload(values, tensor.dtype, tensor.device, out=tensor[row, : len(values)])
     if end is not None and end > len(values):

@@ -68,6 +68,8 @@ class SpecConfig:
         max_speculative_tokens: maximum K for "auto".
         prompt_lookup_min: minimum n-gram length for lookup.
         prompt_lookup_max: maximum n-gram length for lookup. Longer matches are rarer but more reliable.
+        prompt_lookup_history: look up drafts in the texts of earlier requests too, if prefix caching is
+            enabled. A server does so only for requests with the same API key or `cache_salt`.
     """
 
     method: str = "ngram"
@@ -78,6 +80,7 @@ class SpecConfig:
     num_speculative_tokens: int | Literal["auto"] = bounded_field("auto", 0, MAX_DRAFTS)
     prompt_lookup_min: int = bounded_field(1, 1, 32)
     prompt_lookup_max: int = bounded_field(8, 1, 32)
+    prompt_lookup_history: bool = True
     max_speculative_tokens: int = bounded_field(16, 1, MAX_DRAFTS)
 
     def __post_init__(self) -> None:
@@ -225,8 +228,9 @@ class SamplingParams:
         logit_bias: map of token ids to values added to their logits.
         skip_special_tokens: omit special tokens, such as `<|im_end|>`, from the text.
         response_format: format that the output must have, such as {"type": "json_object"}.
-        prediction: text or token ids that the output may resemble, such as a file to be edited. N-gram lookup
-            searches it like the request's own text. It only affects speed.
+        prediction: text (on the command line, a file with it) or token ids that the output may resemble, such
+            as a file to be edited. N-gram lookup searches it like the request's own text. It only affects
+            speed; tokens beyond the context length are not used.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, but for this request. Defaults to
             the engine's values, which the first two cannot exceed. K = 0 disables speculation.
     """

@@ -18,8 +18,8 @@ class Logprob(NamedTuple):
 
 class Piece(NamedTuple):
     """The text of an output token and the source of the token: for an accepted draft, the index in prompt +
-    output of the token it was copied from, -3 or less if it was copied from the prediction, or -2 if it was
-    not copied; -1 if the token was not a draft."""
+    output of the token it was copied from, -3 or less if it was copied from the prediction or from an earlier
+    request, or -2 if it was not copied; -1 if the token was not a draft."""
 
     text: str
     source: int
@@ -169,7 +169,10 @@ class Completion:
         if self.logprobs is not None:
             result["logprobs"] = [{str(t): value[:2] for t, value in at.items()} for at in self.logprobs]
         times = {name: round(getattr(self, name), 6) for name in ("seconds", "first_token_seconds")}
-        counts = {name: getattr(self, name) for name in ("num_cached_tokens", "num_preemptions")}
+        counted = ["num_cached_tokens", "num_preemptions"]
+        if self.num_prediction_tokens:
+            counted += ["num_prediction_tokens", "num_accepted_prediction_tokens"]
+        counts = {name: getattr(self, name) for name in counted}
         return {**result, "stats": {**self.stats.to_dict(), **times, **counts}}
 
 

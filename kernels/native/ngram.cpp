@@ -26,10 +26,12 @@ struct Match {
 Match best_match(const int* text, int length, const int* source, int size, int expected, int min_n, int max_n,
                  const std::vector<int>& used) {
     Match best;
-    for (int p = 1; p < size; p++) {
-        int n = 0;
-        while (n < max_n && n < p && n < length && source[p - 1 - n] == text[length - 1 - n]) n++;
-        if (!n || n < min_n || n < best.length || source[p] < 0) continue;
+    const int most = std::min(max_n, length), last = most > 0 ? text[length - 1] : -1;
+    for (int p = 1; p < size && most > 0; p++) {
+        if (source[p - 1] != last) continue;
+        int n = 1;
+        while (n < most && n < p && source[p - 1 - n] == text[length - 1 - n]) n++;
+        if (n < min_n || n < best.length || source[p] < 0) continue;
         const long rank = -2L * std::abs(p - expected) - (p > expected);
         if (n == best.length && rank < best.rank) continue;
         if (!std::count(used.begin(), used.end(), source[p])) best = {n, p, rank};
@@ -48,7 +50,8 @@ extern "C" void nanospec_ngram(const Lookup* args) {
         const long at = b * k, s = std::max(args->rows[b], 0);
         const int *text = table.tokens + s * table.max_context, length = table.num_tokens[s];
         const int *reference = table.reference + s * table.max_context, size = table.num_reference[s];
-        const int aligned = length - table.reference_start[s], min_n = table.min_n[s], max_n = table.max_n[s];
+        const int start = table.reference_start[s], aligned = length - start;
+        const int min_n = table.min_n[s], max_n = table.max_n[s];
         const int left = std::min(table.max_k[s], table.max_len[s] - length - 1);
         const bool active = args->rows[b] >= 0 && table.finished[s] == RUNNING;
         const int limit = active ? std::clamp<int>(left, 0, k) : 0;
@@ -57,7 +60,8 @@ extern "C" void nanospec_ngram(const Lookup* args) {
         for (int begin = 0, width = std::max(table.tree_width[s], 1); int(used.size()) < width && begin < limit;) {
             const Match own = best_match(text, length, text, length, length, min_n, max_n, used);
             const Match other = best_match(text, length, reference, size, aligned, min_n, max_n, used);
-            const bool copied = other.length && other.length >= own.length;  // from the reference
+            const bool own_first = start < 0 || own.length <= LONG_MATCH;
+            const bool copied = other.length >= own.length + own_first;  // from the reference
             const auto [n, p, rank] = copied ? other : own;
             if (!n) break;
             int i = begin;

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..config import GREEDY_BELOW, SamplingParams, SpecConfig
 from ..kernels import EXACT, RULES, RUNNING
@@ -25,7 +27,8 @@ class Admission(NamedTuple):
     row: int
     tokens: list[int]  # prompt and, after a preemption, output; the first `num_prompt` are the prompt
     num_prompt: int
-    reference: list[int]  # texts that the output may repeat, separated by -1
+    prediction: list[int]  # text that the output may repeat
+    history: Sequence[int] | NDArray[np.int32]  # earlier texts, each followed by -1; empty with a prediction
     max_len: int
     blocks: list[int]  # the first `num_cached` already hold the K/V of their tokens
     num_cached: int
@@ -112,16 +115,17 @@ class Stopwatch:
 def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
     """Write a request to its row, except for its blocks."""
     r, params = request.row, request.params
-    # The end of the prompt precedes the reference, so that its first token is drafted first.
-    head = request.tokens[: request.num_prompt][-spec.prompt_lookup_max :] if request.reference else []
-    reference = [*head, *request.reference][: table.max_context]
+    # The end of the prompt precedes the prediction, so that its first token is drafted first.
+    head = request.tokens[: request.num_prompt][-spec.prompt_lookup_max :] if request.prediction else []
+    predicted = [*head, *request.prediction][: table.max_context]
+    reference = predicted if request.prediction else request.history
     write(table.reference, r, reference)
     write(table.tokens, r, request.tokens)
     write(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
     for column, value in (
         (table.num_tokens, len(request.tokens)),
         (table.num_reference, len(reference)),
-        (table.reference_start, request.num_prompt - len(head)),
+        (table.reference_start, request.num_prompt - len(head) if predicted else -len(reference)),
         (table.max_len, request.max_len),
         (table.finished, RUNNING),
         (table.max_k, 0 if request.constrained else request.max_k),

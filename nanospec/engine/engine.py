@@ -22,6 +22,7 @@ from ..kernels import NAN, launch
 from ..kernels.batch import Chunk
 from ..outputs import Metrics, SpecStats
 from ..text.tokenizer import OutputText, Tokenizer
+from .history import History
 from .request import Limits, Request, check_request, derive_seed
 from .scheduler import Plan, Scheduler
 
@@ -44,6 +45,8 @@ class Engine:
         self.max_model_len = worker.max_model_len
         self.limits = Limits(config, worker.model.config.vocab_size, worker.max_model_len, tokenizer)
         self.metrics = Metrics(SpecStats(config.spec.acceptance))
+        shares = config.enable_prefix_caching and "ngram" in worker.methods
+        self.history = History(worker.max_model_len if shares and config.spec.prompt_lookup_history else 0)
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
         self.policy = AutoPolicy(worker.measure(), worker.model_drafter) if auto else Policy()
         on_gpu, is_async = worker.device.type == "cuda", config.async_scheduling
@@ -89,7 +92,7 @@ class Engine:
         self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, salt: bytes = b""
     ) -> Request:
         """Return a request for output `index` of a prompt that has passed `check`, for `scheduler.add`. With
-        prefix caching, requests with the same `salt` share cached blocks."""
+        prefix caching, requests with the same `salt` share cached blocks and `history`."""
         config, number, k = self.config, next(self._ids), params.num_speculative_tokens
         request = Request(
             id=f"request-{number}",
@@ -164,7 +167,9 @@ class Engine:
             self.worker.release(row)
         for request, num_cached in plan.admitted.items():
             self.policy.reset(request.row)
-            self.worker.admit(request.admission(num_cached))
+            own = request.prediction or not request.max_k  # needs no other texts
+            history = () if own else self.history.search(request.salt, request.prompt_ids)
+            self.worker.admit(request.admission(num_cached, history))
             if not request.num_preemptions:
                 self.metrics.num_prompt_tokens += len(request.prompt_ids)
                 self.metrics.num_cached_tokens += request.num_cached_tokens
@@ -221,8 +226,10 @@ class Engine:
             if request.row >= 0:  # not preempted in the meantime
                 self.scheduler.register(request)
             if request.finish_reason is not None:
-                if report.finished == NAN:  # its K/V may be NaN
+                if report.finished == NAN:  # its K/V may be NaN, and those of drafts from its text
                     self.scheduler.pool.forget(request.blocks)
+                else:
+                    self.history.add(request.salt, request.tokens)
                 self._release(request)
                 self.metrics.num_finished += 1
         return updated

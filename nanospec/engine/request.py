@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..config import EngineConfig, SamplingParams
 from ..device.extension import Constraint
 from ..device.messages import Admission
@@ -74,6 +77,10 @@ class Request:
         return len(self.tokens)
 
     @property
+    def _num_predicted(self) -> int:
+        return sum(source <= FROM_REFERENCE for source in self.draft_sources) if self.prediction else 0
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -82,13 +89,15 @@ class Request:
         """Whether the request is ready to decode."""
         return self.num_computed >= self.num_tokens - 1
 
-    def admission(self, num_cached: int) -> Admission:
-        """Return the argument of `Worker.admit`. The K/V of the first `num_cached` blocks are cached."""
+    def admission(self, num_cached: int, history: Sequence[int] | NDArray[np.int32] = ()) -> Admission:
+        """Return the argument of `Worker.admit`. The K/V of the first `num_cached` blocks are cached.
+        `history`: texts of earlier requests for lookup."""
         return Admission(
             row=self.row,
             tokens=self.tokens,
             num_prompt=len(self.prompt_ids),
-            reference=self.prediction,
+            prediction=self.prediction,
+            history=history,
             max_len=self.max_len,
             blocks=self.blocks,
             num_cached=num_cached,
@@ -181,7 +190,7 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             num_prediction_tokens=len(self.prediction),
-            num_accepted_prediction_tokens=sum(source <= FROM_REFERENCE for source in self.draft_sources),
+            num_accepted_prediction_tokens=self._num_predicted,
             num_text_tokens=min(self.output.num_text_tokens, len(self.output_ids)),
             index=index,
             extension_data=self.extension_data,
@@ -237,7 +246,7 @@ class Limits(NamedTuple):
         return [*map(as_int, prediction[: self.max_model_len])]
 
 
-@lru_cache(maxsize=64)  # called by `check_request`, and for each of the n outputs
+@lru_cache(maxsize=16)  # called by `check_request`, and for each of the n outputs
 def _encoded(prediction: str, tokenizer: Tokenizer, most: int) -> list[int]:
     try:
         return tokenizer.encode_start(prediction, most)

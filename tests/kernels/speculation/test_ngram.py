@@ -62,7 +62,7 @@ def requests(draw: st.DrawFn) -> Request:
     text, reference = draw(texts()), draw(texts(30)) if draw(st.booleans()) else []
     for place in draw(st.lists(st.integers(0, len(reference) - 1), max_size=3)) if reference else []:
         reference[place] = -1
-    start = draw(st.integers(0, len(text)))
+    start = draw(st.integers(-len(reference), len(text)))
     return Request(text, reference, start, min_n, min_n + more, limit, room, width, finished)
 
 
@@ -77,16 +77,20 @@ def matched(source: list[int], p: int, text: list[int], max_n: int) -> int:
 def reference(request: Request, D: int) -> tuple[list[Node], int]:
     """Return the nodes of one request, and the match length of its first chain."""
     text, other, n = request.text, request.reference, len(request.text)
-    aligned = n - request.reference_start
-    order = [(-matched(text, p, text, request.max_n), 1, n - p, p) for p in range(1, n)]
+    aligned, before = n - request.reference_start, request.reference_start < 0
+    long = ngram.LONG_MATCH.value
+    order = [
+        (-(m := matched(text, p, text, request.max_n)), m > long and not before, n - p, True, p)
+        for p in range(1, n)
+    ]
     order += [
-        (-matched(other, p, text, request.max_n), 0, abs(p - aligned), p)
+        (-(m := matched(other, p, text, request.max_n)), m <= long or before, abs(p - aligned), False, p)
         for p in range(1, len(other)) if other[p] >= 0
     ]  # fmt: skip
     first: dict[int, tuple[int, bool, int]] = {}  # by next token
-    for minus_m, own, _, p in sorted(order):
+    for minus_m, _, _, own, p in sorted(order):
         if -minus_m >= max(request.min_n, 1):
-            first.setdefault((text if own else other)[p], (-minus_m, bool(own), p))
+            first.setdefault((text if own else other)[p], (-minus_m, own, p))
     chains = list(first.values())
     best = chains[0][0] if chains else 0
     nodes: list[Node] = []

@@ -1,5 +1,6 @@
 """Writing a request's row."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from nanospec.kernels.table import Table
 BRANCHING = SpecConfig(num_speculative_tokens=4, tree_width=3, acceptance="rejection")
 
 
-def row_of(constrained: bool = False, **params: Any) -> Table:
+def row_of(constrained: bool = False, reference: Sequence[int] = (), **params: Any) -> Table:
     """Return a table of one row, initially ones, with two prompt tokens and three output tokens."""
     table, given = Table.empty(1, 32, 16, 16, "cpu"), SamplingParams(**params)
     for column in table[:-5]:
         column.fill_(1)
-    request = Admission(0, [5, 6, 7, 7, 8], 2, [], 20, [0], 0, 99, (3, 4), given, 4, constrained)
+    request = Admission(
+        0, [5, 6, 7, 7, 8], 2, [*reference], [], 20, [0], 0, 99, (3, 4), given, 4, constrained
+    )
     write_row(table, request, BRANCHING)
     return table
 
@@ -41,6 +44,10 @@ def test_write_row_sets_columns_from_params() -> None:
     for params, expected in cases:
         table = row_of(**params)
         assert {name: getattr(table, name).item() for name in expected} == expected, params
+    for reference, head, start in ([], [], 0), ([7, 8], [5, 6], 0), ([7] * 40, [5, 6], 0):
+        table, expected_reference = row_of(reference=reference), [*head, *reference][:32]
+        assert table.reference[0, : table.num_reference].tolist() == expected_reference
+        assert (table.num_reference.item(), table.reference_start.item()) == (len(expected_reference), start)
     table = row_of(logit_bias={2: 1.5})
     assert table.tokens[0, :5].tolist() == [5, 6, 7, 7, 8]
     assert table.stop_ids[0].tolist() == [3, 4] + [-1] * (MAX_STOP_IDS - 2)

@@ -59,7 +59,9 @@ def compiled_by_prompts() -> int:
         run.prefill([Chunk(0, LENGTH - size, size)])
         run.prefill([Chunk(0, LENGTH - size, size), Chunk(1, size // 2, size // 3 + 1)])
         blocks = [*range(64)]
-        run.admit(Admission(2, [0] * size, size, [], LENGTH, blocks, 0, 0, (), SamplingParams(), 1, False))
+        run.admit(
+            Admission(2, [0] * size, size, [], [], LENGTH, blocks, 0, 0, (), SamplingParams(), 1, False)
+        )
         for _ in range(2):  # without waiting for the device, the state of a row is read one call later
             run.drafters[0].catch_up([2])
         run.release(2)

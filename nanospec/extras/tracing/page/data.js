@@ -74,15 +74,18 @@ const DRAFTERS = {
   draft: "the draft model", medusa: "Medusa heads", grammar: "the grammar",
 };
 
-/** Return the names of the step's drafters other than n-gram lookup. */
+const IN_PREDICTION = "n-gram lookup in the prediction or an earlier request", isInPrediction = (source) => source <= -3;
+
+/** Return the names of the step's drafters other than n-gram lookup in the text. */
 function draftersOf(step) {
   const methods = step.method.split("+").filter((method) => method !== "ngram");
-  return methods.map((method) => DRAFTERS[method] ?? (method || "a model")).join(" or ");
+  const names = methods.map((method) => DRAFTERS[method] ?? (method || "a model"));
+  return [...(step.sources.some(isInPrediction) ? [IN_PREDICTION] : []), ...names].join(" or ");
 }
 
-/** Describe the drafter of a draft that n-gram lookup did not propose. */
+/** Describe the drafter of a draft that was not copied from the text. */
 function originOf(step, place) {
-  if (step.sources[place - 1] <= -3) return "copied from the prediction by n-gram lookup";
+  if (isInPrediction(step.sources[place - 1])) return `drafted by ${IN_PREDICTION}`;
   return step.method === "medusa" ? `drafted by Medusa head ${step.depths[place]}` : `drafted by ${draftersOf(step)}`;
 }
 

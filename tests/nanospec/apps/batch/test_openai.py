@@ -43,11 +43,16 @@ def test_missing_fields_take_openai_defaults(tmp_path: Path) -> None:
 def test_request_fields_are_parsed(tmp_path: Path) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("Hel", "lo")]}]
     kept: dict[str, Any] = {"stop": "x", "temperature": 0.5, "n": 2, "seed": 3, "top_k": 7}
+    predicted = {"prediction": {"type": "content", "content": [{"type": "text", "text": "ab"}]}}
     dropped = {"user": "u", "stream": False, "tools": None, "response_format": {"type": "text"}}
     counts = {"max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": -100}}
-    [task] = tasks_of_lines(tmp_path, chat(messages=parts, **kept, **dropped, **counts))
+    [task] = tasks_of_lines(tmp_path, chat(messages=parts, **kept, **dropped, **counts, **predicted))
     assert task.messages == HELLO
-    assert task.params == SamplingParams(max_tokens=5, logprobs=2, logit_bias={5: -100}, **kept)
+    assert task.params == SamplingParams(
+        max_tokens=5, logprobs=2, logit_bias={5: -100}, prediction="ab", **kept
+    )
+    own = tasks_of_lines(tmp_path, *({"prompt": "x", "prediction": text} for text in ("ab", [1, 2])))
+    assert [task.params.prediction for task in own] == ["ab", [1, 2]]
     without = completions(prompt=[1, 2])
     del without["custom_id"]
     result = tasks_of_lines(tmp_path, completions(prompt=["x"], logprobs=3), without, without)[:2]

@@ -79,12 +79,34 @@ def test_chat_applies_template(server: Served) -> None:
     ]
     ignored: Any = {
         "model": None, "user": "u", "metadata": {}, "tools": [], "logit_bias": {}, "n": None, "stop": None,
-        "stream_options": None, "prediction": {"type": "content", "content": "x"}, "guided_decoding": None,
+        "stream_options": None, "guided_decoding": None,
     }  # fmt: skip
     for messages, more, length in ((MESSAGES, {}, None), (history, {"max_tokens": 5, **ignored}, 5)):
         [choice] = server.post(CHAT, {"messages": messages, "temperature": 0, **more}).json()["choices"]
         assert choice["message"] == {"role": "assistant", "content": ALPHABET[4:][:length]}
         assert choice["finish_reason"] == ("length" if length else "stop")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prediction_is_drafted_and_counted(server: Served, n: int) -> None:
+    """It is not part of the prompt. Without it, hits of lookup in the prompt are not counted."""
+    text = ALPHABET[4:]
+    for prediction, counts in (
+        (None, (0, 0)),
+        (text, (22 * n, 4 * n)),
+        ([{"type": "text", "text": part} for part in (text[:9], text[9:])], (22 * n, 4 * n)),
+        ("!", (0, n)),
+    ):
+        body: dict[str, Any] = {"temperature": 0, "n": n}
+        if prediction is not None:
+            body["prediction"] = {"type": "content", "content": prediction}
+        for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": PROMPT})):
+            result = server.post(path, {**body, **prompt, "max_tokens": 50}).json()
+            usage, details = result["usage"], result["usage"]["completion_tokens_details"]
+            assert tuple(details.values()) == counts, (path, prediction)
+            choices = result["choices"]
+            assert [c.get("text", c.get("message", {}).get("content")) for c in choices] == [text] * n
+            assert usage["prompt_tokens"] == len(server.post("/tokenize", prompt).json()["tokens"])
 
 
 def test_final_assistant_message_is_continued(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +272,9 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {**CHATS, "reasoning_effort": 3}, "reasoning_effort", "reasoning_effort=3 must be a string"),
     (CHAT, {**CHATS, "continue_final_message": 1}, "continue_final_message", "must be true or false"),
     (CHAT, {**CHATS, KWARGS: True}, KWARGS, "object"),
+    (CHAT, {**CHATS, "prediction": "abc"}, "prediction", "must be an object such as"),
+    (CHAT, {**CHATS, "prediction": {"type": "content", "content": [1]}}, "prediction", "only text content"),
+    (CHAT, {**CHATS, "prediction": {"type": "content", "content": "\ud800"}}, "prediction", "surrogate"),
     (CHAT, {**CHATS, KWARGS: {"x": 1}}, KWARGS, "does not use 'x'"),
     (CHAT, {**CHATS, KWARGS: {"chat_template": "{{ 1 }}"}}, KWARGS, "must not contain 'chat_template'"),
     ("/tokenize", {"\ud800" * 101: 1}, "?" * 100, "unknown field '\\ud800"),

@@ -73,6 +73,19 @@ def test_prefix_cache_is_not_shared_between_keys_or_salts(guarded: Served) -> No
     assert min(cached(*client) for client in clients) > 0
 
 
+@pytest.mark.parametrize(
+    ("served", "key", "salt"), [("guarded", ALICE, None), ("server", "", "mine"), ("server", "", None)]
+)
+def test_texts_are_stored_for_lookup_only_with_a_key_or_salt(
+    request: pytest.FixtureRequest, served: str, key: str, salt: str | None
+) -> None:
+    target: Served = request.getfixturevalue(served)
+    before = target.llm.engine.history.num_tokens
+    body = {"prompt": "zyxw" * 5, "max_tokens": 2, "cache_salt": salt}
+    target.post(COMPLETIONS, body, headers=bearer(key) if key else {})
+    assert (target.llm.engine.history.num_tokens > before) == bool(key or salt)
+
+
 def test_foreign_hosts_and_origins_are_rejected(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reject foreign host names, which could resolve to 127.0.0.1 (DNS rebinding)."""
     hosts = ("127.0.0.1", "127.3.2.1", "::1", "localhost", "0.0.0.0", "me")

@@ -86,6 +86,20 @@ def test_forced_tokens_are_accepted_and_respect_limits(make: Make) -> None:
         assert run(engine, [Job([1], cut)])[0].finish_reason == reason
 
 
+def test_prediction_is_looked_up_in_constrained_outputs(make: Make) -> None:
+    """The output differs from the prediction in the middle; the drafts that follow are found again."""
+    fmt = {"type": "regex", "regex": "[a-z]{60}"}
+    jobs = [Job([3], SamplingParams(temperature=8, seed=1, max_tokens=70, response_format=fmt))]
+    [alone] = run(make(None), jobs)
+    right = alone.output_ids
+    for prediction, most in ((right, 0.25), ([*right[:20], 5, *right[22:]], 0.4), (right[::-1], 1)):
+        jobs = [Job(job.prompt, replace(job.params, prediction=prediction)) for job in jobs]
+        [request] = run(make(7), jobs)
+        assert_same(outcome(request), outcome(alone))
+        assert request.stats.num_steps <= most * len(right) + 1
+        assert (request.completion().num_accepted_prediction_tokens > len(right) / 2) == (most < 1)
+
+
 def test_failed_output_keeps_its_prompt_cached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guide, "error", "It failed.")
     engine, job = make(2), Job(list(range(1, 40)), SamplingParams(response_format=CHOICE))
