@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_MESSAGES = 4096
 RENAMED = {"max_completion_tokens": "max_tokens"}
 IGNORED = frozenset({  # these do not affect the output; only one model is loaded
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -78,6 +79,8 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     ValueError for invalid messages."""
     if not isinstance(messages, list) or not messages:
         raise ValueError('"messages" must be a non-empty list of {"role": ..., "content": ...} objects.')
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"messages has {len(messages)} entries, but the limit is {MAX_MESSAGES}.")
     return [_message(message) for message in messages]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import SamplingParams
 from ..extras.grammar.response_format import validate
@@ -12,8 +12,12 @@ from ..text import shown
 from ..text.chat import OPTIONAL
 from .openai_format import normalize_messages
 from .options import did_you_mean
+from .tool_calls.formats import prepare
 from .tool_calls.offer import ToolSet
 from .tool_calls.parser import CallParser
+
+if TYPE_CHECKING:
+    from ..text.tokenizer import Tokenizer
 
 ONE_OF = 'a request must be a JSON object with either "prompt" or "messages"'
 FOR_TEMPLATE = ("chat_template_kwargs", *OPTIONAL, "continue_final_message", "add_generation_prompt")
@@ -31,7 +35,7 @@ class Task:
     messages: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     tools: ToolSet | None = None  # only in OpenAI's format
-    parser: Callable[[], CallParser] | None = None  # set with the model, if there are tools
+    parser: Callable[[], CallParser] | None = None  # set by `encode`, if there are tools
     raw: bool = False  # continue the text instead of applying the chat template
     names: Mapping[str, Any] = field(default_factory=dict)  # the line's custom_id and id
     url: str = ""  # endpoint of a line in OpenAI's format, also that of its result; "" in nanospec's format
@@ -82,22 +86,33 @@ def template_options(request: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("chat_template_kwargs must be an object.")
     if reserved := sorted(given.keys() & RESERVED):
         raise ValueError(f"chat_template_kwargs must not contain {shown(reserved[0])}.")
-    options: dict[str, Any] = {}
-    for name, value in {**{name: request.get(name) for name in FOR_TEMPLATE[1:]}, **given}.items():
-        if value is not None:
-            options = {**template_variables(name, value), **options}  # enable_thinking, the first, wins
+    named = {name: request.get(name) for name in FOR_TEMPLATE[1:]}
+    options = {name: value for name, value in {**named, **given}.items() if value is not None}
+    if isinstance(thinking := options.get("thinking"), dict):  # as in Anthropic's API
+        options["thinking"] = thinking.get("type") != "disabled"
+    for name, kind in OPTIONAL.items():
+        if not isinstance(value := options.get(name), kind | None):
+            raise ValueError(
+                f"{name}={shown(value)} must be {'a string' if kind is str else 'true or false'}."
+            )
+    if "thinking" in options:
+        options.setdefault("enable_thinking", options["thinking"])
+    elif options.get("reasoning_effort") == "none":  # in OpenAI's API
+        options.setdefault("enable_thinking", False)
     return options
 
 
-def template_variables(name: str, value: Any) -> dict[str, Any]:
-    """Return the template variables that a field of a request sets. Several APIs switch reasoning off by
-    {"thinking": {"type": "disabled"}}, OpenAI's by {"reasoning_effort": "none"}. Raises ValueError."""
-    if name == "thinking" and isinstance(value, dict):
-        value = value.get("type") != "disabled"
-    if not isinstance(value, kind := OPTIONAL.get(name, object)):
-        raise ValueError(f"{name}={shown(value)} must be {'a string' if kind is str else 'true or false'}.")
-    switch = value if name == "thinking" else False if (name, value) == ("reasoning_effort", "none") else None
-    return {name: value} if switch is None else {"enable_thinking": switch, name: value}
+def encode(task: Task, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+    """Return the token ids of a task's prompt. If it has tools, set its parser and constrain its output.
+    Raises ValueError if the model does not support it."""
+    if task.tools is not None:
+        task.params, task.parser = prepare(task.tools, tokenizer, task.params)
+    if task.messages is not None:
+        text = tokenizer.apply_chat_template(task.messages, **task.template_options)
+        return tokenizer.encode_prompt(text, max_model_len, add_special_tokens=False)
+    if isinstance(task.prompt, str):
+        return tokenizer.encode_prompt(task.prompt, max_model_len)
+    return task.prompt or []
 
 
 def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:

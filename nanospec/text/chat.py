@@ -8,10 +8,9 @@ which blocks access to Python internals but does not limit the running time.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, NoReturn
 
 import jinja2.meta
@@ -25,7 +24,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 MAX_TEMPLATE = 1 << 16  # maximum characters of a template
 MAX_PROMPT = 1 << 24  # maximum characters of a rendered prompt
-MAX_TIMES = 4096  # prompts whose time is kept
 COMMON = re.compile("add_generation_prompt|.*_token")  # variables passed to every template, used or not
 OPTIONAL = {  # variables that clients set without knowing the template, which need not use them -> types
     "enable_thinking": bool, "thinking": bool, "include_reasoning": bool, "reasoning_effort": str,
@@ -140,7 +138,7 @@ def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], 
         unused = [name for name in given if not (name in used or name in OPTIONAL or COMMON.fullmatch(name))]
         if not unused:
             if "strftime_now" in used:
-                given = {"strftime_now": _time(messages).strftime, **given}
+                given = {"strftime_now": _hour().strftime, **given}
             text = _rendered(template, {"tools": None, "documents": None, **given, "messages": messages})
     except Exception as error:  # a template may divide by zero, recurse without end, ...
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
@@ -183,27 +181,10 @@ def compiled(source: str) -> tuple[jinja2.Template, set[str]]:
     return jinja.from_string(source), jinja2.meta.find_undeclared_variables(jinja.parse(source))
 
 
-_times: dict[int, datetime] = {}  # by the hash of a prompt's messages, in order of last use
-_times_lock = Lock()
-
-
-def _time(messages: Sequence[Mapping[str, Any]]) -> datetime:
-    """Return the time of a conversation's first prompt if it is less than a day ago, else the current time.
-
-    Templates write the time at the start of a prompt. If it changed within a conversation, no prompt would
-    begin with the previous one, and none of its K/V could be reused. A conversation is recognized by the
-    messages before the last answer, which are those of its previous prompt.
-    """
-    now = datetime.now()
-    last = max((i for i, each in enumerate(messages) if each.get("role") == "assistant"), default=0)
-    previous, key = hash(repr(list(messages[:last]))), hash(repr(list(messages)))
-    with _times_lock:
-        first = _times.get(previous, now) if last else now
-        _times.pop(key, None)
-        time = _times[key] = first if now - first < timedelta(days=1) else now
-        if len(_times) > MAX_TIMES:
-            del _times[next(iter(_times))]
-    return time
+def _hour() -> datetime:
+    """Return the time of the last full hour, for templates. They write it at the start of a prompt; if it
+    changed with every prompt of a conversation, none of the previous one's K/V could be reused."""
+    return datetime.now().replace(minute=0, second=0, microsecond=0)
 
 
 def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:

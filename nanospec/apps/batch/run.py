@@ -27,8 +27,7 @@ from tqdm import tqdm
 from ...config import EngineConfig, SamplingParams
 from ..openai_format import choice, response_header, usage
 from ..options import fields_set, in_flags
-from ..tasks import Task
-from ..tool_calls.formats import prepare
+from ..tasks import Task, encode
 from .lines import Defaults, LineError, line_name, read_tasks
 
 if TYPE_CHECKING:
@@ -226,18 +225,10 @@ def prepare_lines(batch: Batch, tokenizer: Tokenizer, check: Check, window: int,
     print_prompt_mode(tokenizer, batch.todo)
     prompts = []
     for task in batch.todo:
-        messages, prompt = task.messages, task.prompt
-        if isinstance(prompt, str) and not task.raw and tokenizer.has_chat_template:
-            messages = [{"role": "user", "content": prompt}]
+        if isinstance(task.prompt, str) and not task.raw and tokenizer.has_chat_template:
+            task.messages = [{"role": "user", "content": task.prompt}]
         try:
-            if task.tools is not None:
-                task.params, task.parser = prepare(task.tools, tokenizer, task.params)
-            if messages is not None:
-                text = tokenizer.apply_chat_template(messages, **task.template_options)
-                ids = tokenizer.encode_prompt(text, window, add_special_tokens=False)
-            else:
-                ids = tokenizer.encode_prompt(prompt, window) if isinstance(prompt, str) else prompt or []
-            check(ids, task.params)
+            check(ids := encode(task, tokenizer, window), task.params)
         except ValueError as error:
             raise line_error(batch.source, task.index, str(error)) from None
         prompts.append(ids)

@@ -23,8 +23,8 @@ from starlette.types import ASGIApp
 
 from ...llm import LLM
 from ...text import shown
-from ..openai_format import CHAT, COMPLETIONS, normalize_messages
-from ..tasks import FOR_TEMPLATE, template_options
+from ..openai_format import CHAT, COMPLETIONS
+from ..tasks import encode, parse_task
 from . import anthropic_messages, openai_responses
 from .answers import Answer, Format
 from .anthropic_messages import COUNT_TOKENS, MESSAGES, AnthropicFormat
@@ -33,7 +33,7 @@ from .gate import Bodies, HTTPError, guarded
 from .loop import EngineLoop
 from .metrics import ServerMetrics
 from .openai_responses import RESPONSES, ResponsesFormat
-from .requests import bad_request, chat_prompt, read_json, read_request
+from .requests import bad_request, read_json, read_request
 from .settings import ServeConfig
 
 FORMATS: dict[str, type[Format]] = {
@@ -66,10 +66,9 @@ class App:
     def asgi(self) -> ASGIApp:
         """Return the ASGI app, wrapped in the gate."""
         posts: dict[str, Any] = dict.fromkeys(FORMATS, self.answer)
-        fields = {"prompt", "messages", *FOR_TEMPLATE}
-        posts[COUNT_TOKENS] = partial(self._read, self.count_tokens, set())
-        posts["/tokenize"] = partial(self._read, self.tokenize, fields)
-        posts["/detokenize"] = partial(self._read, self.detokenize, {"tokens"})
+        posts[COUNT_TOKENS] = partial(self._read, self.count_tokens)
+        posts["/tokenize"] = partial(self._read, self.tokenize)
+        posts["/detokenize"] = partial(self._read, self.detokenize)
         gets = {"/": self.page, "/page/{name}": self.page, "/health": self.health}
         gets |= {"/metrics": self.show_metrics, "/v1/models": self.models}
         gets["/v1/models/{name:path}"] = self.models
@@ -86,7 +85,7 @@ class App:
             self.engine.check_capacity()
             path = request.url.path
             parse = partial(read_request, self.llm, path, translate=TRANSLATIONS.get(path))
-            parsed = await self._read(parse, set(), request)
+            parsed = await self._read(parse, request)
             salt = request.state.salt + parsed.salt
             salt = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
             job = self.engine.submit(parsed.prompts, parsed.params, parsed.streams, salt)
@@ -100,25 +99,21 @@ class App:
         format = FORMATS[parsed.url](parsed, state.id, self.model, self.llm.tokenizer)
         return Answer(parsed, job, format, self.config.request_timeout, state.log_fields)
 
-    async def _read(self, parse: Callable[[dict[str, Any]], Any], allowed: set[str], request: Request) -> Any:
-        """Return `parse` of the body, a JSON object for this model. If `allowed` is set, other fields are an
-        error. The reader threads are reserved for completions."""
+    async def _read(self, parse: Callable[[dict[str, Any]], Any], request: Request) -> Any:
+        """Return `parse` of the body, a JSON object for this model, in a reader thread."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPError(415, "Unsupported media type; send JSON with 'Content-Type: application/json'.")
 
         def read() -> Any:
             body = read_json(data)
-            self._check_model(body.get("model") or self.model)
+            self._check_model(body.pop("model", None) or self.model)
             try:
-                if allowed and (unknown := sorted(body.keys() - allowed - {"model"})):
-                    message = f"unknown field {shown(unknown[0])}."
-                    raise HTTPError(400, message, unknown[0], "unknown_field")
                 return parse(body)
             except ValueError as error:
                 raise bad_request(error, body) from None
 
         async with self._bodies.read(request) as data:
-            return await asyncio.get_running_loop().run_in_executor(None if allowed else self._readers, read)
+            return await asyncio.get_running_loop().run_in_executor(self._readers, read)
 
     def _check_model(self, name: Any) -> None:
         if name != self.model:
@@ -130,14 +125,8 @@ class App:
         return JSONResponse({"input_tokens": request.num_prompt_tokens})
 
     def tokenize(self, body: dict[str, Any]) -> Response:
-        prompt, messages = body.get("prompt"), body.get("messages")
-        if isinstance(prompt, str) == (messages is not None):
-            raise ValueError("Send 'prompt' (a string) or 'messages' (a list), not both.")
-        if isinstance(prompt, str):
-            ids = self.llm.tokenizer.encode(prompt)
-        else:
-            ids = chat_prompt(self.llm, normalize_messages(messages), template_options(body))
         window = self.llm.engine.max_model_len
+        ids = encode(parse_task(body, self.llm.default_params, raw=True), self.llm.tokenizer, window)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": window})
 
     def detokenize(self, body: dict[str, Any]) -> Response:

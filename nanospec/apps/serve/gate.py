@@ -38,7 +38,7 @@ ERROR_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error",
 }  # fmt: skip
-ANTHROPIC_ERROR_TYPES = {**ERROR_TYPES, 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+ANTHROPIC_ERROR_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
 class HTTPError(HTTPException):
@@ -53,10 +53,10 @@ class HTTPError(HTTPException):
         self.kind = ERROR_TYPES.get(status, "invalid_request_error")
 
     def body(self, path: str) -> dict[str, Any]:
-        """Return the error in the format of the API at `path`, by default OpenAI's."""
-        for start, to_body in ERROR_FORMATS.items():
-            if path.startswith(start):
-                return to_body(self)
+        """Return the error in the format of the API at `path`, Anthropic's or OpenAI's."""
+        if path.startswith("/v1/messages"):
+            kind = ANTHROPIC_ERROR_TYPES.get(self.status_code, self.kind)
+            return {"type": "error", "error": {"type": kind, "message": self.detail}}
         return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self, scope: Scope) -> JSONResponse:
@@ -66,14 +66,6 @@ class HTTPError(HTTPException):
         if re.fullmatch("[a-z_]{1,40}", self.param or ""):  # the client may have sent any text as a field
             log_fields["param"] = self.param
         return JSONResponse(self.body(scope["path"]), self.status_code, self.headers)
-
-
-def _anthropic_body(error: HTTPError) -> dict[str, Any]:
-    kind = ANTHROPIC_ERROR_TYPES.get(error.status_code, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.detail}}
-
-
-ERROR_FORMATS = {"/v1/messages": _anthropic_body}  # by the start of the path
 
 
 class Bodies:

@@ -13,17 +13,15 @@ from ...text import shown
 from ...text.chat import OPTIONAL
 from ..json_input import strict_json
 from ..openai_format import CHAT, IGNORED, RENAMED, translate_request
-from ..tasks import parse_task, template_variables
-from ..tool_calls.formats import prepare
+from ..tasks import encode, parse_task
 from ..tool_calls.offer import FIELDS
 from ..tool_calls.parser import CallParser
 from .gate import HTTPError
 
 MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, characters of each
 MAX_LOGIT_BIAS = 1024  # tokens
-MAX_MESSAGES = 4096
 STREAM_OPTIONS = ("include_usage", "include_drafts", "include_obfuscation", "continuous_usage_stats")
-SERVER_FIELDS = ("stream", "stream_options", "cache_salt")
+SERVER_FIELDS: dict[str, Any] = {"stream": False, "stream_options": {}, "cache_salt": ""}
 KNOWN = (*SERVER_FIELDS, *RENAMED, *IGNORED, *FIELDS, "top_logprobs")  # besides those of `SamplingParams`
 
 
@@ -67,7 +65,6 @@ def read_request(
     converts to a chat completion. Too slow for the event loop. Raises HTTPError."""
     try:
         api, body = (url, received) if translate is None else (CHAT, translate(received))
-        server_fields = {name: body[name] for name in SERVER_FIELDS if body.get(name) is not None}
         fields = translate_request(api, {name: body[name] for name in body if name not in SERVER_FIELDS})
         defaults = replace(llm.default_params, max_tokens=None) if api == CHAT else llm.default_params
         prompt: Any = fields.get("prompt")  # one prompt, or a list of strings or of lists of token ids
@@ -79,40 +76,28 @@ def read_request(
             raise ValueError(f"stop is limited to {MAX_STOP} strings of {MAX_STOP_LENGTH} characters.")
         if (count := len(params.logit_bias)) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {count} tokens, but the limit is {MAX_LOGIT_BIAS}.")
-        tools = tasks[0].tools
-        params, parser = prepare(tools, llm.tokenizer, params) if tools else (params, None)
-        request = APIRequest(url, [], params, *_read_server_fields(server_fields), parser, received)
-        window = llm.engine.max_model_len
-        for task in tasks:
-            if task.messages is not None:
-                ids = chat_prompt(llm, task.messages, task.template_options)
-            else:
-                text = task.prompt
-                ids = llm.tokenizer.encode_prompt(text, window) if isinstance(text, str) else text or []
-            llm.engine.check(ids, params)
-            request.prompts.append(ids)
-        if (limit := window - max(map(len, request.prompts))) < (params.max_tokens or 0):
-            request.log_fields["max_tokens_reduced_to"] = limit
-        if unused := _fields_without_effect(llm, api, body):
-            request.log_fields["ignored"] = unused
+        window, served = llm.engine.max_model_len, _read_server_fields(body)
+        prompts = [encode(task, llm.tokenizer, window) for task in tasks]
+        request = APIRequest(url, prompts, tasks[0].params, *served, tasks[0].parser, received)
+        for ids in prompts:
+            llm.engine.check(ids, request.params)
     except (ValueError, TypeError, RecursionError) as error:
         raise bad_request(error, received) from None
+    if (limit := window - max(map(len, prompts))) < (request.params.max_tokens or 0):
+        request.log_fields["max_tokens_reduced_to"] = limit
+    if unused := _fields_without_effect(llm, api, body):
+        request.log_fields["ignored"] = unused
     return request
 
 
 def _fields_without_effect(llm: LLM, url: str, body: Mapping[str, Any]) -> list[str]:
     """Return the names of the fields for the chat template that it does not use."""
     given = {**body, **(body.get("chat_template_kwargs") or {})}
-    given = {name: given[name] for name in OPTIONAL if given.get(name) is not None}
     uses = llm.tokenizer.uses_in_template if url == CHAT else lambda name: False
-    return [name for name, value in given.items() if not any(map(uses, template_variables(name, value)))]
-
-
-def chat_prompt(llm: LLM, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-    """Return the token ids of a conversation in the model's chat template. Raises ValueError."""
-    if len(messages) > MAX_MESSAGES:
-        raise ValueError(f"messages has {len(messages)} entries, but the limit is {MAX_MESSAGES}.")
-    return llm.chat_prompt(messages, **options)
+    names = [name for name in OPTIONAL if given.get(name) is not None and not uses(name)]
+    if not uses("enable_thinking"):
+        return names
+    return [name for name in names if name != "thinking" and given[name] != "none"]  # they set it
 
 
 def bad_request(error: Exception, body: Mapping[str, Any]) -> HTTPError:
@@ -128,8 +113,8 @@ def bad_request(error: Exception, body: Mapping[str, Any]) -> HTTPError:
     return HTTPError(400, message, param, "unknown_field" if named else "")
 
 
-def _read_server_fields(server_fields: Mapping[str, Any]) -> tuple[bool, frozenset[str], bytes]:
-    streams, options = server_fields.get("stream", False), server_fields.get("stream_options", {})
+def _read_server_fields(body: Mapping[str, Any]) -> tuple[bool, frozenset[str], bytes]:
+    streams, options, salt = (body.get(name) or empty for name, empty in SERVER_FIELDS.items())
     if not isinstance(streams, bool):
         raise ValueError(f"stream={shown(streams)} must be true or false.")
     if not isinstance(options, dict) or (options and not streams):
@@ -137,7 +122,6 @@ def _read_server_fields(server_fields: Mapping[str, Any]) -> tuple[bool, frozens
     if wrong := [n for n, value in options.items() if n not in STREAM_OPTIONS or not isinstance(value, bool)]:
         known = ", ".join(STREAM_OPTIONS)
         raise ValueError(f"stream_options: {shown(wrong[0])} is unknown or not a boolean; use {known}.")
-    salt = server_fields.get("cache_salt", "")
     if not isinstance(salt, str) or len(salt) > 256:
         raise ValueError("cache_salt must be a string of at most 256 characters.")
     include = frozenset(name for name, value in options.items() if value)
