@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_MESSAGES = 4096
-RENAMED = {"max_completion_tokens": "max_tokens"}
 IGNORED = frozenset({  # these do not affect the output; only one model is loaded
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prompt_cache_options",
@@ -47,9 +46,9 @@ def translate_request(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Convert an OpenAI request body to the fields of `SamplingParams` and "messages" or "prompt". Raises
     ValueError or TypeError for unsupported features."""
     request: dict[str, Any] = {}
-    for theirs, ours in RENAMED.items():
-        if body.get(theirs) is not None and body.get(ours) not in (None, body[theirs]):
-            raise ValueError(f'"{theirs}" and "{ours}" have the same meaning; set only one of them.')
+    limit, old = body.get("max_completion_tokens"), body.get("max_tokens")
+    if None not in (limit, old) and limit != old:
+        raise ValueError('"max_completion_tokens" and "max_tokens" differ; set only one of them.')
     for name, value in body.items():
         if value is None or name in IGNORED or (name in UNSUPPORTED and value in UNSUPPORTED[name]):
             continue
@@ -57,7 +56,7 @@ def translate_request(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             quoted = f"={shown(value)}" if isinstance(value, str | int | float) else ""
             raise ValueError(f"{name}{quoted} is not supported{INSTEAD.get(name, '')}.")
         if name not in FIELDS:
-            request[RENAMED.get(name) or name] = value
+            request["max_tokens" if name == "max_completion_tokens" else name] = value
     if (tools := read_tools(body)) is not None:
         if url != CHAT:
             raise ValueError(f"tools are only supported by {CHAT}.")

@@ -95,19 +95,15 @@ def typed(read: Callable[[str], Any], expected: str, metavar: str) -> dict[str, 
     return {"type": parse, "metavar": metavar}
 
 
-def read_file(path: str) -> str:
-    """Return the content of a UTF-8 text file. Raises ValueError, or OSError if it cannot be read."""
-    return Path(path).read_text(encoding="utf-8")
-
-
 NUMBER = typed(int, "an integer", "N")
+FILE = typed(lambda path: Path(path).read_text(encoding="utf-8"), "a UTF-8 text file", "FILE")
 OBJECT = typed(lambda text: strict_json(text.encode()), "a JSON object", "JSON")
 READ_AS: tuple[tuple[str, dict[str, Any]], ...] = (  # substring of a field's type -> argparse arguments
     ("bool", {"action": argparse.BooleanOptionalAction}),
     ("auto", typed(lambda text: text if text == "auto" else int(text), "an integer or 'auto'", "N|auto")),
     ("Mapping", OBJECT),
     ("dict", OBJECT),
-    ("Sequence[int] | None", typed(read_file, "a UTF-8 text file", "FILE")),
+    ("Sequence[int] | None", FILE),
     ("Sequence[str]", {"action": "append", "metavar": "TEXT"}),
     ("Sequence[int]", typed(lambda text: [*map(int, text.split(","))], "comma-separated integers", "N,N")),
     ("int | None", typed(lambda text: None if text == "none" else int(text), "an integer", "N")),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
 
 ONE_OF = 'a request must be a JSON object with either "prompt" or "messages"'
-FOR_TEMPLATE = ("chat_template_kwargs", *OPTIONAL, "continue_final_message", "add_generation_prompt")
+OPTIONS = {**OPTIONAL, "continue_final_message": bool, "add_generation_prompt": bool}  # of the chat template
 RESERVED = {"self", "chat_template", "chat_template_kwargs", "messages", "tools", "documents", "tokenize"}
 
 
@@ -50,7 +50,7 @@ def parse_task(
     unknown field may suggest one of `known`."""
     if ("prompt" in request) == ("messages" in request):
         raise ValueError(ONE_OF + (f", got {shown(list(request))}." if request else "."))
-    others = {"prompt", "messages", *FOR_TEMPLATE}
+    others = {"prompt", "messages", "chat_template_kwargs", *OPTIONS}
     tools = request.get("tools") if isinstance(request.get("tools"), ToolSet) else None
     others |= {"tools"} if tools else set()  # in nanospec's format, the field is unknown
     sampling = {name: value for name, value in request.items() if name not in others}
@@ -73,8 +73,8 @@ def parse_task(
             task.prompt, task.messages = None, with_system([message], system)
     elif not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
         raise ValueError('"prompt" must be a string or a list of token ids.')
-    needless = (name for name in FOR_TEMPLATE if name not in OPTIONAL and request.get(name))
-    if raw and task.messages is None and (name := next(needless, None)):
+    needless = ("chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+    if raw and task.messages is None and (name := next(filter(request.get, needless), None)):
         raise ValueError(f'{name} requires "messages", as the chat template is not applied to a "prompt".')
     return task
 
@@ -86,11 +86,11 @@ def template_options(request: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("chat_template_kwargs must be an object.")
     if reserved := sorted(given.keys() & RESERVED):
         raise ValueError(f"chat_template_kwargs must not contain {shown(reserved[0])}.")
-    named = {name: request.get(name) for name in FOR_TEMPLATE[1:]}
+    named = {name: request.get(name) for name in OPTIONS}
     options = {name: value for name, value in {**named, **given}.items() if value is not None}
     if isinstance(thinking := options.get("thinking"), dict):  # as in Anthropic's API
         options["thinking"] = thinking.get("type") != "disabled"
-    for name, kind in OPTIONAL.items():
+    for name, kind in OPTIONS.items():
         if not isinstance(value := options.get(name), kind | None):
             raise ValueError(
                 f"{name}={shown(value)} must be {'a string' if kind is str else 'true or false'}."

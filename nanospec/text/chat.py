@@ -137,8 +137,6 @@ def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], 
         given = {name: value for name, value in variables.items() if value is not None}
         unused = [name for name in given if not (name in used or name in OPTIONAL or COMMON.fullmatch(name))]
         if not unused:
-            if "strftime_now" in used:
-                given = {"strftime_now": _hour().strftime, **given}
             text = _rendered(template, {"tools": None, "documents": None, **given, "messages": messages})
     except Exception as error:  # a template may divide by zero, recurse without end, ...
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
@@ -154,9 +152,6 @@ def _continues(messages: Sequence[Mapping[str, Any]], variables: dict[str, Any])
     """Remove `continue_final_message` from the variables, set `add_generation_prompt`, and return whether to
     continue the final message. Raises ValueError."""
     continues, prompts = variables.pop("continue_final_message", None), variables.get("add_generation_prompt")
-    for name, value in (("continue_final_message", continues), ("add_generation_prompt", prompts)):
-        if not isinstance(value, bool | None):
-            raise ValueError(f"{name}={shown(value)} must be true or false.")
     if continues and prompts:
         raise ValueError("continue_final_message excludes add_generation_prompt; set only one of them.")
     final = messages[-1] if messages else {}
@@ -178,13 +173,8 @@ def compiled(source: str) -> tuple[jinja2.Template, set[str]]:
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     jinja.globals["raise_exception"] = _raise_exception
+    jinja.globals["strftime_now"] = _format_hour
     return jinja.from_string(source), jinja2.meta.find_undeclared_variables(jinja.parse(source))
-
-
-def _hour() -> datetime:
-    """Return the time of the last full hour, for templates. They write it at the start of a prompt; if it
-    changed with every prompt of a conversation, none of the previous one's K/V could be reused."""
-    return datetime.now().replace(minute=0, second=0, microsecond=0)
 
 
 def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
@@ -205,6 +195,12 @@ class GenerationTag(Extension):
         next(parser.stream)
         body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body
+
+
+def _format_hour(form: str) -> str:
+    """Format the time of the last full hour. Templates write it at the start of a prompt; if it changed with
+    every prompt of a conversation, none of the previous one's K/V could be reused."""
+    return datetime.now().replace(minute=0, second=0, microsecond=0).strftime(form)
 
 
 def _raise_exception(message: object) -> NoReturn:

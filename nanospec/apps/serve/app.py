@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -40,7 +39,6 @@ FORMATS: dict[str, type[Format]] = {
     CHAT: OpenAIFormat, COMPLETIONS: OpenAIFormat, MESSAGES: AnthropicFormat, RESPONSES: ResponsesFormat,
 }  # fmt: skip
 TRANSLATIONS = {MESSAGES: anthropic_messages.translate, RESPONSES: openai_responses.translate}  # to `CHAT`
-OTHER_APIS = "(?:/v1)*/(embeddings|images|videos|moderations|files|batches|assistants|threads)"  # OpenAI's
 READERS = 2  # threads that parse requests, since chat templates and tokenizers are slow
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
@@ -177,10 +175,9 @@ async def _on_error(request: Request, error: Any) -> Response:
 
 def _unknown(path: str, routes: list[str]) -> str:
     """Return the message for an unknown path, with the path that is probably meant."""
-    paths, ending, advice = sorted(route for route in routes if "{" not in route), path.rstrip("/"), ""
+    paths, ending = sorted(route for route in routes if "{" not in route), path.rstrip("/")
     meant = [known for known in paths if known.startswith("/v1/") and ending.endswith(known[len("/v1") :])]
+    advice = "This server only generates text."
     if meant:  # the longest one of /v1/completions and /v1/chat/completions
-        advice = f"Use {max(meant, key=len)}: set the client's base URL to one that ends in /v1. "
-    elif other := re.match(OTHER_APIS, path):
-        advice = f"This server generates text; {other[1]} are not supported. "
-    return f"Unknown path {shown(path)}. {advice}Available: {', '.join(paths)}."
+        advice = f"Use {max(meant, key=len)}: set the client's base URL to one that ends in /v1."
+    return f"Unknown path {shown(path)}. {advice} Available: {', '.join(paths)}."

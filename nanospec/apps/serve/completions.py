@@ -19,36 +19,33 @@ class OpenAIFormat(Format):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._is_chat = self.request.url == CHAT
-        answer_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{self.request_id}"
-        self._head = response_header(self.request.url, answer_id, self.model, self.request.streams)
-        self._num_tokens: Counter[int] = Counter()  # so far, by output
-        self._num_chars: Counter[int] = Counter()
-        self._num_calls: Counter[int] = Counter()
+        request = self.request
+        answer_id = f"{'chatcmpl' if request.url == CHAT else 'cmpl'}-{self.request_id}"
+        self._head = response_header(request.url, answer_id, self.model, request.streams)
+        self._num_tokens, self._num_chars, self._num_calls = Counter[int](), Counter[int](), Counter[int]()
         self._begun: set[int] = set()  # outputs of which a part was sent
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        request = self.request
-        choices = [
-            choice(request.url, each, request.params.logprobs, self.tokenizer, request.parser)
-            for each in done
-        ]
+        url, number, parser = self.request.url, self.request.params.logprobs, self.request.parser
+        choices = [choice(url, each, number, self.tokenizer, parser) for each in done]
         return {**self._head, "choices": choices, "usage": self._usage(done)}
 
     def _usage(self, done: Sequence[Completion]) -> dict[str, Any]:
         return usage(self.request.num_prompt_tokens, done, self.request.params.n)
 
     def update(self, delta: Delta) -> Iterator[bytes]:
-        i, done = delta.choice, delta.done
+        i, done, request = delta.choice, delta.done, self.request
         # The role is sent with the first text, not before: some clients take it for the first token.
         role = {} if i in self._begun else {"role": "assistant"}
         # The last piece may be the remaining bytes of a character instead of a token.
         self._num_tokens[i] = len(done.token_ids) if done else self._num_tokens[i] + len(delta.pieces)
-        speculation = {"index": i, "pieces": delta.pieces, **delta.speculation}
-        drafts: dict[str, Any] = {"speculation": speculation} if self._includes("include_drafts") else {}
-        entries = self._logprobs(delta)
-        parts = self.parts(delta) or ([Text("")] if entries else [])
-        for part in parts:
+        drafts: dict[str, Any] = {}
+        if "include_drafts" in request.include:
+            drafts["speculation"] = {"index": i, "pieces": delta.pieces, **delta.speculation}
+        number, offset = request.params.logprobs, self._num_chars[i]
+        entries = logprobs(request.url, delta.logprobs, delta.pieces, number, self.tokenizer, offset)
+        self._num_chars[i] += sum(len(piece.text) for piece in delta.pieces)
+        for part in self.parts(delta) or ([Text("")] if entries else []):
             yield self._event([self._choice(i, {**role, **self._delta(i, part)}, entries)], **drafts)
             drafts, role, entries = {}, {}, None
             self._begun.add(i)
@@ -56,25 +53,16 @@ class OpenAIFormat(Format):
             yield self._event([self._choice(i, role, done=done)], **drafts)
 
     def end(self, done: Sequence[Completion]) -> Iterator[bytes]:
-        if self._includes("include_usage"):
+        if "include_usage" in self.request.include:
             yield self._event([], usage=self._usage(done))
         yield b"data: [DONE]\n\n"
 
-    def _includes(self, option: str) -> bool:
-        return option in self.request.include
-
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        if self._includes("include_usage"):
-            continuous = self._includes("continuous_usage_stats")  # as in vLLM
+        if "include_usage" in self.request.include:
+            continuous = "continuous_usage_stats" in self.request.include  # as in vLLM
             so_far = counts(self.request.num_prompt_tokens, self._num_tokens.total())
             more = {"usage": so_far if continuous else None, **more}
         return event({**self._head, "choices": choices, **more})
-
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """Return the log-probabilities of the new tokens, None if there are none."""
-        offset, number = self._num_chars[delta.choice], self.request.params.logprobs
-        self._num_chars[delta.choice] += sum(len(piece.text) for piece in delta.pieces)
-        return logprobs(self.request.url, delta.logprobs, delta.pieces, number, self.tokenizer, offset)
 
     def _delta(self, i: int, part: Part) -> dict[str, Any]:
         """Return the delta of a part of output i."""
@@ -92,6 +80,6 @@ class OpenAIFormat(Format):
         self, index: int, delta: dict[str, Any], entries: Any = None, done: Completion | None = None
     ) -> dict[str, Any]:
         """Return the choice of an event. `entries` are its log-probabilities."""
-        content = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
+        content = {"delta": delta} if self.request.url == CHAT else {"text": delta.get("content", "")}
         reasons = finish_reasons(done, self._num_calls[index])
         return {"index": index, **content, "logprobs": entries, **reasons}

@@ -16,11 +16,7 @@ from .gate import HTTPError
 from .translation import Conversation, ItemFormat, required, shared_fields, tool_fields
 
 RESPONSES = "/v1/responses"
-UNSUPPORTED = {  # field -> what to do instead
-    "previous_response_id": "send the whole conversation as input", "background": "use stream",
-    "conversation": "send the whole conversation as input", "prompt": "use instructions and input",
-    "top_logprobs": "use /v1/chat/completions",
-}  # fmt: skip
+UNSUPPORTED = ("previous_response_id", "conversation", "background", "prompt")  # need stored responses
 FIELDS = (
     *UNSUPPORTED, "input", "instructions", "max_output_tokens", "text", "tools", "tool_choice",
     "parallel_tool_calls",
@@ -38,9 +34,8 @@ TEXT_EVENT = {"content_index": 0, "logprobs": []}
 def translate(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat completion of a request for a response. Raises ValueError."""
     chat, messages = shared_fields(body, FIELDS), Conversation()
-    for name, advice in UNSUPPORTED.items():
-        if body.get(name):
-            raise ValueError(f"{name} is not supported; {advice}.")
+    if name := next(filter(body.get, UNSUPPORTED), None):
+        raise ValueError(f"{name} requires stored responses; send the whole conversation as input instead.")
     if instructions := body.get("instructions"):
         messages.add("system", text_of("instructions", instructions))
     if isinstance(body.get("input"), str):

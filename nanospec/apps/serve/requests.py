@@ -12,7 +12,7 @@ from ...llm import LLM
 from ...text import shown
 from ...text.chat import OPTIONAL
 from ..json_input import strict_json
-from ..openai_format import CHAT, IGNORED, RENAMED, translate_request
+from ..openai_format import CHAT, IGNORED, translate_request
 from ..tasks import encode, parse_task
 from ..tool_calls.offer import FIELDS
 from ..tool_calls.parser import CallParser
@@ -22,7 +22,13 @@ MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, characters of each
 MAX_LOGIT_BIAS = 1024  # tokens
 STREAM_OPTIONS = ("include_usage", "include_drafts", "include_obfuscation", "continuous_usage_stats")
 SERVER_FIELDS: dict[str, Any] = {"stream": False, "stream_options": {}, "cache_salt": ""}
-KNOWN = (*SERVER_FIELDS, *RENAMED, *IGNORED, *FIELDS, "top_logprobs")  # besides those of `SamplingParams`
+KNOWN = (
+    *SERVER_FIELDS,
+    "max_completion_tokens",
+    *IGNORED,
+    *FIELDS,
+    "top_logprobs",
+)  # besides those of `SamplingParams`
 
 
 @dataclass
@@ -108,8 +114,6 @@ def bad_request(error: Exception, body: Mapping[str, Any]) -> HTTPError:
     named = re.match(r"unknown field '([^']*)'", message)
     words = [named[1]] if named else re.findall(r"[A-Za-z_]+", message)
     param = next((word for word in words if word in body), "")
-    if not param and message.startswith("the chat template"):
-        param = "chat_template_kwargs"
     return HTTPError(400, message, param, "unknown_field" if named else "")
 
 

@@ -14,10 +14,7 @@ MAX_SECONDS = 1e7  # timers do not support much longer or infinite timeouts
 FORMS = {  # pattern and description of each text in a field
     "api_key": (rf"[!-~]{{{MIN_KEY},}}", f"at least {MIN_KEY} ASCII characters without spaces"),
     "allowed_hosts": (r"\*|[a-z0-9._-]+|\[[0-9a-f:.]+\]", "a name in lower case without a port"),
-    "allowed_origins": (
-        r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+",
-        "like https://example.com, without a path",
-    ),
+    "allowed_origins": (r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", "like https://example.com, with no path"),
 }
 
 

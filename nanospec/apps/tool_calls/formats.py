@@ -1,16 +1,17 @@
-"""The formats of tool calls, and the choice of one for a model."""
+"""The choice of a format of calls for a model, and the grammar that makes calls match their schemas."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...config import SamplingParams
-from .grammar import grammar_of
+from ...extras.grammar.response_format import JSON_STYLE
 from .hermes import HERMES
 from .llama3 import LLAMA3
 from .mistral import MISTRAL, MISTRAL_ARGS
@@ -34,7 +35,7 @@ def prepare(
         raise ValueError(f"{kind} cannot be combined with tools; use 'json_schema', or omit one of them.")
     is_strict = any(function["strict"] for function in tools.functions)
     if tools.required or is_strict or answer is not None:
-        grammar = grammar_of(format, tools, tokenizer, answer)
+        grammar = _grammar(format, tools, tokenizer, answer)
         params = replace(params, response_format={"type": "grammar", "grammar": grammar})
     if tokenizer.backend.token_to_id(format.begin) in tokenizer.special_token_ids:
         params = replace(params, skip_special_tokens=False)
@@ -50,3 +51,46 @@ def _format_of(template: str) -> CallFormat:
             return format
     names = ", ".join(dict.fromkeys(each.name for each in FORMATS))
     raise ValueError(f"tools are not supported in this model's format, only in {names}; omit them.")
+
+
+def _grammar(
+    format: CallFormat, tools: ToolSet, tokenizer: Tokenizer, answer: Mapping[str, Any] | None
+) -> str:
+    """Return the grammar, in llguidance's dialect of Lark, of outputs with calls and, unless these are
+    required, of outputs without: any text, or JSON if `answer` is a `response_format`."""
+    added = {token.content: i for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
+
+    def literal(text: str) -> str:
+        quoted = json.dumps(text)
+        for marker in {format.begin, format.closing.strip(), "[ARGS]"} & added.keys():
+            quoted = quoted.replace(marker, f'" <[{added[marker]}]> "')
+        return quoted
+
+    rules = ["call: " + " | ".join(f"call{i}" for i in range(len(tools.functions)))]
+    for i, function in enumerate(tools.functions):
+        before, between, after = format.call
+        schema = function["parameters"] if tools.required or function["strict"] else {"type": "object"}
+        rules.append(f"json{i}: {_json(schema)}")
+        rules.append(f"call{i}: {literal(before + function['name'] + between)} json{i} {literal(after)}")
+    more = f"({literal(format.separator)} call)*" if tools.parallel else ""
+    calls = f"call {more} {literal(format.closing)}"
+    if tools.required:
+        start = f"{literal(format.opening)} {calls}"
+    elif answer is not None:
+        start = f"{literal(format.opening)} {calls} | answer"
+        schema = answer.get("json_schema", {}).get("schema", {"type": "object"})
+        rules.append(f"answer: {_json(schema)}")
+    else:
+        # Text must not spell the marker with other tokens, since what follows it would be unconstrained.
+        text = r"(.|\n)*" if format.opening else r"([^{\s](.|\n)*)?"
+        rules.append(f"TEXT: /{text}/ & ~/(.|\\n)*{re.escape(format.begin)}(.|\\n)*/")
+        lead = "lead" if format.begin in added else "lead[lazy]"
+        rules.append(f"{lead}: TEXT {literal(format.begin)}")
+        block = f"lead {literal(format.opening.removeprefix(format.begin))} {calls}"
+        start = f"({block})* TEXT" if tools.parallel else f"{block} | TEXT"
+        start = start if format.opening else f"{calls} | TEXT"
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_STYLE})

@@ -36,9 +36,6 @@ def read_tools(request: Mapping[str, Any]) -> ToolSet | None:
         raise ValueError(f"parallel_tool_calls={shown(parallel)} must be true or false.")
     functions = [_function(tool) for tool in (tools if isinstance(tools, list) else [tools])]
     names = [function["name"] for function in functions]
-    if len({*names}) < len(names):
-        name = max(names, key=names.count)
-        raise ValueError(f"tools has {names.count(name)} functions named {name}, but names must be unique.")
     if choice == "required" and not tools:
         raise ValueError("tool_choice='required' needs tools, but the request has none.")
     if choice not in ("auto", "none", "required"):
@@ -65,8 +62,6 @@ def _function(tool: Any) -> dict[str, Any]:
     schema = {"additionalProperties": False} if (given := function.get("parameters")) is None else given
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise ValueError(f"tools: parameters={shown(schema)} of {name} must be a JSON schema of an object.")
-    if not isinstance(strict, bool | None):
-        raise ValueError(f"tools: strict={shown(strict)} of {name} must be true or false.")
     return {"name": name, "parameters": {**schema, "type": "object"}, "strict": bool(strict)}
 
 

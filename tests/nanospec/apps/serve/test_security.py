@@ -138,11 +138,12 @@ def test_pages_of_allowed_origins_can_use_the_api(folder: Path, origins: tuple[s
                 ServeConfig(**given)
 
 
-def test_errors_have_the_format_of_the_api(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gate.ERROR_FORMATS, "/other/", lambda error: {"is": error.kind})
-    assert guarded.post("/other/x", {}).json() == {"is": "authentication_error"}
-    assert guarded.post("/other/x", {}, headers=bearer(BOB)).json() == {"is": "not_found_error"}
-    assert guarded.post("/other", {}, headers=bearer(BOB)).json()["error"]["type"] == "not_found_error"
+def test_errors_have_the_format_of_the_api(guarded: Served) -> None:
+    unknown, missing = bearer(BOB), "authentication_error"
+    for path, keys in (("/v1/messages/x", {"type", "error"}), ("/v1/x", {"error"})):
+        for headers, kind in (({}, missing), (unknown, "not_found_error")):
+            error = guarded.post(path, {}, headers=headers).json()
+            assert (error.keys(), error["error"]["type"]) == (keys, kind)
 
 
 def test_only_page_files_are_served(server: Served) -> None:

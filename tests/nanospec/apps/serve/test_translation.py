@@ -236,8 +236,11 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "contains 'item_reference', but"),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": "c"}]}, '"name" must be a string'),
-    (RESPONSES, {"input": "a", "previous_response_id": "x"}, "previous_response_id is not supported; send"),
-    (RESPONSES, {"input": "a", "background": True}, "background is not supported; use stream."),
+    (
+        RESPONSES,
+        {"input": "a", "previous_response_id": "x"},
+        "requires stored responses; send",
+    ),
     (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "only functions are supported"),
     (RESPONSES, {"input": "a", "text": 1}, '"text" must be an object'),
     (RESPONSES, {"input": "a", "max_tokens": 1}, "unknown field 'max_tokens'"),
