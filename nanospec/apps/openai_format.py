@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
-from ..outputs import Completion, Logprob, Piece, SpecStats
+from ..outputs import Completion, Logprob, SpecStats
 from ..text import shown
 from .tool_calls.offer import FIELDS, read_calls, read_tools
 from .tool_calls.parser import CallParser, parse
@@ -146,7 +145,7 @@ def choice(
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
         content = {"message": {**message, "tool_calls": calls} if calls else message}
     positions = (done.logprobs or [])[: done.num_text_tokens]
-    entries = logprobs(url, positions, done.pieces, number, tokenizer)
+    entries = logprobs(url, positions, number, tokenizer)
     return {"index": done.index, **content, "logprobs": entries, **finish_reasons(done, len(calls))}
 
 
@@ -159,11 +158,10 @@ def finish_reasons(done: Completion | None, num_calls: int) -> dict[str, Any]:
 
 
 def logprobs(
-    url: str, positions: Sequence[Mapping[int, Logprob]], pieces: Sequence[Piece], number: int | None,
-    tokenizer: Tokenizer, offset: int = 0,
-) -> dict[str, Any] | None:  # fmt: skip
+    url: str, positions: Sequence[Mapping[int, Logprob]], number: int | None, tokenizer: Tokenizer
+) -> dict[str, Any] | None:
     """Return the log-probabilities of the sampled tokens, first in each of `positions`, and of the `number`
-    most likely ones; None if `number` is None. `pieces` are the tokens' texts, which start at `offset`."""
+    most likely ones; None if `number` is None."""
     if number is None:
         return None
 
@@ -178,12 +176,10 @@ def logprobs(
         top.append([entry(*item) for item in ranked if item[1].rank <= number])
     if url == CHAT:
         return {"content": [{**token, "top_logprobs": best} for token, best in zip(chosen, top)]}
-    offsets = accumulate((len(piece.text) for piece in pieces), initial=offset)
     return {
         "tokens": [token["token"] for token in chosen],
         "token_logprobs": [token["logprob"] for token in chosen],
         "top_logprobs": [{t["token"]: t["logprob"] for t in best} for best in top] if number else None,
-        "text_offset": list(islice(offsets, len(chosen))),
     }
 
 

@@ -62,7 +62,8 @@ def _translate_message(message: Any, messages: Conversation) -> None:
             case "user", "tool_result":
                 result = text_of("content", block.get("content") or "", separator="\n")
                 error = "Error: " if block.get("is_error") else ""
-                messages.add_result(required(block, "tool_use_id"), error + result)
+                call_id = required(block, "tool_use_id")
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": error + result})
             case _:
                 messages.add(role, text_of("content", [block]))
 

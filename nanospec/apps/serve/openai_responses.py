@@ -61,7 +61,8 @@ def _translate_item(item: Any, messages: Conversation) -> None:
         case "function_call":
             messages.add_call(*(required(item, name) for name in ("call_id", "name", "arguments")))
         case "function_call_output":
-            messages.add_result(required(item, "call_id"), text_of("output", item.get("output"), TEXT))
+            text = text_of("output", item.get("output"), TEXT)
+            messages.append({"role": "tool", "tool_call_id": required(item, "call_id"), "content": text})
         case "reasoning":
             pass
         case kind:

@@ -37,9 +37,6 @@ class Conversation(list[dict[str, Any]]):
     def add_call(self, call_id: str, name: str, arguments: str) -> None:
         self.add("assistant").setdefault("tool_calls", []).append(call_object(call_id, name, arguments))
 
-    def add_result(self, call_id: str, text: str) -> None:
-        self.append({"role": "tool", "tool_call_id": call_id, "content": text})
-
 
 def shared_fields(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return the fields of a body in `SHARED`. Raises ValueError for other fields that are not `known`."""

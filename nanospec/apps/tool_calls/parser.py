@@ -141,24 +141,28 @@ class CallParser:
     def _in_head(self) -> list[Part] | None:
         body = self._text.lstrip(SPACE + "[")
         if match := HEAD.match(body):
-            self._begin, self._text, self._object = "", body[match.end() :], ObjectEnd()
-            self._state = self._in_arguments
-            self._count += 1
-            id = self._format.id_format.format(uuid4().hex)
-            return [CallStart(self._count - 1, id, match[1] or match[2])]
+            self._object = ObjectEnd()
+            return [self._start(match[1] or match[2], body[match.end() :], self._in_arguments)]
         if body.startswith("{"):
             if not (end := self._object.push(body[self._num_scanned :])):
                 self._num_scanned = len(body)
                 return None
             end += self._num_scanned
-            if call := _usual_order(body[:end]):
-                self._text = call + body[end:]
-                return []
+            call = read_object(body[:end]) or {}
+            name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+            if isinstance(name, str) and isinstance(arguments, dict):
+                start = self._start(name, body[end:], self._after_arguments)
+                return [start, CallArguments(start.number, json.dumps(arguments, ensure_ascii=False))]
         elif NAME_PART.fullmatch(body):
             return None
         begin, self._begin = self._begin, ""
         self._state = self._in_text
         return _text(begin)
+
+    def _start(self, name: str, rest: str, state: Callable[[], list[Part] | None]) -> CallStart:
+        self._begin, self._text, self._state = "", rest, state
+        self._count += 1
+        return CallStart(self._count - 1, self._format.id_format.format(uuid4().hex), name)
 
     def _in_arguments(self) -> list[Part] | None:
         end = self._object.push(self._text)
@@ -200,11 +204,3 @@ def parse(
 
 def _text(text: str) -> list[Part]:
     return [Text(text)] if text else []
-
-
-def _usual_order(text: str) -> str:
-    """Return a call with its keys in the order of `HEAD`, or "" if `text` is not a call."""
-    call = read_object(text) or {}
-    arguments = call.get("arguments", call.get("parameters"))
-    text = json.dumps({"name": call.get("name"), "arguments": arguments}, ensure_ascii=False)
-    return text if HEAD.match(text) else ""

@@ -79,7 +79,7 @@ def test_template_options_are_parsed(tmp_path: Path) -> None:
     [
         (chat(tools=[{"type": "function"}]), 'in "body": tools contains'),
         (completions(tools=[{"type": "function", "function": {"name": "f"}}]), "only supported by /v1/chat"),
-        (chat(max_tokens=3, max_completion_tokens=4), "have the same meaning"),
+        (chat(max_tokens=3, max_completion_tokens=4), "differ; set only one"),
         ({"prompt": "x", "custom_id": "a"}, 'custom_id "a" is also used by line 1'),
         (chat(top_logprobs=3), '"top_logprobs" requires it to be true'),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text content is"),

@@ -188,10 +188,6 @@ def test_logprobs_cover_tokens_of_the_text(
     [choice] = choices_of(server, COMPLETIONS, body)
     assert choice["logprobs"]["tokens"] == tokens
     assert choice["logprobs"]["top_logprobs"] is None
-    offsets = choice["logprobs"]["text_offset"]
-    assert offsets[:3] == [0, 1, 2][: len(offsets)]
-    assert offsets == sorted(offsets)
-    assert offsets[-1] < max(len(choice["text"]), 1)
     assert choice["stop_reason"] == (params.get("stop") or params.get("stop_token_ids") or [None])[-1]
 
 
