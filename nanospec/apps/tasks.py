@@ -92,9 +92,8 @@ def template_options(request: Mapping[str, Any]) -> dict[str, Any]:
         options["thinking"] = thinking.get("type") != "disabled"
     for name, kind in OPTIONS.items():
         if not isinstance(value := options.get(name), kind | None):
-            raise ValueError(
-                f"{name}={shown(value)} must be {'a string' if kind is str else 'true or false'}."
-            )
+            form = "a string" if kind is str else "true or false"
+            raise ValueError(f"{name}={shown(value)} must be {form}.")
     if "thinking" in options:
         options.setdefault("enable_thinking", options["thinking"])
     elif options.get("reasoning_effort") == "none":  # in OpenAI's API
@@ -104,7 +103,7 @@ def template_options(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def encode(task: Task, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
     """Return the token ids of a task's prompt. If it has tools, set its parser and constrain its output.
-    Raises ValueError if the model does not support it."""
+    Raises ValueError for a task that the model does not support."""
     if task.tools is not None:
         task.params, task.parser = prepare(task.tools, tokenizer, task.params)
     if task.messages is not None:

@@ -23,7 +23,6 @@ from .gate import HTTPError
 from .jobs import Delta, Job, JobFailed
 from .requests import APIRequest
 
-QUIET = b": keep-alive\n\n"  # a comment event, so that proxies do not close an idle connection
 TOO_SLOW = "The request timed out; it took longer than the server allows."
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -31,7 +30,7 @@ STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cac
 class Format:
     """The format of the answer to one request: a whole response, or the events of a stream."""
 
-    quiet = QUIET  # the event of a quiet period
+    quiet = b": keep-alive\n\n"  # an event without effect, so that proxies do not close an idle connection
 
     def __init__(self, request: APIRequest, request_id: str, model: str, tokenizer: Tokenizer) -> None:
         self.request, self.request_id, self.model, self.tokenizer = request, request_id, model, tokenizer

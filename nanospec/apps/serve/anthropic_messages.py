@@ -19,8 +19,7 @@ MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 FIELDS = (
     "messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "output_config",
     # These do not affect the output of a model without hidden reasoning, or only select a service.
-    "metadata", "thinking", "cache_control", "service_tier", "context_management", "diagnostics",
-    "inference_geo", "speed",
+    "thinking", "cache_control", "context_management", "diagnostics", "inference_geo", "speed",
 )  # fmt: skip
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "function"}
 # Claude Code starts its system prompt with a line that changes between requests. It would be the end of the

@@ -35,10 +35,11 @@ from .openai_responses import RESPONSES, ResponsesFormat
 from .requests import bad_request, read_json, read_request
 from .settings import ServeConfig
 
-FORMATS: dict[str, type[Format]] = {
-    CHAT: OpenAIFormat, COMPLETIONS: OpenAIFormat, MESSAGES: AnthropicFormat, RESPONSES: ResponsesFormat,
+FORMATS: dict[str, tuple[type[Format], Any]] = {  # and translations to chat completions
+    CHAT: (OpenAIFormat, None), COMPLETIONS: (OpenAIFormat, None),
+    MESSAGES: (AnthropicFormat, anthropic_messages.translate),
+    RESPONSES: (ResponsesFormat, openai_responses.translate),
 }  # fmt: skip
-TRANSLATIONS = {MESSAGES: anthropic_messages.translate, RESPONSES: openai_responses.translate}  # to `CHAT`
 READERS = 2  # threads that parse requests, since chat templates and tokenizers are slow
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:"
@@ -81,8 +82,8 @@ class App:
         """Answer a request for outputs, in one of `FORMATS`."""
         try:
             self.engine.check_capacity()
-            path = request.url.path
-            parse = partial(read_request, self.llm, path, translate=TRANSLATIONS.get(path))
+            format, translate = FORMATS[path := request.url.path]
+            parse = partial(read_request, self.llm, path, translate=translate)
             parsed = await self._read(parse, request)
             salt = request.state.salt + parsed.salt
             salt = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
@@ -94,8 +95,8 @@ class App:
             raise HTTPError(400, str(error), "n") from None
         state = request.state
         state.log_fields.update(parsed.log_fields)
-        format = FORMATS[parsed.url](parsed, state.id, self.model, self.llm.tokenizer)
-        return Answer(parsed, job, format, self.config.request_timeout, state.log_fields)
+        answer = format(parsed, state.id, self.model, self.llm.tokenizer)
+        return Answer(parsed, job, answer, self.config.request_timeout, state.log_fields)
 
     async def _read(self, parse: Callable[[dict[str, Any]], Any], request: Request) -> Any:
         """Return `parse` of the body, a JSON object for this model, in a reader thread."""
@@ -107,7 +108,7 @@ class App:
             self._check_model(body.pop("model", None) or self.model)
             try:
                 return parse(body)
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 raise bad_request(error, body) from None
 
         async with self._bodies.read(request) as data:

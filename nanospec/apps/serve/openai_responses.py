@@ -20,10 +20,8 @@ UNSUPPORTED = ("previous_response_id", "conversation", "background", "prompt")  
 FIELDS = (
     *UNSUPPORTED, "input", "instructions", "max_output_tokens", "text", "tools", "tool_choice",
     "parallel_tool_calls",
-    # These do not affect the output of a model without hidden reasoning, or only select a service.
-    "include", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream_options",
-    "truncation", "user",
+    # These do not affect the output of a model without hidden reasoning.
+    "include", "max_tool_calls", "reasoning", "stream_options", "truncation",
 )  # fmt: skip
 TEXT = ("input_text", "output_text", "text")
 TOOL_CHOICES = {name: name for name in ("auto", "required", "none", "function")}

@@ -22,13 +22,8 @@ MAX_STOP, MAX_STOP_LENGTH = 16, 256  # strings, characters of each
 MAX_LOGIT_BIAS = 1024  # tokens
 STREAM_OPTIONS = ("include_usage", "include_drafts", "include_obfuscation", "continuous_usage_stats")
 SERVER_FIELDS: dict[str, Any] = {"stream": False, "stream_options": {}, "cache_salt": ""}
-KNOWN = (
-    *SERVER_FIELDS,
-    "max_completion_tokens",
-    *IGNORED,
-    *FIELDS,
-    "top_logprobs",
-)  # besides those of `SamplingParams`
+# Fields of a request besides those of `SamplingParams`.
+KNOWN = (*SERVER_FIELDS, *IGNORED, *FIELDS, "max_completion_tokens", "top_logprobs")
 
 
 @dataclass
@@ -101,9 +96,9 @@ def _fields_without_effect(llm: LLM, url: str, body: Mapping[str, Any]) -> list[
     given = {**body, **(body.get("chat_template_kwargs") or {})}
     uses = llm.tokenizer.uses_in_template if url == CHAT else lambda name: False
     names = [name for name in OPTIONAL if given.get(name) is not None and not uses(name)]
-    if not uses("enable_thinking"):
-        return names
-    return [name for name in names if name != "thinking" and given[name] != "none"]  # they set it
+    if uses("enable_thinking"):  # which two others set, see `template_options`
+        names = [name for name in names if name != "thinking" and given[name] != "none"]
+    return names
 
 
 def bad_request(error: Exception, body: Mapping[str, Any]) -> HTTPError:

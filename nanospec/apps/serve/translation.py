@@ -7,6 +7,7 @@ from typing import Any
 
 from ...outputs import Completion
 from ...text import shown
+from ..openai_format import IGNORED
 from ..options import did_you_mean
 from ..tool_calls.offer import call_object
 from ..tool_calls.parser import CallStart, Text
@@ -15,7 +16,7 @@ from .jobs import Delta
 
 # Fields with the same meaning as in a chat completion. Most are extensions of the other APIs.
 SHARED = (
-    "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos",
+    "stream", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos",
     "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "num_speculative_tokens", "prediction", "chat_template_kwargs", "cache_salt",
 )  # fmt: skip
@@ -39,8 +40,8 @@ class Conversation(list[dict[str, Any]]):
 
 
 def shared_fields(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a body in `SHARED`. Raises ValueError for other fields that are not `known`."""
-    if unknown := sorted(body.keys() - {*SHARED, *known}):
+    """Return the fields of a body in `SHARED`. Raises ValueError for others that are not `known`."""
+    if unknown := sorted(body.keys() - {*SHARED, *IGNORED, *known}):
         hint = did_you_mean(unknown[0], [*SHARED, *known]) or "."
         raise ValueError(f"unknown field {shown(unknown[0])}{hint}")
     return {name: body[name] for name in SHARED if name in body}
