@@ -151,6 +151,7 @@ def test_fields_without_effect_are_logged(server: Served, monkeypatch: pytest.Mo
     for body, text, ignored in (
         (fields, "x", ["verbosity"]),  # after "low"
         ({"thinking": {"type": "disabled"}}, "o", None),
+        ({"thinking": {"type": "enabled"}}, "d", None),
         ({"enable_thinking": True}, "d", None),
         ({"thinking": True, **kwargs}, "o", None),
     ):
