@@ -38,7 +38,7 @@ from ttsem import pidraces, sanitize
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["--noconftest", "--disable-warnings", "--quiet", "--override-ini=addopts=--import-mode=importlib"]
 # These two files import the whole package.
-OPTIONS += ["-pno:cacheprovider", "--ignore-glob=*/test_noise.py", "--ignore-glob=*/test_parts.py"]
+OPTIONS += ["-pno:cacheprovider", "--ignore-glob=*/test_noise.py"]
 OTHERS = re.compile(r"naive\]|\[naive-|native\]|\[native-|gfx942")  # tests of other implementations
 OPTIONS += [f"{ROOT}/tests/kernels/{name}" for name in ("layer", "sampling", "speculation")]
 ACQUIRE_RELEASE = "sem = 4"  # in the IR of an atomic operation

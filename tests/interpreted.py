@@ -1,7 +1,7 @@
 """Import this before triton to run kernels in Triton's interpreter where there is no GPU.
 
-Patches the interpreter: caches types, accepts scalar masks, runs programs in random order, and detects
-out-of-bounds accesses."""
+Patches the interpreter: patches modules once, accepts scalar masks, runs programs in random order, and
+detects out-of-bounds accesses."""
 
 import os
 import random
@@ -37,28 +37,6 @@ def patch_modules_once() -> None:
         return never
 
     interpreter._patch_lang = patch_lang
-
-
-def cache_types() -> None:
-    """Cache what depends only on a type and is otherwise recomputed for each value."""
-    describe, make = tl.block_type.__init__, tl.tensor.__init__
-    blocks: dict[Any, dict[str, Any]] = {}
-    values: dict[str, dict[str, Any]] = {}
-
-    def describe_once(self: Any, element_ty: Any, shape: Any) -> None:
-        key = element_ty.name, *map(int, shape)
-        if key not in blocks:
-            describe(self, element_ty, shape)
-            blocks[key] = dict(vars(self))
-        vars(self).update(blocks[key])
-
-    def make_once(self: Any, handle: Any, type: Any) -> None:
-        if type.name not in values:
-            make(self, handle, type)
-            values[type.name] = dict(vars(self))
-        vars(self).update(values[type.name], handle=handle, type=type, dtype=type.scalar)
-
-    tl.block_type.__init__, tl.tensor.__init__ = describe_once, make_once
 
 
 def keep_boolean_conditions() -> None:
@@ -166,7 +144,6 @@ def check_bounds() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     patch_modules_once()
-    cache_types()
     keep_boolean_conditions()
     shuffle_programs()
     check_bounds()

@@ -1,11 +1,10 @@
-"""CPU comparisons (`bench/cpu.py`, `bench/serve.py`): alternation, ratios in a round, parsing of answers."""
+"""CPU comparisons (`bench/cpu.py`): alternation, and ratios in a round."""
 
-import json
 from typing import Any
 
 import pytest
 
-from bench import cpu, serve
+from bench import cpu
 from bench.peers import worker
 
 CASES = [{"name": f"B={batch}, 200", "batch": batch, "prompts": [[1]] * 4} for batch in (1, 4)]
@@ -49,19 +48,3 @@ def test_peers_use_fastest_settings_and_systems_alternate() -> None:
     assert row["nanospec_ratio"]["median"] == pytest.approx(2.0)
     assert row["plain_ratio"]["median"] == pytest.approx(50 / 30, abs=1e-3)
     assert row["equal_to_plain"] == [1, 2]  # equal in all rounds, of all outputs
-
-
-def test_read_answer_from_stream() -> None:
-    def event(**fields: Any) -> bytes:
-        return b"data: " + json.dumps(fields).encode() + b"\n"
-
-    first, second = (event(choices=[{"delta": {"content": text}}]) for text in ("a", "b c"))
-    usage = event(choices=[], usage={"completion_tokens": 4})
-    lines = [(0.2, first), (0.2, b"\n"), (0.5, second), (0.6, usage), (0.6, b"data: [DONE]\n")]
-    result = serve.read_answer(lines)
-    assert result == serve.Answer(None, 0.2, 0.5, 4, "ab c")
-    assert result.per_token == pytest.approx(0.1)  # more than `serve.TOKEN`
-    assert serve.read_answer(lines[:-1]).error == "the stream ended early"
-    assert "in the stream" in str(serve.read_answer([(0.1, event(error={"message": "no"}))]).error)
-    row = serve.figures([result, serve.Answer("no answer")], [0.0, 1.0])
-    assert (row["failed"], row["goodput"], row["tokens_per_second"]) == (1, 0.0, 8.0)

@@ -8,9 +8,9 @@ import torch
 
 from nanospec import SamplingParams
 from tests.drive import finish, make_engine, outcome
+from tests.no_gpu import NoWaiting
 from tests.random_weights import random_heads
 from tests.tiny import tiny_model
-from tests.waiting import NoWaiting
 
 pytestmark = pytest.mark.gpu
 PARAMS = [

@@ -48,9 +48,8 @@ def test_kernels_access_no_memory_outside_their_buffers() -> None:
         pytest.skip("needs libasan: install g++'s sanitizers")
     env = {**os.environ, "CXX": "g++ -fsanitize=address", "ASAN_OPTIONS": "detect_leaks=0"}
     env["LD_PRELOAD"] = f"{library} {library.replace('asan', 'stdc++')}"
-    files = "nanospec/models/test_cpu.py", "nanospec/device/test_compiled_step.py", "kernels/speculation"
-    more = "kernels/native/test_packed.py", "kernels/native/test_quantized.py"
-    paths = [str(ROOT / "tests" / file) for file in (*files, *more)]
+    files = "kernels/native/test_packed.py", "nanospec/models/test_cpu.py", "kernels/speculation"
+    paths = [str(ROOT / "tests" / file) for file in (*files, "nanospec/device/test_compiled_step.py")]
     options = "-x", "-p", "no:cacheprovider", "-m", "not (slow or long)"
     command = [sys.executable, "-m", "pytest", *options, *paths]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

@@ -5,14 +5,11 @@ import math
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from nanospec.engine.request import derive_seed
-from nanospec.kernels.native import library
-from nanospec.kernels.sampling import noise, sample
-from tests.kernels.batches import ints, make_batch, make_table
+from nanospec.kernels.sampling import noise
+from tests.kernels.batches import ints
 
 V = 50_000
 # One-in-a-million bounds; the seeds are fixed, so results are reproducible.
@@ -72,43 +69,3 @@ def test_small_and_extreme_values_are_exact() -> None:
     assert float(error.abs().max()) < 5e-5  # 1 - u is rounded
     extremes = noise.log_exponential(ints(0, 2**31 - 1))
     assert extremes.tolist() == pytest.approx([math.log(2.0**-32), math.log(32 * math.log(2))])
-
-
-@triton.jit
-def _kernel(seed, position, out, bits_out, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    i = tl.arange(0, N)
-    tl.store(out + i, noise.log_e(tl.load(seed), tl.load(position), i))
-    first, second = noise.block_keys(tl.load(seed), tl.load(position))
-    bits = noise.block_mix(noise.block_mix(i.to(tl.uint32) ^ first) ^ second)
-    tl.store(bits_out + i, bits.to(tl.int64))
-
-
-def test_kernel_has_the_same_bits() -> None:
-    n, position = 65_536, 131_071
-    for seed in SEEDS:
-        out, bits = torch.empty(n), torch.empty(n, dtype=torch.int64)
-        _kernel[(1,)](torch.tensor([seed]), ints(position), out, bits, N=n)
-        tokens, (first, second) = torch.arange(n), noise.keys(seed, position)
-        assert torch.equal(bits, noise.mix(noise.mix(tokens ^ first) ^ second))
-        assert float((out - noise.naive(seed, position, tokens)).abs().max()) < 1e-5
-
-
-@pytest.mark.skipif(library() is None, reason="needs a C++ compiler: install g++")
-def test_native_noise_has_the_same_bits() -> None:
-    """Token 0 gets the score for which both values are equal, and then the next lower value: C++ draws 0 and
-    then 1 exactly if its noise of token 1 is the same. It is small enough to be computed by the series."""
-    positions = torch.arange(1_000_000)
-    log_e = noise.naive(torch.full_like(positions, 5), positions, torch.arange(2))
-    series = (log_e[:, 1] > math.log(4e-4)) & (log_e[:, 1] < math.log(1e-3))
-    log_e, positions = log_e[series], positions[series]
-    equal = -log_e[:, 1]
-    lower = equal.nextafter(torch.tensor(-math.inf))
-    scores = torch.stack([value + log_e[:, 0] for value in (equal, lower)], 1)
-    exact = (scores - log_e[:, :1] == torch.stack([equal, lower], 1)).all(1)
-    logits = torch.stack([scores[exact], torch.zeros_like(scores[exact])], 2).flatten(0, 1)
-    base = (positions[exact] - 1).repeat_interleave(2).tolist()
-    batch = make_batch([1] * len(base), base, rows=torch.zeros(len(base), dtype=torch.int32))
-    drawn = sample.native(logits, make_table(2, temperature=1.0, seed=5), batch).view(-1, 2)
-    assert len(drawn) > 300
-    same = (drawn[:, 0] == 0) & (drawn[:, 1] == 1)
-    assert float(same.double().mean()) > 0.9  # logarithms may differ in the last place

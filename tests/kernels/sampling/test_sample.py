@@ -70,7 +70,7 @@ def check(
     draws only the tokens on the path of verification."""
     rng = random.Random(seed)
     rows = rng.sample([*range(S), *[-1] * len(q_len)], len(q_len))
-    base_len = [rng.randint(0, 20) for _ in q_len]
+    base_len = [rng.randint(0, 20) + (seed % 3 == 1) * 100_000 for _ in q_len]  # also beyond 16 bits
     lengths = [n if s >= 0 else 0 for n, s in zip(q_len, rows)]
     batch = make_batch(lengths, base_len, form != "packed", form == "tree", rows=ints(*rows))
     batch.input_ids.random_(0, V, generator=torch.Generator().manual_seed(seed))

@@ -20,7 +20,7 @@ from nanospec.device.resources import plan_cache, spare_memory, step_bytes
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import forced
 from tests.drive import Job, make_engine, run
-from tests.dry import DryRun, meta_step
+from tests.no_gpu import DryRun, meta_step
 from tests.tiny import tiny_config, tiny_model
 
 MIB = 1 << 20

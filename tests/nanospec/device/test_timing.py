@@ -9,30 +9,46 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanospec.device.graphs import Bucket
 from nanospec.device.timing import SIZES, attention_ms, forward_ms
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
-from tests.drive import make_engine
+from tests.drive import K, make_engine
 from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
 
-def test_measure_leaves_state_unchanged() -> None:
-    model = tiny_model()
-    spec: dict[str, Any] = {"spec": {"method": "medusa"}, "heads": random_heads(model, 3)}
-    worker = make_engine(model, "auto", max_num_seqs=3, enforce_eager=True, **spec).worker
+@pytest.mark.parametrize("eager", [True, False], ids=["packed", "captured"])
+def test_measure_leaves_state_unchanged(eager: bool) -> None:
+    model, drafted = tiny_model(), list[int]()
+    spec: dict[str, Any] = {"spec": {"method": "medusa"}, "heads": random_heads(model, 3)} if eager else {}
+    k: K = "auto" if eager else 2  # "auto" would already have measured
+    worker = make_engine(model, k, max_num_seqs=3, enforce_eager=eager, **spec).worker
+    assert not any(stage.seconds for stage in worker.stages.values())  # timing is not a step
+    if worker.graphs is not None:
+        capture = worker.graphs.captures[Bucket(2, 2)]
+        replay = capture.replay
+
+        def spy() -> None:
+            assert (worker.table.stop_ids[:2] == -1).all()
+            replay()
+            drafted.append(int(capture.result.report[:, 1].sum()))  # of both rows
+
+        capture.replay = spy  # type: ignore[method-assign]
     worker.kv_cache.fill_(7)
-    before = [column.clone() for column in worker.table if isinstance(column, Tensor)]
+    table = {name: column for name, column in worker.table._asdict().items() if isinstance(column, Tensor)}
+    before = {name: column.clone() for name, column in table.items()}
     costs = worker.measure()
-    assert (worker.kv_cache == 7).all()
-    after = (column for column in worker.table if isinstance(column, Tensor))
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert costs.packed
-    assert max(costs.packed) >= 3 * (worker.max_k + 1)
-    assert min(costs.attention) >= 0
-    assert costs.propose is worker._step.draft_times
-    assert not worker.drafters[0].ready.any()  # type: ignore[attr-defined]
+    changed = {name for name, column in before.items() if not torch.equal(column, table[name])}
+    assert not changed & ({*before} if eager else {"num_tokens", "finished", "max_k", "temperature"})
+    assert drafted == [4] * 6 * (not eager)
+    if eager:
+        assert (worker.kv_cache == 7).all()
+        assert max(costs.packed) >= 3 * (worker.max_k + 1)
+        assert min(costs.attention) >= 0
+        assert costs.propose is worker._step.draft_times
+        assert not worker.drafters[0].ready.any()  # type: ignore[attr-defined]
 
 
 def test_slow_forward_passes_are_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:

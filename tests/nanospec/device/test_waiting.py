@@ -13,10 +13,9 @@ from nanospec.device import graphs, worker
 from nanospec.kernels import launch
 from tests.drive import Job, make_engine, outcome, run, run_alone
 from tests.nanospec.extras.tracing.records import check
+from tests.no_gpu import NoWaiting, TapeCapture
 from tests.random_weights import random_heads
-from tests.tape import TapeCapture
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.waiting import NoWaiting
 
 JOBS = [
     Job([1, 2, 3, 1, 2] * 5, SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[63])),  # two chunks

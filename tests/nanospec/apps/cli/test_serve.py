@@ -11,6 +11,7 @@ import pytest
 
 from nanospec.apps.cli import serve as command
 from nanospec.apps.cli.main import main
+from tests.nanospec.apps.cli.conftest import Fail
 
 
 @pytest.fixture(autouse=True)
@@ -42,25 +43,18 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
 def test_invalid_settings_are_reported_before_loading(
-    folder: Path, options: list[str], sentence: str, loaded: list[Any], capsys: Any, monkeypatch: Any
+    folder: Path, options: list[str], sentence: str, loaded: list[Any], fail: Fail, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    try:
-        status = main(["serve", "--model", str(folder), *options])
-    except SystemExit as error:
-        status = int(str(error.code))
-    assert (status, loaded) == (2, [])
-    errors = capsys.readouterr().err
-    assert sentence in errors
-    assert len(errors.splitlines()) == 1
+    assert sentence in fail("serve", "--model", folder, *options)
+    assert loaded == []
 
 
-def test_port_is_taken_before_loading(folder: Path, loaded: list[dict[str, Any]], capsys: Any) -> None:
+def test_port_is_taken_before_loading(folder: Path, loaded: list[Any], fail: Fail, capsys: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve", str(folder), "--port", port]) == 2
         message = f"cannot listen on 127.0.0.1:{port}: Address already in use; change --host or --port."
-        assert message in capsys.readouterr().err
+        assert message in fail("serve", folder, "--port", port)
     assert loaded == []
     options = ["--block-size", "32", "--spec", "none", "--log-level", "warning"]
     assert main(["serve", str(folder), "--port", "0", *options]) == 2
@@ -71,14 +65,13 @@ def test_port_is_taken_before_loading(folder: Path, loaded: list[dict[str, Any]]
     assert loaded == [{"max_num_batched_tokens": 512, "block_size": 32}]
 
 
-def test_missing_dependency_is_named(folder: Path, loaded: list[Any], capsys: Any, monkeypatch: Any) -> None:
+def test_missing_dependency_is_named(folder: Path, loaded: list[Any], fail: Fail, monkeypatch: Any) -> None:
     monkeypatch.setattr("nanospec.apps.cluster.start.need_ray", Mock(side_effect=ValueError("needs Ray.")))
-    assert main(["serve", str(folder), "--replicas", "2"]) == 2
-    assert (capsys.readouterr().err.endswith(": needs Ray.\n"), loaded) == (True, [])
+    assert fail("serve", folder, "--replicas", "2").endswith(": needs Ray.\n")
+    assert loaded == []
     monkeypatch.setitem(sys.modules, "starlette", None)
     monkeypatch.setattr(command, "_serve", lambda *_: importlib.import_module("starlette"))
-    assert main(["serve", "--model", str(folder)]) == 2
-    assert "serve requires starlette: pip install 'nanospec[serve]'" in capsys.readouterr().err
+    assert "serve requires starlette: pip install 'nanospec[serve]'" in fail("serve", "--model", folder)
 
 
 def test_api_keys_model_name_and_replicas(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -168,10 +168,6 @@ def test_metrics_include_all_replicas() -> None:
     assert (response.status_code, response.json()["error"]["message"]) == (503, NO_REPLICA)
 
 
-def numbered(number: int) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": b"", "number": number}
-
-
 def sent_numbers(app: ASGIApp, most: int = 1000, path: str = "/") -> list[list[int]]:
     """Return the numbers in each list that the app's sender yields, up to `most` lists."""
 
@@ -195,7 +191,7 @@ def test_first_token_is_sent_at_once_and_the_rest_coalesced(monkeypatch: pytest.
         await send({"type": "http.response.start", "number": -1})
         for number in range(10):
             await asyncio.sleep(0)
-            await send(numbered(number))
+            await send({**part(b""), "number": number})
 
     assert sent_numbers(app) == [[-1], [0], list(range(1, 10))]
 
@@ -205,7 +201,7 @@ def test_sender_passes_body_errors_and_disconnects() -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         received.append((await receive())["body"])
-        await send(numbered(0))
+        await send({**part(b""), "number": 0})
         if scope["path"] == "/wrong":
             raise OSError("no such thing")
         received.append((await receive())["type"])

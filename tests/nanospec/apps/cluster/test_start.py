@@ -66,7 +66,10 @@ def test_replicas_on_one_machine_share_memory(tmp_path: Path, monkeypatch: pytes
     assert elsewhere == ("m on the hub", {"seed": 2})
 
 
-def test_unreachable_ray_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_unreachable_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # not installed
+    with pytest.raises(ValueError, match=r"--replicas requires ray: pip install 'nanospec\[ray\]'"):
+        start.need_ray("ray")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=Mock(side_effect=ConnectionError)))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(OSError, match="RAY_ADDRESS=auto: no Ray cluster found"):
@@ -79,11 +82,5 @@ def test_unreachable_ray_address_is_reported(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(OSError, match=r"could not connect \(.*\); start Ray there, or unset RAY_ADDRESS"):
             start.connect_ray(1, EngineConfig()).__enter__()
-
-
-def test_missing_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)  # not installed
-    with pytest.raises(ValueError, match=r"--replicas requires ray: pip install 'nanospec\[ray\]'"):
-        start.need_ray("ray")
     assert last_error("ValueError: one\nat 0x1\n  OSError: two\nsee logs") == "two"
     assert last_error("no exception") == ""

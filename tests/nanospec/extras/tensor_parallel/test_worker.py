@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from nanospec.config import EngineConfig, SamplingParams
-from nanospec.drafters import Drafter, SimpleDrafter, Target
+from nanospec.drafters import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.methods import NgramDrafter
@@ -24,6 +24,7 @@ from nanospec.extras.tensor_parallel.worker import Rank, for_followers
 from nanospec.kernels.launch import GPUS
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
+from tests import drive
 from tests.drive import MODES, Job, assert_same, drafters_of, make_spec, outcome, random_jobs, run, run_alone
 from tests.random_weights import random_heads
 from tests.ranks import MakeDrafter, Weights, groups_of, part_of, split_engine, together, weights_of
@@ -91,16 +92,6 @@ def test_output_matches_one_device(shape: tuple[int, int, int], method: str, wid
     assert run_split(options, whole, jobs, make_drafters(options)).spec.num_accepted > 0
 
 
-class Noise(SimpleDrafter):
-    """Proposes random drafts."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def draft(self, tokens: list[int], k: int) -> list[int]:
-        return self.random.choices(tokens, k=k)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [4, "auto"])
 def test_ranks_agree_on_random_drafts_and_timed_k(k: Any) -> None:
@@ -109,7 +100,9 @@ def test_ranks_agree_on_random_drafts_and_timed_k(k: Any) -> None:
     options = options_of(2, "ngram", k, trace=True, kv_cache_memory=memory)
 
     def make(model: Model, group: Group) -> Sequence[Drafter]:
-        return NgramDrafter(options.spec), Noise(group.rank)
+        noise = drive.random_drafter(VOCAB, group.rank)
+        noise.reads_on_host = True
+        return NgramDrafter(options.spec), noise
 
     metrics = run_split(options, full(), random_jobs(random.Random(37), VOCAB, 4, max_tokens=25), make)
     assert metrics.spec.num_accepted > 0 or k == "auto"
