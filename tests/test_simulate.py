@@ -18,7 +18,7 @@ from campaigns.simulate.scenario import Scenario
 from campaigns.simulate.served import simulate_served
 from campaigns.simulate.shrink import failure, place_of, shrink
 from nanospec.apps import openai_format
-from nanospec.apps.serve import answers
+from nanospec.apps.serve import completions
 from nanospec.engine.engine import Engine
 
 NUM_SEEDS = 300
@@ -137,6 +137,6 @@ def test_lost_server_logprob_is_found() -> None:
         return result and {name: values[:-1] for name, values in result.items()}
 
     logprobs = openai_format.logprobs
-    patches = [mock.patch.object(m, "logprobs", shorter) for m in (openai_format, answers)]
+    patches = [mock.patch.object(m, "logprobs", shorter) for m in (openai_format, completions)]
     with patches[0], patches[1]:
         assert failure(scenario_of(1, "http"), simulate_served) is not None

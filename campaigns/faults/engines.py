@@ -42,6 +42,7 @@ def small_llm(model: Model, mode: str, **options: Any) -> LLM:
     llm = object.__new__(LLM)
     llm.engine, llm.tokenizer = small_engine(model, mode, **options), Mock()
     llm.config, llm.shared = llm.engine.config, SharedEngine(llm.engine)
+    llm._closed = False
     return llm
 
 

@@ -15,7 +15,7 @@ import pytest
 from campaigns.simulate.driver import Simulation
 from campaigns.simulate.oracle import limited
 from campaigns.simulate.scenario import Scenario
-from nanospec import LLM
+from nanospec import LLM, SamplingParams
 from nanospec.apps.serve.logs import log
 from nanospec.engine.request import Request, derive_seed
 from tests.nanospec.apps.serve.conftest import serving
@@ -32,7 +32,7 @@ class Served(Simulation):
         llm = LLM.__new__(LLM)
         llm.config, llm.engine, llm.shared = self.engine.config, self.engine, self.shared
         assert self.engine.tokenizer is not None
-        llm.tokenizer = self.engine.tokenizer
+        llm.tokenizer, llm.default_params = self.engine.tokenizer, SamplingParams()
         self._numbers = {oracle.params.seed: i for i, oracle in enumerate(self.oracles)}
         self._scheduler_add = self.engine.scheduler.add
         self.engine.scheduler.add = self._queued  # type: ignore[method-assign]

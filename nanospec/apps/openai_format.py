@@ -24,16 +24,17 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENAMED = {"max_completion_tokens": "max_tokens"}
 IGNORED = frozenset({  # these do not affect the output; only one model is loaded
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prompt_cache_options", "prediction",
+    "prompt_cache_retention", "prompt_cache_options",
 })  # fmt: skip
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> accepted values, those that do not use the feature
     "stream": (False,), "stream_options": (), "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "echo": (False,), "suffix": ("",), "best_of": (1,),
-    "audio": (), "web_search_options": (), "moderation": (),
+    "audio": (), "web_search_options": (), "moderation": (), "prediction": (),
 }  # fmt: skip
 INSTEAD = {
     "echo": "; prepend the prompt to the text yourself", "best_of": "; use n",
     "suffix": "; put both parts into the prompt, in the model's format for fill-in-the-middle",
+    "prediction": "; send the text in the prompt, which is searched for drafts",
     "functions": "; use tools", "function_call": "; use tool_choice",
 }  # fmt: skip
 # GPT-2's byte-level alphabet: printable bytes stand for themselves, other bytes are mapped to 256 and above.
@@ -194,10 +195,6 @@ def usage(num_prompt: int, outputs: Sequence[Completion], n: int) -> dict[str, A
     return {
         **counts(num_prompt, sum(len(done.token_ids) for done in outputs)),
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": spec.num_accepted,
-            "rejected_prediction_tokens": spec.num_drafted - spec.num_accepted,
-        },
         "speculation": {name: value for name, value in spec.to_dict().items() if name in reported},
     }
 

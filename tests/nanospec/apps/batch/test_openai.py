@@ -78,12 +78,13 @@ def test_template_options_are_parsed(tmp_path: Path) -> None:
         ({"prompt": "x", "custom_id": "a"}, 'custom_id "a" is also used by line 1'),
         (chat(top_logprobs=3), '"top_logprobs" requires it to be true'),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text content is"),
+        (chat(prediction={"type": "content", "content": "x"}), "prediction is not supported; send"),
         (completions(echo=True), "echo=True is not supported; prepend the prompt"),
         (completions(continue_final_message=True), 'continue_final_message requires "messages"'),
         ({**chat(), "method": "GET"}, '"method" "POST"'),
         ({**chat(), "temperature": 1}, "unknown field 'temperature'; request parameters belong in \"body\""),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_unsupported_fields_are_rejected(tmp_path: Path, line: dict[str, Any], sentence: str) -> None:
     with pytest.raises(LineError, match=f"line 2: .*{re.escape(sentence)}"):

@@ -79,7 +79,7 @@ def test_chat_applies_template(server: Served) -> None:
     ]
     ignored: Any = {
         "model": None, "user": "u", "metadata": {}, "tools": [], "logit_bias": {}, "n": None, "stop": None,
-        "stream_options": None, "prediction": {"type": "content", "content": "x"}, "guided_decoding": None,
+        "stream_options": None, "prediction": None, "guided_decoding": None,
     }  # fmt: skip
     for messages, more, length in ((MESSAGES, {}, None), (history, {"max_tokens": 5, **ignored}, 5)):
         [choice] = server.post(CHAT, {"messages": messages, "temperature": 0, **more}).json()["choices"]
@@ -199,12 +199,11 @@ def test_include_drafts_reports_source_of_each_token(server: Served) -> None:
         events = server.stream(COMPLETIONS, body, include_usage=True, include_drafts=True)
         steps = [event["speculation"] for event in events if "speculation" in event]
         usage = events[-1]["usage"]["speculation"]
-        details = events[-1]["usage"]["completion_tokens_details"]
         assert sum(step["drafted"] for step in steps) == usage["num_drafted"] > 0
         num_accepted = sum(step["accepted"] for step in steps)
-        assert num_accepted == usage["num_accepted"] == details["accepted_prediction_tokens"]
+        assert num_accepted == usage["num_accepted"]
         texts = [text for step in steps for text in step["rejected"]]
-        assert len(texts) == usage["num_drafted"] - num_accepted == details["rejected_prediction_tokens"]
+        assert len(texts) == usage["num_drafted"] - num_accepted
         rejected |= set(texts)
         assert {step["drafter"] for step in steps if step["drafted"]} == {"ngram"}
         assert all(event["usage"] is None for event in events[:-1])
