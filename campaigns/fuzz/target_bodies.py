@@ -72,7 +72,7 @@ def read(url: str, data: bytes) -> APIRequest:
     try:
         return read_request(model(), url, read_json(data))
     except HTTPError as error:
-        message = json.loads(bytes(error.response({"path": url}).body))["error"]["message"]
+        message = error.body(url)["error"]["message"]
         raise (ValueError if error.status_code == 400 else AssertionError)(as_statement(message)) from None
 
 
