@@ -138,10 +138,11 @@ def choice(
 
 
 def finish_reasons(done: Completion | None, num_calls: int) -> dict[str, Any]:
-    """Return why an output ended; null while it has not. An output that ends after tool calls ends with
-    "tool_calls"."""
+    """Return why an output ended; null while it has not. An output with tool calls ends with "tool_calls",
+    unless a stop string or the length limit may have cut off the last one."""
     reason = done and done.finish_reason
-    reason = "tool_calls" if num_calls and reason == "stop" else reason
+    if done and num_calls and reason == "stop" and not isinstance(done.stop_reason, str):
+        reason = "tool_calls"
     return {"finish_reason": reason, "stop_reason": done and done.stop_reason}
 
 

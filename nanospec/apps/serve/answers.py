@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...outputs import Completion
+from ...outputs import Completion, Piece
 from ...text.tokenizer import Tokenizer
 from ..openai_format import usage
 from ..tool_calls import Parser, Part, Text
@@ -48,6 +48,12 @@ class Format:
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         """Return the response with all outputs."""
         raise NotImplementedError
+
+    def pass_whole(self, output: Completion) -> None:
+        """Pass an output through `update` and `end`, for formats that build the response from its events."""
+        text = Piece(output.text, -1)  # `output.pieces` may lack the end of an incomplete character
+        for _ in (*self.update(Delta(output.index, [text], [], {}, output)), *self.end([output])):
+            pass
 
     def begin(self) -> Iterable[bytes]:
         """Return the events before the first delta."""
@@ -144,7 +150,7 @@ class Answer:
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Encode `data` as a server-sent event. In APIs whose events have a type, it is also the event's name."""
+    """Encode `data` as a server-sent event, named after its "type" if it has one."""
     name = f"event: {data['type']}\n".encode() if "type" in data else b""
     return name + b"data: " + encode(data) + b"\n\n"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from ...outputs import Completion
 from ...text import shown
-from ..json_input import strict_json
 from ..openai_format import usage
 from ..tool_calls import CallArguments, CallStart
+from ..tool_calls.offer import read_object
 from .answers import Format, event
 from .jobs import Delta
 from .translation import SHARED, Conversation, nonempty_list, required, shared_fields, text_of, tool_fields
@@ -85,8 +85,7 @@ class AnthropicFormat(Format):
         self._arguments = ""  # of the last block, if it is a tool call
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        for _ in (*self.update(Delta(0, done[0].pieces, [], {}, done[0])), *self.end(done)):
-            pass  # only the blocks are needed
+        self.pass_whole(done[0])
         return {**self._message(), **self._stop(done[0]), "usage": self._usage(done)}
 
     def begin(self) -> Iterator[bytes]:
@@ -125,7 +124,7 @@ class AnthropicFormat(Format):
         """End the last block, if there is one."""
         if self._blocks:
             if self._blocks[-1]["type"] == "tool_use":
-                self._blocks[-1]["input"] = _read_arguments(self._arguments)
+                self._blocks[-1]["input"] = read_object(self._arguments) or {}
                 self._arguments = ""
             yield self._event("content_block_stop")
 
@@ -152,12 +151,3 @@ class AnthropicFormat(Format):
             "cache_read_input_tokens": cached, "output_tokens": counts["completion_tokens"],
             "speculation": counts["speculation"],
         }  # fmt: skip
-
-
-def _read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object, empty if the output ended before they were complete."""
-    try:
-        value = strict_json(text.encode())
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

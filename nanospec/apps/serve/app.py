@@ -192,7 +192,7 @@ def _unknown(path: str, routes: list[str]) -> str:
     paths, ending, advice = sorted(route for route in routes if "{" not in route), path.rstrip("/"), ""
     meant = [known for known in paths if known.startswith("/v1/") and ending.endswith(known[len("/v1") :])]
     if meant:  # the longest one of /v1/completions and /v1/chat/completions
-        advice = f"Use {max(meant, key=len)}: set the client's base URL to one that ends in /v1. "
+        advice = f"Use {max(meant, key=len)}; correct the client's base URL. "
     elif other := re.match(OTHER_APIS, path):
         advice = f"This server generates text; {other[1]} are not supported. "
     return f"Unknown path {shown(path)}. {advice}Available: {', '.join(paths)}."

@@ -87,8 +87,7 @@ class ResponsesFormat(Format):
         self._items: list[dict[str, Any]] = []  # of the output, so far
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        for _ in (*self.update(Delta(0, done[0].pieces, [], {}, done[0])), *self.end(done)):
-            pass  # only the items are needed
+        self.pass_whole(done[0])
         return self._response(_status(done), done)
 
     def begin(self) -> Iterator[bytes]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...text import shown
-from ..json_input import strict_json
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")  # of a request
 NAME = re.compile("[A-Za-z0-9_.-]{1,128}")
@@ -85,9 +85,9 @@ def read_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """Parse a JSON object; return None for anything else."""
+    """Parse a JSON object that a model wrote, which may repeat keys; return None for anything else."""
     try:
-        value = strict_json(text.encode())
-    except ValueError:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
