@@ -25,7 +25,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 MAX_TEMPLATE = 1 << 16  # maximum characters of a template
 MAX_PROMPT = 1 << 24  # maximum characters of a rendered prompt
-MAX_TIMES = 4096  # prompts whose time is kept
+MAX_TIMES = 4096  # maximum number of prompts with a stored time
 COMMON = re.compile("add_generation_prompt|.*_token")  # variables passed to every template, used or not
 OPTIONAL = {  # variables that clients set without knowing the template, which need not use them -> types
     "enable_thinking": bool, "thinking": bool, "include_reasoning": bool, "reasoning_effort": str,

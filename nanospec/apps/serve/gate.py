@@ -171,8 +171,7 @@ class Gate:
 
 
 def guarded(app: ASGIApp, config: ServeConfig, responses: Counter[Any], paths: set[str]) -> ASGIApp:
-    """Return the app behind a `Gate`. Pages of the allowed origins can use it: CORS, whose preflight requests
-    carry no key."""
+    """Return the app behind a `Gate`, with CORS outside of it, as preflight requests carry no key."""
     gate, origins = Gate(app, config, responses, paths), config.allowed_origins
     methods, headers = ("GET", "POST"), ("x-request-id", "retry-after")
     return CORSMiddleware(gate, origins, methods, ("*",), expose_headers=headers) if origins else gate

@@ -60,7 +60,7 @@ def nonempty_list(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def text_of(content: Any, kinds: Collection[str], separator: str = "") -> str:
-    """Return the text of a string or of a list of parts whose types are in `kinds`. Raises ValueError."""
+    """Return a string, or the joined texts of a list of parts of the given `kinds`. Raises ValueError."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
