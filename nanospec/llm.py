@@ -181,8 +181,7 @@ class LLM:
         params = self.default_params if params is None else params
         for prompt, sampling in zip(prompts, params_per_prompt(params, len(prompts)), strict=True):
             text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
-            self.engine.check(ids, sampling)
-            checked.append((text, ids, sampling))
+            checked.append((text, ids, self.engine.check(ids, sampling)))
         return checked
 
     @contextmanager

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
-from ..outputs import Completion, Logprob, SpecStats
+from ..outputs import Completion, Logprob, Piece, SpecStats
 from ..text import shown
 from .tool_calls.offer import FIELDS, read_calls, read_tools
 from .tool_calls.parser import CallParser, parse
@@ -145,23 +146,25 @@ def choice(
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
         content = {"message": {**message, "tool_calls": calls} if calls else message}
     positions = (done.logprobs or [])[: done.num_text_tokens]
-    entries = logprobs(url, positions, number, tokenizer)
+    entries = logprobs(url, positions, done.pieces, number, tokenizer)
     return {"index": done.index, **content, "logprobs": entries, **finish_reasons(done, len(calls))}
 
 
 def finish_reasons(done: Completion | None, num_calls: int) -> dict[str, Any]:
-    """Return why an output ended; null while it has not. An output that ends after tool calls ends with
-    "tool_calls"."""
+    """Return why an output ended; null while it has not. An output with tool calls ends with "tool_calls",
+    unless a stop string or the length limit may have cut off the last one."""
     reason = done and done.finish_reason
-    reason = "tool_calls" if num_calls and reason == "stop" else reason
+    if done and num_calls and reason == "stop" and not isinstance(done.stop_reason, str):
+        reason = "tool_calls"
     return {"finish_reason": reason, "stop_reason": done and done.stop_reason}
 
 
 def logprobs(
-    url: str, positions: Sequence[Mapping[int, Logprob]], number: int | None, tokenizer: Tokenizer
-) -> dict[str, Any] | None:
+    url: str, positions: Sequence[Mapping[int, Logprob]], pieces: Sequence[Piece], number: int | None,
+    tokenizer: Tokenizer, offset: int = 0,
+) -> dict[str, Any] | None:  # fmt: skip
     """Return the log-probabilities of the sampled tokens, first in each of `positions`, and of the `number`
-    most likely ones; None if `number` is None."""
+    most likely ones; None if `number` is None. `pieces` are the tokens' texts, which start at `offset`."""
     if number is None:
         return None
 
@@ -176,10 +179,12 @@ def logprobs(
         top.append([entry(*item) for item in ranked if item[1].rank <= number])
     if url == CHAT:
         return {"content": [{**token, "top_logprobs": best} for token, best in zip(chosen, top)]}
+    offsets = accumulate((len(piece.text) for piece in pieces), initial=offset)
     return {
         "tokens": [token["token"] for token in chosen],
         "token_logprobs": [token["logprob"] for token in chosen],
         "top_logprobs": [{t["token"]: t["logprob"] for t in best} for best in top] if number else None,
+        "text_offset": list(islice(offsets, len(chosen))),
     }
 
 

@@ -62,7 +62,7 @@ def parse_task(
     if "response_format" in sampling:
         sampling["response_format"] = validate(sampling["response_format"])
     task = Task(0, replace(params, **sampling), request.get("prompt"), tools=tools, raw=raw)
-    task.template_options = template_options(request) | ({"tools": tools.tools} if tools else {})
+    task.template_options = template_options(request)
     if "messages" in request:
         task.messages = with_system(normalize_messages(request["messages"]), system)
     elif isinstance(prompt := task.prompt, str):
@@ -104,8 +104,11 @@ def template_options(request: Mapping[str, Any]) -> dict[str, Any]:
 def encode(task: Task, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
     """Return the token ids of a task's prompt. If it has tools, set its parser and constrain its output.
     Raises ValueError for a task that the model does not support."""
-    if task.tools is not None:
-        task.params, task.parser = prepare(task.tools, tokenizer, task.params)
+    if task.tools is not None and (task.tools.functions or tokenizer.uses_in_template("tools")):
+        # A request that must not call functions keeps them in its prompt, for the prefix cache.
+        task.template_options["tools"] = task.tools.tools
+        if task.tools.functions:
+            task.params, task.parser = prepare(task.tools, tokenizer, task.params)
     if task.messages is not None:
         text = tokenizer.apply_chat_template(task.messages, **task.template_options)
         return tokenizer.encode_prompt(text, max_model_len, add_special_tokens=False)

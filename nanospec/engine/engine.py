@@ -73,18 +73,18 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running or self._queue)
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise ValueError if the request cannot run."""
-        check_request(prompt_ids, params, self.limits)
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """Return the parameters for `new`. Raises ValueError if the request cannot run."""
+        params = check_request(prompt_ids, params, self.limits)
         for extension in self.extensions:
             extension.check(params)
+        return params
 
     def add(
         self, prompt_ids: Sequence[int], params: SamplingParams, index: int = 0, salt: bytes = b""
     ) -> Request:
         """Check and queue a request for one output of a prompt; see `new`."""
-        self.check(prompt_ids, params)
-        request = self.new(prompt_ids, params, index, salt)
+        request = self.new(prompt_ids, self.check(prompt_ids, params), index, salt)
         self.scheduler.add(request)
         return request
 

@@ -7,8 +7,7 @@ the last token and the drafts after it, so the first output token is sampled by 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,29 +241,25 @@ class Limits(NamedTuple):
         if isinstance(prediction, str):
             if self.tokenizer is None:
                 raise ValueError("prediction as a string requires a tokenizer; use a list of token ids.")
-            prediction = _encoded(prediction, self.tokenizer, self.max_model_len)
+            try:
+                return self.tokenizer.encode_start(prediction, self.max_model_len)
+            except ValueError as error:
+                raise ValueError(f"prediction: {error}") from None
         return [*map(as_int, prediction[: self.max_model_len])]
 
 
-@lru_cache(maxsize=16)  # called by `check_request`, and for each of the n outputs
-def _encoded(prediction: str, tokenizer: Tokenizer, most: int) -> list[int]:
-    try:
-        return tokenizer.encode_start(prediction, most)
-    except ValueError as error:
-        raise ValueError(f"prediction: {error}") from None
-
-
-def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> None:
-    """Raise ValueError if an engine with these limits cannot run the request."""
+def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> SamplingParams:
+    """Return the parameters with the prediction as token ids. Raises ValueError if an engine with these
+    limits cannot run the request."""
     config, size, max_model_len, tokenizer = limits
     stop_ids = limits.stop_ids(params)
     if not prompt_ids:
         raise ValueError("The prompt is empty; it must have at least one token.")
     if len(prompt_ids) >= max_model_len:
         raise ValueError(too_long(len(prompt_ids), max_model_len))
+    prediction = limits.prediction(params)
     by_field = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
-    by_field = {**by_field, "prediction": limits.prediction(params)}
-    for name, ids in {"The prompt": prompt_ids, **by_field}.items():
+    for name, ids in {"The prompt": prompt_ids, **by_field, "prediction": prediction}.items():
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
                 error = f"{name} contains token id {shown(token)}"
@@ -279,3 +274,4 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Lim
         )
     if params.stop and tokenizer is None:
         raise ValueError("stop strings require a tokenizer; use stop_token_ids or load a tokenizer.")
+    return replace(params, prediction=prediction) if prediction else params

@@ -22,7 +22,7 @@ from itertools import islice
 from .blocks import BlockPool
 from .request import Request
 
-NUM_KEPT = 16  # waiting requests whose cached blocks are evicted last
+NUM_KEPT = 16  # number of waiting requests whose cached blocks are evicted last
 
 
 @dataclass

@@ -10,7 +10,7 @@ set, as vLLM does with generation_config="auto". An explicit `SamplingParams()` 
     -            t              t
     -            -              0, also for a model without the file (as in transformers)
 
-top_k, top_p, min_p and repetition_penalty apply whatever do_sample is; max_new_tokens is not used.
+top_k, top_p, min_p and repetition_penalty apply regardless of do_sample; max_new_tokens is not used.
 """
 
 from pathlib import Path

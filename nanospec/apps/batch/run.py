@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ...outputs import RequestOutput
     from ...text.tokenizer import Tokenizer
 
-Check = Callable[[Sequence[int], SamplingParams], None]  # raises ValueError if a request cannot run
+Check = Callable[[Sequence[int], SamplingParams], SamplingParams]  # raises ValueError if a request cannot run
 Line = tuple[Task, list[int], SamplingParams]  # task, prompt as token ids, parameters with a seed
 MAX_PREFIX = 64  # bytes; longer than any `result_prefix`
 
@@ -228,7 +228,7 @@ def prepare_lines(batch: Batch, tokenizer: Tokenizer, check: Check, window: int,
         if isinstance(task.prompt, str) and not task.raw and tokenizer.has_chat_template:
             task.messages = [{"role": "user", "content": task.prompt}]
         try:
-            check(ids := encode(task, tokenizer, window), task.params)
+            task.params = check(ids := encode(task, tokenizer, window), task.params)
         except ValueError as error:
             raise line_error(batch.source, task.index, str(error)) from None
         prompts.append(ids)

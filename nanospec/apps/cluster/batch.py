@@ -46,11 +46,11 @@ def run_on_ray(
     limits = Limits(config, model_config.vocab_size, window, tokenizer)
     grammars = Grammars(tokenizer, model_config.vocab_size)
 
-    def check(ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise ValueError as an engine would, without loading one. A replica short of memory may have a
-        smaller context length."""
-        check_request(ids, params, limits)
+    def check(ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """Check a line as an engine would, without loading one. A replica short of memory may have a smaller
+        context length."""
         grammars.check(params)
+        return check_request(ids, params, limits)
 
     lines = prepare_lines(batch, tokenizer, check, window, config.seed)
     with batch.running():
@@ -99,7 +99,7 @@ class LineEngine:
     async def answer(self, task: Task, ids: list[int], params: SamplingParams) -> tuple[bytes, int]:
         """Return the result of a line and its number of tokens. A failed step ends the process."""
         try:
-            self.llm.engine.check(ids, params)
+            params = self.llm.engine.check(ids, params)
         except ValueError as error:
             raise line_error(self.source, task.index, str(error)) from None
         self.loop.start()

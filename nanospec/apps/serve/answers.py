@@ -143,7 +143,7 @@ class Answer:
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Encode `data` as a server-sent event. In APIs whose events have a type, it is also the event's name."""
+    """Encode `data` as a server-sent event, named after its "type" if it has one."""
     name = f"event: {data['type']}\n".encode() if "type" in data else b""
     return name + b"data: " + encode(data) + b"\n\n"
 

@@ -180,5 +180,5 @@ def _unknown(path: str, routes: list[str]) -> str:
     meant = [known for known in paths if known.startswith("/v1/") and ending.endswith(known[len("/v1") :])]
     advice = "This server only generates text."
     if meant:  # the longest one of /v1/completions and /v1/chat/completions
-        advice = f"Use {max(meant, key=len)}: set the client's base URL to one that ends in /v1."
+        advice = f"Use {max(meant, key=len)}; correct the client's base URL."
     return f"Unknown path {shown(path)}. {advice} Available: {', '.join(paths)}."

@@ -22,7 +22,7 @@ class OpenAIFormat(Format):
         request = self.request
         answer_id = f"{'chatcmpl' if request.url == CHAT else 'cmpl'}-{self.request_id}"
         self._head = response_header(request.url, answer_id, self.model, request.streams)
-        self._num_tokens, self._num_calls = Counter[int](), Counter[int]()
+        self._num_tokens, self._num_chars, self._num_calls = Counter[int](), Counter[int](), Counter[int]()
         self._begun: set[int] = set()  # outputs of which a part was sent
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
@@ -42,7 +42,9 @@ class OpenAIFormat(Format):
         drafts: dict[str, Any] = {}
         if "include_drafts" in request.include:
             drafts["speculation"] = {"index": i, "pieces": delta.pieces, **delta.speculation}
-        entries = logprobs(request.url, delta.logprobs, request.params.logprobs, self.tokenizer)
+        number, offset = request.params.logprobs, self._num_chars[i]
+        entries = logprobs(request.url, delta.logprobs, delta.pieces, number, self.tokenizer, offset)
+        self._num_chars[i] += sum(len(piece.text) for piece in delta.pieces)
         for part in self.parts(delta) or ([Text("")] if entries else []):
             yield self._event([self._choice(i, {**role, **self._delta(i, part)}, entries)], **drafts)
             drafts, role, entries = {}, {}, None

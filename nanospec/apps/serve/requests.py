@@ -81,7 +81,7 @@ def read_request(
         prompts = [encode(task, llm.tokenizer, window) for task in tasks]
         request = APIRequest(url, prompts, tasks[0].params, *served, tasks[0].parser, received)
         for ids in prompts:
-            llm.engine.check(ids, request.params)
+            request.params = llm.engine.check(ids, request.params)
     except (ValueError, TypeError, RecursionError) as error:
         raise bad_request(error, received) from None
     if (limit := window - max(map(len, prompts))) < (request.params.max_tokens or 0):

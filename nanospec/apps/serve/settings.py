@@ -30,8 +30,8 @@ class ServeConfig:
             different keys share no cached prefixes.
         allowed_hosts: name in the Host header, besides those of this machine, that is accepted without a key
             when only local connections are; "*" accepts all. May be repeated.
-        allowed_origins: origin, such as https://example.com, whose pages may use the API (CORS); "*" allows
-            all. May be repeated.
+        allowed_origins: origin, such as https://example.com, allowed to use the API from a browser (CORS);
+            "*" allows all. May be repeated.
         served_model_name: model name in the API. Defaults to the last part of --model.
         max_queue: maximum number of waiting outputs; further requests are answered with status 429.
         max_body: maximum size of a request body in bytes.

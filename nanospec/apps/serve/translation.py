@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...outputs import Completion
+from ...outputs import Completion, Piece
 from ...text import shown
 from ..openai_format import IGNORED
 from ..options import did_you_mean
@@ -86,7 +86,8 @@ class ItemFormat(Format):
         self._text = ""  # of the last item, or the arguments of its call
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        for _ in (*self.update(Delta(0, done[0].pieces, [], {}, done[0])), *self.end(done)):
+        text = Piece(done[0].text, -1)  # `pieces` may lack the end of an incomplete character
+        for _ in (*self.update(Delta(0, [text], [], {}, done[0])), *self.end(done)):
             pass  # only the items are needed
         return self._response(done)
 

@@ -73,7 +73,8 @@ def _grammar(
         rules.append(f"json{i}: {_json(schema)}")
         rules.append(f"call{i}: {literal(before + function['name'] + between)} json{i} {literal(after)}")
     more = f"({literal(format.separator)} call)*" if tools.parallel else ""
-    calls = f"call {more} {literal(format.closing)}"
+    # After a call, Qwen generates a newline, which must not be only the start of another call.
+    calls = f"call {more} {literal(format.closing)}" + (' "\\n"?' if tools.parallel else "")
     if tools.required:
         start = f"{literal(format.opening)} {calls}"
     elif answer is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...text import shown
-from ..json_input import strict_json
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")  # of a request
 NAME = re.compile("[A-Za-z0-9_.-]{1,128}")
@@ -28,8 +28,7 @@ class ToolSet:
 
 
 def read_tools(request: Mapping[str, Any]) -> ToolSet | None:
-    """Read the `FIELDS` of a request. Return None if there are no tools or they must not be used. Raises
-    ValueError."""
+    """Read the `FIELDS` of a request; return None if there are no tools. Raises ValueError."""
     tools, choice, parallel = map(request.get, FIELDS)
     tools, choice = [] if tools is None else tools, "auto" if choice is None else choice
     if not isinstance(parallel, bool | None):
@@ -44,10 +43,11 @@ def read_tools(request: Mapping[str, Any]) -> ToolSet | None:
         if name not in names:
             raise ValueError(f"tool_choice={shown(choice)} must be {CHOICES} with the name of one of tools.")
         functions = [functions[names.index(name)]]
-    if choice == "none" or not tools:
+    if not tools:
         return None
+    functions = [] if choice == "none" else functions
     tools = [{**t, "function": {k: v for k, v in t["function"].items() if k != "strict"}} for t in tools]
-    return ToolSet(tools, functions, choice != "auto", parallel is not False)
+    return ToolSet(tools, functions, choice not in ("auto", "none"), parallel is not False)
 
 
 def _function(tool: Any) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def call_object(id: str, name: str, arguments: str = "") -> dict[str, Any]:
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """Parse a JSON object; return None for anything else."""
+    """Parse a JSON object that a model wrote, which may repeat keys; return None for anything else."""
     try:
-        value = strict_json(text.encode())
-    except ValueError:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

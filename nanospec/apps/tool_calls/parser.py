@@ -150,6 +150,7 @@ class CallParser:
             end += self._num_scanned
             call = read_object(body[:end]) or {}
             name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+            arguments = read_object(arguments) if isinstance(arguments, str) else arguments  # encoded twice
             if isinstance(name, str) and isinstance(arguments, dict):
                 start = self._start(name, body[end:], self._after_arguments)
                 return [start, CallArguments(start.number, json.dumps(arguments, ensure_ascii=False))]

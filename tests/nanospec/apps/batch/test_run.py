@@ -249,6 +249,11 @@ def test_prompts_use_chat_template_unless_raw(
     tmp_path: Path, capsys: Any, raw: bool, template: bool, of_text: list[int], note: str
 ) -> None:
     source, checked = tmp_path / "lines", []
+
+    def check(ids: Any, params: SamplingParams) -> SamplingParams:
+        checked.append(ids)
+        return params
+
     tokenizer: Any = SimpleNamespace(
         has_chat_template=template,
         apply_chat_template=lambda messages, end=">": f"<{messages[0]['content']}{end}",
@@ -257,12 +262,12 @@ def test_prompts_use_chat_template_unless_raw(
     message = '{"messages": [{"role": "user", "content": "b"}], "chat_template_kwargs": {"end": "]"}}'
     source.write_text(f'{{"prompt": [7, 8]}}\n{{"prompt": "a", "seed": 5}}\n{message}\n')
     with open_batch(arguments(tmp_path, input=str(source), raw=raw), GREEDY) as batch:
-        lines = prepare_lines(batch, tokenizer, lambda *given: checked.append(given), 64, 3)
+        lines = prepare_lines(batch, tokenizer, check, 64, 3)
         refuse = Mock(side_effect=ValueError("max_model_len=3 is low."))
         with pytest.raises(LineError, match=r"lines line 1.*: --max-model-len 3 is low\."):
             prepare_lines(batch, tokenizer, refuse, 64, 3)
     assert [ids for _, ids, _ in lines] == [[7, 8], of_text, [60, 98, 93]]
-    assert [ids for ids, _ in checked] == [ids for _, ids, _ in lines]
+    assert checked == [ids for _, ids, _ in lines]
     assert [params.seed for _, _, params in lines] == [
         p.seed for p in run.seeded_params(batch.tasks, 3).values()
     ]

@@ -189,6 +189,10 @@ def test_logprobs_cover_tokens_of_the_text(
     [choice] = choices_of(server, COMPLETIONS, body)
     assert choice["logprobs"]["tokens"] == tokens
     assert choice["logprobs"]["top_logprobs"] is None
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets[:3] == [0, 1, 2][: len(offsets)]
+    assert offsets == sorted(offsets)
+    assert offsets[-1] < max(len(choice["text"]), 1)
     assert choice["stop_reason"] == (params.get("stop") or params.get("stop_token_ids") or [None])[-1]
 
 
@@ -306,9 +310,9 @@ def test_invalid_requests_are_rejected(server: Served, path: str, body: Any, par
             "/x/v1/completions/",
             {},
             404,
-            "Unknown path '/x/v1/completions/'. Use /v1/completions: set",
+            "Unknown path '/x/v1/completions/'. Use /v1/completions; correct",
         ),
-        ("GET", "/models", {}, 404, "Unknown path '/models'. Use /v1/models: set the client's base URL"),
+        ("GET", "/models", {}, 404, "Unknown path '/models'. Use /v1/models; correct the client's base URL"),
         ("GET", COMPLETIONS, {}, 405, "Method not allowed; use POST."),
         ("GET", "/v1/models/other", {}, 404, "The model 'other' does not exist. Available: 'alphabet'."),
         ("POST", "/detokenize", {"json": {"model": "x"}}, 404, "The model 'x' does not exist."),

@@ -18,6 +18,7 @@ from nanospec.apps.serve.requests import read_request
 from nanospec.apps.tool_calls.formats import prepare
 from nanospec.apps.tool_calls.offer import read_tools
 from nanospec.apps.tool_calls.parser import parse
+from nanospec.extras.grammar.grammar import Grammars
 from tests.nanospec.apps.batch.test_run import tasks_of_lines
 from tests.nanospec.apps.serve.conftest import MODEL, serving
 from tests.tiny import checkpoint, tiny_tokenizer
@@ -139,10 +140,12 @@ def test_prompt_has_tools_calls_and_results(llm: LLM) -> None:
         return llm.tokenizer.decode(ids, skip_special_tokens=False)
 
     told = "user:ab red;assistant:[('ab', 0)];tool:12c1;"
-    assert prompt() == prompt(tools=[]) == prompt(tools=STRICT, tool_choice="none") == told
+    assert prompt() == prompt(tools=[]) == told
     offered = json.dumps([tool("green", parameters=SCHEMA)])
     expected = f'{offered}<tool_call>{{"name": ..., "arguments": ...}}{told}'
     assert prompt(tools=STRICT) == prompt(tools=STRICT, tool_choice="required") == expected
+    # Calls that are not allowed must not change the start of the prompt.
+    assert prompt(tools=STRICT, tool_choice="none") == expected
     with pytest.raises(HTTPError, match="cannot render"):  # arguments that do not parse remain a string
         prompt([USER, {"role": "assistant", "tool_calls": [cut]}])
 
@@ -193,3 +196,24 @@ def test_models_without_a_known_format(llm: LLM, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(llm.tokenizer, "tool_template", template)
         with pytest.raises(HTTPError, match=f"tools are not supported .*{message}"):
             read_request(llm, CHAT, {"messages": [USER], "tools": TOOLS})
+
+
+def test_grammar_ends_or_continues_after_a_newline(llm: LLM) -> None:
+    """Qwen generates a newline after a call. If only another call could follow, the output would not end."""
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+    tools = read_tools({"tools": TOOLS, "tool_choice": "required"})
+    assert tools is not None
+    params, _ = prepare(tools, llm.tokenizer, SamplingParams())
+    guide = Grammars(llm.tokenizer, llm.tokenizer.vocab_size).guide(params.response_format or {})
+    for _ in range(2):
+        tokens = llm.tokenizer.encode(call, add_special_tokens=False)
+        assert (guide.advance(tokens), guide.error) == (len(tokens), None)
+        assert guide.plan(tokens, 0, 1, 8).masks[0][0] & 1  # token 0 is EOS
+
+
+def test_call_cut_by_a_stop_string_is_not_reported_as_complete(client: openai.OpenAI) -> None:
+    options: Any = {"tools": STRICT, "tool_choice": NAMED, "stop": ['"b"'], "max_tokens": 200}
+    for stream in (False, True):
+        answer: Any = client.chat.completions.create(model=MODEL, messages=[USER], stream=stream, **options)
+        [*_, last] = answer if stream else [answer]
+        assert last.choices[0].finish_reason == "stop"

@@ -9,10 +9,13 @@ import anthropic
 import openai
 import pytest
 
+from nanospec import SamplingParams
 from nanospec.apps.serve import anthropic_messages, app, jobs, openai_responses
 from nanospec.apps.serve.anthropic_messages import COUNT_TOKENS, MESSAGES
 from nanospec.apps.serve.openai_responses import RESPONSES
+from nanospec.apps.serve.requests import APIRequest
 from nanospec.apps.tool_calls.parser import CallArguments, CallStart, Part, Text
+from nanospec.outputs import Completion, Piece, SpecStats
 from tests.alphabet import ALPHABET, after, make
 from tests.nanospec.apps.serve.conftest import MODEL, Served, serving
 
@@ -166,6 +169,18 @@ CHAT: dict[str, Any] = {  # the translation of the two requests below
 
 def texts(*parts: str) -> Any:
     return [{"type": "text", "text": part} for part in parts]
+
+
+def test_whole_responses_include_the_end_of_an_incomplete_character() -> None:
+    """Only streams get it as a piece, when the output ends."""
+    done = Completion(
+        "a\ufffd", [7], "length", None, None, None, [Piece("a", -1)], SpecStats(), 1, 1, 0, 0, 1
+    )
+    request = APIRequest("", [[1]], SamplingParams(), False, frozenset(), b"")
+    given: Any = request, "id", MODEL, None
+    assert anthropic_messages.AnthropicFormat(*given).whole([done])["content"][0]["text"] == done.text
+    [item] = openai_responses.ResponsesFormat(*given).whole([done])["output"]
+    assert item["content"][0]["text"] == done.text
 
 
 def test_translation_of_messages() -> None:

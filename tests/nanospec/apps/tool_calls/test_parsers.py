@@ -21,6 +21,7 @@ CASES: dict[str, tuple[CallFormat, str, str, list[tuple[str, str]]]] = {  # form
         "<B", [("g", ODD), *X],
     ),
     "hermes, other order": (HERMES, '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", X),
+    "hermes, encoded twice": (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"x\\":1}"}', "", X),
     "hermes, brace missing": (HERMES, f"<tool_call>{ONE[:-1]}\n</tool_call>!", "!", X),
     "hermes, marker missing": (HERMES, f"<tool_call>{ONE}\n</tool", "", X),
     "hermes, cut": (HERMES, f"<tool_call>{ONE[:-4]}", "", [("f", '{"x":')]),
