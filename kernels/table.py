@@ -22,7 +22,6 @@ class Table(NamedTuple):
     max_len: Tensor  # [S] int32, number of tokens at which the request ends
     reference: Tensor  # [S, max_context] int32, other texts for n-gram lookup, see `speculation/ngram.py`
     num_reference: Tensor  # [S] int32, number of tokens in the reference, 0 without one
-    reference_start: Tensor  # [S] int32, index in `tokens` of reference index 0, see there
     block_table: Tensor  # [S, max_blocks] int32, blocks of `block_size` tokens
     finished: Tensor  # [S] int8, RUNNING or why the request ended
     max_k: Tensor  # [S] int32, maximum number of drafts per step

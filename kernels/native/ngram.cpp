@@ -1,7 +1,7 @@
 // N-gram lookup on a CPU. The specification is in speculation/ngram.py.
 
 #include <algorithm>
-#include <cstdlib>
+#include <utility>
 #include <vector>
 
 #include "step.h"
@@ -16,25 +16,17 @@ struct Lookup {
     const int* rows;
 };
 
-struct Match {
-    int length = 0, start = 0;  // of the n-gram; index of the token after it
-    long rank = 0;              // higher ranks are nearer to the expected index
-};
-
-// Returns the best match for the last min_n to max_n tokens of a text in source[0 .. size). Matches that are followed by
-// -1 or a token in `used` are skipped. If `source` is the text itself, `size` and `expected` are its length.
-Match best_match(const int* text, int length, const int* source, int size, int expected, int min_n, int max_n,
-                 const std::vector<int>& used) {
-    Match best;
-    const int most = std::min(max_n, length), last = most > 0 ? text[length - 1] : -1;
-    for (int p = 1; p < size && most > 0; p++) {
-        if (source[p - 1] != last) continue;
-        int n = 1;
+// Returns the length of the best match for the last min_n to max_n tokens of a text in source[0 .. size), and the index
+// of the token after it; {0, 0} without a match. Matches that are followed by -1 or a token in `used` are skipped.
+std::pair<int, int> best_match(const int* text, int length, const int* source, int size, int min_n, int max_n,
+                               const std::vector<int>& used) {
+    std::pair<int, int> best{0, 0};
+    const int most = std::min(max_n, length);
+    for (int p = 1; p < size; p++) {
+        int n = 0;
         while (n < most && n < p && source[p - 1 - n] == text[length - 1 - n]) n++;
-        if (n < min_n || n < best.length || source[p] < 0) continue;
-        const long rank = -2L * std::abs(p - expected) - (p > expected);
-        if (n == best.length && rank < best.rank) continue;
-        if (!std::count(used.begin(), used.end(), source[p])) best = {n, p, rank};
+        if (n && n >= min_n && n >= best.first && source[p] >= 0 && !std::count(used.begin(), used.end(), source[p]))
+            best = {n, p};
     }
     return best;
 }
@@ -50,7 +42,6 @@ extern "C" void nanospec_ngram(const Lookup* args) {
         const long at = b * k, s = std::max(args->rows[b], 0);
         const int *text = table.tokens + s * table.max_context, length = table.num_tokens[s];
         const int *reference = table.reference + s * table.max_context, size = table.num_reference[s];
-        const int start = table.reference_start[s], aligned = length - start;
         const int min_n = table.min_n[s], max_n = table.max_n[s];
         const int left = std::min(table.max_k[s], table.max_len[s] - length - 1);
         const bool active = args->rows[b] >= 0 && table.finished[s] == RUNNING;
@@ -58,11 +49,10 @@ extern "C" void nanospec_ngram(const Lookup* args) {
         out.num_drafts[b] = out.match_len[b] = out.drafter[b] = 0;
         used.clear();
         for (int begin = 0, width = std::max(table.tree_width[s], 1); int(used.size()) < width && begin < limit;) {
-            const Match own = best_match(text, length, text, length, length, min_n, max_n, used);
-            const Match other = best_match(text, length, reference, size, aligned, min_n, max_n, used);
-            const bool own_first = start < 0 || own.length <= LONG_MATCH;
-            const bool copied = other.length >= own.length + own_first;  // from the reference
-            const auto [n, p, rank] = copied ? other : own;
+            const auto own = best_match(text, length, text, length, min_n, max_n, used);
+            const auto other = best_match(text, length, reference, size, min_n, max_n, used);
+            const bool copied = other.first > own.first;  // from the reference
+            const auto [n, p] = copied ? other : own;
             if (!n) break;
             int i = begin;
             for (; i < limit; i++) {

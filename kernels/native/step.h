@@ -8,7 +8,7 @@ constexpr int RUNNING = 0, STOPPED = 1, LENGTH = 2, NOT_A_NUMBER = 3;  // as in 
 constexpr int NAN_TOKEN = -1, FROM_TARGET = -1, FROM_REFERENCE = -3;
 
 struct Table {
-    int *tokens, *num_tokens, *max_len, *reference, *num_reference, *reference_start, *block_table;
+    int *tokens, *num_tokens, *max_len, *reference, *num_reference, *block_table;
     int8_t* finished;
     int *max_k, *min_n, *max_n, *tree_width;
     int8_t* rule;

@@ -27,8 +27,7 @@ class Admission(NamedTuple):
     row: int
     tokens: list[int]  # prompt and, after a preemption, output; the first `num_prompt` are the prompt
     num_prompt: int
-    prediction: list[int]  # text that the output may repeat
-    history: Sequence[int] | NDArray[np.int32]  # earlier texts, each followed by -1; empty with a prediction
+    reference: NDArray[np.int32]  # other texts for n-gram lookup, see `kernels/speculation/ngram.py`
     max_len: int
     blocks: list[int]  # the first `num_cached` already hold the K/V of their tokens
     num_cached: int
@@ -115,17 +114,12 @@ class Stopwatch:
 def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
     """Write a request to its row, except for its blocks."""
     r, params = request.row, request.params
-    # The end of the prompt precedes the prediction, so that its first token is drafted first.
-    head = request.tokens[: request.num_prompt][-spec.prompt_lookup_max :] if request.prediction else []
-    predicted = [*head, *request.prediction][: table.max_context]
-    reference = predicted if request.prediction else request.history
-    write(table.reference, r, reference)
+    write(table.reference, r, request.reference)
     write(table.tokens, r, request.tokens)
     write(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
     for column, value in (
         (table.num_tokens, len(request.tokens)),
-        (table.num_reference, len(reference)),
-        (table.reference_start, request.num_prompt - len(head) if predicted else -len(reference)),
+        (table.num_reference, len(request.reference)),
         (table.max_len, request.max_len),
         (table.finished, RUNNING),
         (table.max_k, 0 if request.constrained else request.max_k),

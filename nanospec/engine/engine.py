@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..config import EngineConfig, SamplingParams
 from ..device.messages import PendingStep, RowBlocks, RowResult, StepInput, checked_method
 from ..device.resources import is_oom, oom_remedy
@@ -102,7 +105,6 @@ class Engine:
             max_len=min(len(prompt_ids) + (params.max_tokens or self.max_model_len), self.max_model_len),
             max_k=self.worker.max_k if k is None else min(k, self.worker.max_k),
             stop_ids=self.limits.stop_ids(params),
-            prediction=self.limits.prediction(params),
             salt=salt if config.enable_prefix_caching else f"{number}".encode(),
             output=OutputText(self.tokenizer, params.stop, params.min_tokens, params.skip_special_tokens),
             stats=SpecStats(params.acceptance or config.spec.acceptance),
@@ -167,13 +169,20 @@ class Engine:
             self.worker.release(row)
         for request, num_cached in plan.admitted.items():
             self.policy.reset(request.row)
-            own = request.prediction or not request.max_k  # needs no other texts
-            history = () if own else self.history.search(request.salt, request.prompt_ids)
-            self.worker.admit(request.admission(num_cached, history))
             if not request.num_preemptions:
+                request.reference = self._reference(request)
                 self.metrics.num_prompt_tokens += len(request.prompt_ids)
                 self.metrics.num_cached_tokens += request.num_cached_tokens
+            self.worker.admit(request.admission(num_cached))
         self.metrics.num_preemptions += len(plan.preempted)
+
+    def _reference(self, request: Request) -> NDArray[np.int32]:
+        """Return other texts that the output may repeat: the prediction, or else texts of earlier requests.
+        The end of the prompt precedes the prediction, so that its first token is drafted first."""
+        if not (prediction := request.params.prediction):
+            return self.history.search(request.salt, request.prompt_ids)
+        head = request.prompt_ids[-self.config.spec.prompt_lookup_max :]
+        return np.array([*head, *prediction][: self.max_model_len], np.int32)
 
     def _prefill(self, plan: Plan) -> list[Request]:
         """Queue prompt chunks. If memory runs out, abort and return the requests that depend on them."""

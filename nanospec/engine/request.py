@@ -40,10 +40,10 @@ class Request:
     max_len: int  # length of prompt + output at which the request finishes
     max_k: int = 0  # maximum number of drafts per step
     stop_ids: tuple[int, ...] = ()  # token ids that end the output
-    prediction: list[int] = field(default_factory=list)  # token ids of `SamplingParams.prediction`
     salt: bytes = b""  # root of the block hashes; only requests with the same salt share cached blocks
     output: OutputText = field(default_factory=lambda: OutputText(None))
     constraint: Constraint | None = None
+    reference: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # see `Admission`
 
     row: int = -1  # -1 unless it is running
     blocks: list[int] = field(default_factory=list)
@@ -76,10 +76,6 @@ class Request:
         return len(self.tokens)
 
     @property
-    def _num_predicted(self) -> int:
-        return sum(source <= FROM_REFERENCE for source in self.draft_sources) if self.prediction else 0
-
-    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -88,15 +84,13 @@ class Request:
         """Whether the request is ready to decode."""
         return self.num_computed >= self.num_tokens - 1
 
-    def admission(self, num_cached: int, history: Sequence[int] | NDArray[np.int32] = ()) -> Admission:
-        """Return the argument of `Worker.admit`. The K/V of the first `num_cached` blocks are cached.
-        `history`: texts of earlier requests for lookup."""
+    def admission(self, num_cached: int) -> Admission:
+        """Return the argument of `Worker.admit`. The K/V of the first `num_cached` blocks are cached."""
         return Admission(
             row=self.row,
             tokens=self.tokens,
             num_prompt=len(self.prompt_ids),
-            prediction=self.prediction,
-            history=history,
+            reference=self.reference,
             max_len=self.max_len,
             blocks=self.blocks,
             num_cached=num_cached,
@@ -175,6 +169,8 @@ class Request:
         """Return the output so far, as output `index` of its prompt."""
         end = self.finish_time or time.perf_counter()
         texts = self.output.token_texts or [""] * len(self.output_ids)
+        predicted = self.params.prediction or ()
+        num_copied = sum(source <= FROM_REFERENCE for source in self.draft_sources) if predicted else 0
         return Completion(
             text=self.text,
             token_ids=self.output_ids,
@@ -188,8 +184,8 @@ class Request:
             first_token_seconds=(self.first_token_time or end) - self.arrival_time,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
-            num_prediction_tokens=len(self.prediction),
-            num_accepted_prediction_tokens=self._num_predicted,
+            num_prediction_tokens=len(predicted),
+            num_accepted_prediction_tokens=num_copied,
             num_text_tokens=min(self.output.num_text_tokens, len(self.output_ids)),
             index=index,
             extension_data=self.extension_data,
@@ -235,17 +231,17 @@ class Limits(NamedTuple):
         eos_ids = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos_ids)))
 
-    def prediction(self, params: SamplingParams) -> list[int]:
-        """Return the token ids of `params.prediction` that fit in the window. Raises ValueError."""
-        prediction = params.prediction or ()
-        if isinstance(prediction, str):
-            if self.tokenizer is None:
-                raise ValueError("prediction as a string requires a tokenizer; use a list of token ids.")
-            try:
-                return self.tokenizer.encode_start(prediction, self.max_model_len)
-            except ValueError as error:
-                raise ValueError(f"prediction: {error}") from None
-        return [*map(as_int, prediction[: self.max_model_len])]
+
+def _prediction_ids(prediction: str | Sequence[int], limits: Limits) -> list[int]:
+    """Return the token ids of a prediction that fit in the window. Raises ValueError."""
+    if not isinstance(prediction, str):
+        return [*map(as_int, prediction[: limits.max_model_len])]
+    if limits.tokenizer is None:
+        raise ValueError("prediction as a string requires a tokenizer; use a list of token ids.")
+    try:
+        return limits.tokenizer.encode_start(prediction, limits.max_model_len)
+    except ValueError as error:
+        raise ValueError(f"prediction: {error}") from None
 
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> SamplingParams:
@@ -257,7 +253,7 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Lim
         raise ValueError("The prompt is empty; it must have at least one token.")
     if len(prompt_ids) >= max_model_len:
         raise ValueError(too_long(len(prompt_ids), max_model_len))
-    prediction = limits.prediction(params)
+    prediction = _prediction_ids(params.prediction or (), limits)
     by_field = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
     for name, ids in {"The prompt": prompt_ids, **by_field, "prediction": prediction}.items():
         for token in ids:

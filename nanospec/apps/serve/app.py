@@ -55,6 +55,7 @@ class App:
     def __init__(self, llm: LLM, config: ServeConfig, model: str) -> None:
         self.llm, self.config, self.model = llm, config, model
         self.engine = EngineLoop(llm, llm.config.max_num_seqs + config.max_queue)
+        llm.engine.history.requires_key = True  # requests without one may come from different clients
         self.responses: Counter[tuple[str, int]] = Counter()
         self.metrics = ServerMetrics(self.engine, model, self.responses)
         self.created = int(time.time())

@@ -42,7 +42,6 @@ class EngineLoop:
 
     def __init__(self, llm: LLM, limit: int) -> None:
         self.llm, self.limit = llm, limit
-        llm.engine.history.requires_key = True  # requests without one may come from different clients
         self.num_outputs, self.failures, self.gap_seconds = 0, 0, 0.0
         self._live: dict[Request, RunningOutput] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()

@@ -127,7 +127,7 @@ class Grammar(Extension):
                 if request.constraint is not None:
                     guide: Any = request.constraint  # a `Guide`, set by `on_request`
                     k = max(min(limit, request.max_len - request.num_tokens - 1), 0)
-                    draft = guide.plan(request.tokens, k, *lengths, end, request.prediction)
+                    draft = guide.plan(request.tokens, k, *lengths, end, request.reference)
                     drafts.append((request.row, draft))
         return drafts or None
 

@@ -5,8 +5,8 @@
 
 A guide sees committed tokens only. It drafts on the host, because the matcher must consume each draft to
 compute the mask after it. Drafts are tokens that the grammar forces, and tokens from an n-gram lookup in the
-request's text, up to the first one that the grammar forbids. A mask depends only on the tokens before it, so
-speculation does not change the output.
+request's text and reference, up to the first one that the grammar forbids. A mask depends only on the tokens
+before it, so speculation does not change the output.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import json
 import math
 import re
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import cycle, islice, repeat
+from itertools import cycle, islice, repeat, takewhile
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...config import SamplingParams
 from ...kernels import FROM_REFERENCE, GENERATED
@@ -29,6 +31,8 @@ from .response_format import JSON_STYLE, check_conflicts, validate
 
 FORCED = 64  # `match_len` of forced tokens: longer than any match, because they are always accepted
 LIMITS: Any = {"verbose_errors": False}  # llguidance's default limits otherwise
+SEPARATOR = 0x10FFFF  # the last character, stands for the token -1
+NO_REFERENCE = np.empty(0, np.int32)
 CACHED = 32  # compiled grammars in the cache
 POINTER = re.compile(r"\s*(\^+|\d+ \|.*|<non-verbose/>)\s*")
 MISSING = "llguidance is required for response_format; install it with: pip install 'nanospec[grammar]'."
@@ -84,11 +88,11 @@ class Guide:
 
     def plan(
         self, text: list[int], k: int, min_n: int, max_n: int, end: float = math.inf,
-        reference: Sequence[int] = (),
+        reference: NDArray[np.int32] = NO_REFERENCE,
     ) -> Draft:  # fmt: skip
         """Return up to k drafts that continue `text` (prompt and output), and the masks. Lookup matches the
-        last `min_n` to `max_n` tokens in `text` and in `reference`. No draft is added after the time `end`,
-        in `perf_counter` seconds."""
+        last `min_n` to `max_n` tokens, as in `kernels/speculation/ngram.py`. No draft is added after the time
+        `end`, in `perf_counter` seconds."""
         drafts, sources = list[int](), list[int]()
         masks, match_len = [self._allowed], 0
         matcher = self._matcher.deep_copy()  # after `rollback`, masks may differ (llguidance 1.9.1)
@@ -108,17 +112,17 @@ class Guide:
         return Draft(drafts, sources, match_len, masks)
 
     def _run(
-        self, matcher: Any, text: list[int], reference: Sequence[int], min_n: int, max_n: int
+        self, matcher: Any, text: list[int], reference: NDArray[np.int32], min_n: int, max_n: int
     ) -> tuple[int, Iterator[tuple[int, int]]]:
         """Return the match length, and pairs (draft, source) that continue the text consumed so far."""
         if forced := matcher.compute_ff_tokens():
             return FORCED, zip(forced, repeat(GENERATED))
-        first, length = look_up(text, text, min_n, max_n)
-        start, longest = look_up(reference, text, max(length, min_n), max_n)
-        if longest:
-            return longest, ((reference[i], FROM_REFERENCE - i) for i in range(start, len(reference)))
-        sources = cycle(range(first, len(text))) if length else ()  # repeats the text since the match
-        return length, ((text[i], i) for i in sources)
+        whole, own = np.concatenate((reference, np.array([-1, *text], np.int32))), len(reference) + 1
+        start, length = look_up(whole, min_n, min(max_n, len(text)))
+        if start >= own:  # repeats the text since the match
+            return length, ((text[i], i) for i in cycle(range(start - own, len(text))))
+        copied = takewhile(lambda item: item[1] >= 0, enumerate(whole[start:].tolist(), start))
+        return length, ((token, FROM_REFERENCE - i) for i, token in copied if length)
 
     def _mask_after(self, matcher: Any, token: int, allowed: bytes) -> bytes | None:
         """Consume a token and return the mask after it, or None if the token is forbidden or ends the
@@ -197,19 +201,15 @@ def _grammar_of(response_format: Mapping[str, Any]) -> str:
     return LLMatcher.grammar_from_lark(any_to_lark(response_format[kind]))
 
 
-def look_up(source: Sequence[int], text: Sequence[int], min_n: int, max_n: int) -> tuple[int, int]:
+def look_up(text: NDArray[np.int32], min_n: int, max_n: int) -> tuple[int, int]:
     """Return (the index of the token after the match, the match length) for the longest and then latest match
-    of the last min_n to max_n tokens of `text` in `source`, which may be `text`; (-1, 0) without a match."""
-    characters, suffix = _characters(source), _characters(text[-max_n:])
+    of the last min_n to max_n tokens earlier in `text`, or (-1, 0) without a match."""
+    characters = np.minimum(text.view(np.uint32), SEPARATOR).tobytes().decode("utf-32-le", "surrogatepass")
     for n in range(min(max_n, len(text) - 1), min_n - 1, -1):
-        if (at := characters.rfind(suffix[-n:], 0, -1)) >= 0:
+        at = characters.rfind(characters[-n:], 0, -1)
+        if at >= 0 and text[at + n] >= 0:
             return at + n, n
     return -1, 0
-
-
-def _characters(tokens: Sequence[int]) -> str:
-    """Return a string with one character per token."""
-    return array("I", tokens).tobytes().decode("utf-32-le", "surrogatepass")
 
 
 def _message(error: str) -> str:

@@ -30,7 +30,6 @@ class Request(NamedTuple):
 
     text: list[int]
     reference: list[int] = []  # noqa: RUF012
-    reference_start: int = 0
     min_n: int = 1
     max_n: int = 3
     max_k: int = 63
@@ -62,8 +61,7 @@ def requests(draw: st.DrawFn) -> Request:
     text, reference = draw(texts()), draw(texts(30)) if draw(st.booleans()) else []
     for place in draw(st.lists(st.integers(0, len(reference) - 1), max_size=3)) if reference else []:
         reference[place] = -1
-    start = draw(st.integers(-len(reference), len(text)))
-    return Request(text, reference, start, min_n, min_n + more, limit, room, width, finished)
+    return Request(text, reference, min_n, min_n + more, limit, room, width, finished)
 
 
 def matched(source: list[int], p: int, text: list[int], max_n: int) -> int:
@@ -77,20 +75,12 @@ def matched(source: list[int], p: int, text: list[int], max_n: int) -> int:
 def reference(request: Request, D: int) -> tuple[list[Node], int]:
     """Return the nodes of one request, and the match length of its first chain."""
     text, other, n = request.text, request.reference, len(request.text)
-    aligned, before = n - request.reference_start, request.reference_start < 0
-    long = ngram.LONG_MATCH.value
-    order = [
-        (-(m := matched(text, p, text, request.max_n)), m > long and not before, n - p, True, p)
-        for p in range(1, n)
-    ]
-    order += [
-        (-(m := matched(other, p, text, request.max_n)), m <= long or before, abs(p - aligned), False, p)
-        for p in range(1, len(other)) if other[p] >= 0
-    ]  # fmt: skip
+    order = [(-matched(text, p, text, request.max_n), 0, -p) for p in range(1, n)]
+    order += [(-matched(other, p, text, request.max_n), 1, -p) for p in range(1, len(other)) if other[p] >= 0]
     first: dict[int, tuple[int, bool, int]] = {}  # by next token
-    for minus_m, _, _, own, p in sorted(order):
+    for minus_m, copied, minus_p in sorted(order):
         if -minus_m >= max(request.min_n, 1):
-            first.setdefault((text if own else other)[p], (-minus_m, own, p))
+            first.setdefault((other if copied else text)[-minus_p], (-minus_m, not copied, -minus_p))
     chains = list(first.values())
     best = chains[0][0] if chains else 0
     nodes: list[Node] = []
@@ -114,7 +104,7 @@ def reference(request: Request, D: int) -> tuple[list[Node], int]:
 
 # The continuations of "1 2" are "3 4" and later "3 5"; another "2" is followed by "6".
 FORKED = Request([1, 2, 3, 4, 7, 1, 2, 3, 5, 7, 9, 2, 6, 7, 1, 2], tree_width=3)
-# Of the reference's three continuations of "1 2", the second is nearest to the aligned index 6.
+# The reference's longer matches, the latest first, precede those of the own text.
 PREDICTED = Request([1, 2, 3, 5, 1, 2], [1, 2, 4, -1, 1, 2, 6, 0, 1, 2, 8], tree_width=3)
 
 
@@ -136,7 +126,7 @@ def test_matches_reference(implementation: str, batch: list[Request], k: int, rn
     batch = [each._replace(tree_width=min(each.tree_width, max_width)) for each in batch]
     width = max(1, *(len(each.reference) for each in batch))
     capacity = max(capacity, width)
-    names = ("min_n", "max_n", "max_k", "tree_width", "finished", "reference_start")
+    names = ("min_n", "max_n", "max_k", "tree_width", "finished")
     columns: dict[str, Any] = {name: [getattr(each, name) for each in batch] for name in names}
     table = make_table(
         1, tokens=[((each.text or [7]) * capacity + [7])[:capacity] for each in batch],

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,9 +20,8 @@ def row_of(constrained: bool = False, reference: Sequence[int] = (), **params: A
     table, given = Table.empty(1, 32, 16, 16, "cpu"), SamplingParams(**params)
     for column in table[:-5]:
         column.fill_(1)
-    request = Admission(
-        0, [5, 6, 7, 7, 8], 2, [*reference], [], 20, [0], 0, 99, (3, 4), given, 4, constrained
-    )
+    texts = [5, 6, 7, 7, 8], 2, np.array(reference, np.int32)
+    request = Admission(0, *texts, 20, [0], 0, 99, (3, 4), given, 4, constrained)
     write_row(table, request, BRANCHING)
     return table
 
@@ -44,10 +44,9 @@ def test_write_row_sets_columns_from_params() -> None:
     for params, expected in cases:
         table = row_of(**params)
         assert {name: getattr(table, name).item() for name in expected} == expected, params
-    for reference, head, start in ([], [], 0), ([7, 8], [5, 6], 0), ([7] * 40, [5, 6], 0):
-        table, expected_reference = row_of(reference=reference), [*head, *reference][:32]
-        assert table.reference[0, : table.num_reference].tolist() == expected_reference
-        assert (table.num_reference.item(), table.reference_start.item()) == (len(expected_reference), start)
+    for reference in [], [7, -1, 8]:
+        table = row_of(reference=reference)
+        assert table.reference[0, : table.num_reference].tolist() == reference
     table = row_of(logit_bias={2: 1.5})
     assert table.tokens[0, :5].tolist() == [5, 6, 7, 7, 8]
     assert table.stop_ids[0].tolist() == [3, 4] + [-1] * (MAX_STOP_IDS - 2)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -58,9 +59,9 @@ def compiled_by_prompts() -> int:
         run.prefill([Chunk(0, 0, size)])
         run.prefill([Chunk(0, LENGTH - size, size)])
         run.prefill([Chunk(0, LENGTH - size, size), Chunk(1, size // 2, size // 3 + 1)])
-        blocks = [*range(64)]
+        blocks, reference = [*range(64)], np.empty(0, np.int32)
         run.admit(
-            Admission(2, [0] * size, size, [], [], LENGTH, blocks, 0, 0, (), SamplingParams(), 1, False)
+            Admission(2, [0] * size, size, reference, LENGTH, blocks, 0, 0, (), SamplingParams(), 1, False)
         )
         for _ in range(2):  # without waiting for the device, the state of a row is read one call later
             run.drafters[0].catch_up([2])

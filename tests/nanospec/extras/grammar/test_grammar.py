@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -64,7 +65,7 @@ def accepts(grammars: Grammars, fmt: dict[str, Any], tokens: Sequence[int]) -> b
 def test_lookup_matches_ngram_kernel(text: list[int], least: int) -> None:
     """Include ids that are surrogates in UTF-16."""
     starts, n = ngram.matches(torch.tensor(text, dtype=torch.int32), least, 5)
-    assert look_up(text, text, least, 5) == ((int(starts[0]), n) if n else (-1, 0))
+    assert look_up(np.array(text, np.int32), least, 5) == ((int(starts[0]), n) if n else (-1, 0))
 
 
 @settings(max_examples=50)

@@ -2,7 +2,7 @@
 
 from nanospec.engine.request import Request
 from nanospec.extras.tracing.trace import Record
-from nanospec.kernels import FROM_TARGET, GENERATED
+from nanospec.kernels import FROM_REFERENCE, FROM_TARGET, GENERATED
 
 
 def record_of(request: Request) -> Record:
@@ -23,12 +23,15 @@ def check(request: Request) -> None:
         assert 0 <= step.verified <= len(step.drafts) == len(step.sources) == len(step.parents)
         assert all(parent <= i for i, parent in enumerate(step.parents))
         text = request.tokens[: len(request.prompt_ids) + len(sources) - len(step.tokens)]
-        known = text + step.drafts
+        known, other = text + step.drafts, request.reference.tolist()
         for draft, source in zip(step.drafts, step.sources):
-            assert source == GENERATED or known[source] == draft
+            copied = other[FROM_REFERENCE - source] if source <= FROM_REFERENCE else known[source]
+            assert source == GENERATED or copied == draft
         assert step.match_len or {*step.sources} <= {GENERATED}
         if step.match_len and step.method != "grammar":
-            assert text[-step.match_len :] == text[step.sources[0] - step.match_len : step.sources[0]]
+            first = step.sources[0]
+            before = other[: FROM_REFERENCE - first] if first <= FROM_REFERENCE else text[:first]
+            assert text[-step.match_len :] == before[-step.match_len :]
         assert bool(step.method) == bool(step.drafts)
         assert step.plain_ms >= 0
         assert all(ms >= 0 for ms in step.ms.values())
