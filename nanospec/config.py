@@ -283,7 +283,8 @@ class SamplingParams:
         ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
         bias: Any = {} if self.logit_bias is None else self.logit_bias
         prediction: Any = self.prediction
-        if not isinstance(prediction, str | Sequence | None) or isinstance(prediction, bytes):
+        is_binary = isinstance(prediction, bytes | bytearray | memoryview)
+        if is_binary or not isinstance(prediction, str | Sequence | None):
             raise ValueError(f"prediction={shown(prediction)} must be a string or a list of token ids.")
         if not isinstance(stop, Sequence) or any(not isinstance(s, str) or not s for s in stop):
             raise ValueError(f"stop={shown(self.stop)} must be a non-empty string or a list of them.")

@@ -177,11 +177,14 @@ class LLM:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[str | None, list[int], SamplingParams]]:
         """Return the text, token ids and parameters of each prompt. Raises ValueError if one is invalid."""
+        several = params_per_prompt(self.default_params if params is None else params, len(prompts))
+        distinct = {id(each): each for each in several}
+        ready = {key: self.engine.check_params(each) for key, each in distinct.items()}
         checked = []
-        params = self.default_params if params is None else params
-        for prompt, sampling in zip(prompts, params_per_prompt(params, len(prompts)), strict=True):
+        for prompt, sampling in zip(prompts, several, strict=True):
             text, ids = text_and_ids(prompt, self.engine.max_model_len, self.tokenizer.encode_prompt)
-            checked.append((text, ids, self.engine.check(ids, sampling)))
+            self.engine.limits.check_prompt(ids)
+            checked.append((text, ids, ready[id(sampling)]))
         return checked
 
     @contextmanager

@@ -13,7 +13,7 @@ from nanospec.apps.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.gate import HTTPError
 from nanospec.apps.serve.requests import APIRequest, read_json, read_request
 from nanospec.config import EngineConfig, SamplingParams
-from nanospec.engine.request import Limits, check_request
+from nanospec.engine.request import Limits
 from nanospec.extras.grammar.grammar import Grammars
 from nanospec.llm import LLM
 from nanospec.text.tokenizer import Tokenizer
@@ -50,11 +50,11 @@ def model() -> Any:
     tokenizer = Tokenizer(folder)
     limits, grammars = Limits(EngineConfig(), VOCAB, WINDOW, tokenizer), Grammars(tokenizer, VOCAB)
 
-    def check(ids: Any, params: Any) -> None:
-        check_request(ids, params, limits)
+    def check_params(params: Any) -> Any:
         grammars.check(params)
+        return limits.check_params(params)
 
-    engine = SimpleNamespace(max_model_len=WINDOW, check=check)
+    engine = SimpleNamespace(max_model_len=WINDOW, check_params=check_params, limits=limits)
     llm = SimpleNamespace(tokenizer=tokenizer, engine=engine, grammars=grammars)
     llm.default_params = SamplingParams()
     llm.chat_prompt = lambda messages, **options: LLM.chat_prompt(llm, messages, **options)  # type: ignore

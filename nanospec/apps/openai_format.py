@@ -141,7 +141,7 @@ def choice(
     """Return an output as a choice with the `number` top log-probabilities per token (None: no logprobs), and
     the tool calls that a parser finds, if there is one."""
     content: dict[str, Any] = {"text": done.text}
-    text, calls = parse([done.text], new_parser)
+    text, calls = parse(done.text, new_parser)
     if url == CHAT:
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
         content = {"message": {**message, "tool_calls": calls} if calls else message}

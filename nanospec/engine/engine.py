@@ -26,7 +26,7 @@ from ..kernels.batch import Chunk
 from ..outputs import Metrics, SpecStats
 from ..text.tokenizer import OutputText, Tokenizer
 from .history import History
-from .request import Limits, Request, check_request, derive_seed
+from .request import Limits, Request, derive_seed
 from .scheduler import Plan, Scheduler
 
 
@@ -78,7 +78,12 @@ class Engine:
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         """Return the parameters for `new`. Raises ValueError if the request cannot run."""
-        params = check_request(prompt_ids, params, self.limits)
+        self.limits.check_prompt(prompt_ids)
+        return self.check_params(params)
+
+    def check_params(self, params: SamplingParams) -> SamplingParams:
+        """Like `check`, for all prompts with these parameters."""
+        params = self.limits.check_params(params)
         for extension in self.extensions:
             extension.check(params)
         return params
@@ -179,10 +184,13 @@ class Engine:
     def _reference(self, request: Request) -> NDArray[np.int32]:
         """Return other texts that the output may repeat: the prediction, or else texts of earlier requests.
         The end of the prompt precedes the prediction, so that its first token is drafted first."""
-        if not (prediction := request.params.prediction):
+        if prediction := request.params.prediction:
+            head = request.prompt_ids[-self.config.spec.prompt_lookup_max :]
+            return np.array([*head, *prediction][: self.max_model_len], np.int32)
+        # Under other rules, the output would depend on the earlier requests.
+        if request.stats.acceptance == "exact" and request.max_len > len(request.prompt_ids) + 1:
             return self.history.search(request.salt, request.prompt_ids)
-        head = request.prompt_ids[-self.config.spec.prompt_lookup_max :]
-        return np.array([*head, *prediction][: self.max_model_len], np.int32)
+        return request.reference
 
     def _prefill(self, plan: Plan) -> list[Request]:
         """Queue prompt chunks. If memory runs out, abort and return the requests that depend on them."""

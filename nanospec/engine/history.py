@@ -1,8 +1,8 @@
 """Texts of finished requests in which n-gram lookup finds drafts for later requests of the same client.
 
 Texts are stored by key, the salt of the prefix cache, and searched only for requests with the same key. They
-are ranked by the n-grams that they share with a prompt, of which those with certain hashes are compared.
-Memory is bounded: the oldest texts of a key and the least recently used keys are removed.
+are ranked by the number of n-grams they share with the prompt, estimated from a sample of their hashes. The
+oldest texts of a key and the least recently used keys are removed.
 """
 
 from collections import OrderedDict, deque
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 N, SAMPLE = 8, np.uint64(4)  # length of the n-grams; one in `SAMPLE` is compared
 MAX_REFERENCE = 1 << 13  # tokens searched for a request
-MAX_PER_KEY, MAX_TOKENS = 1 << 16, 1 << 20  # tokens stored per key and in all, in about 5 bytes each
+MAX_KEYS, MAX_TEXTS, MAX_TOKENS = 64, 256, 1 << 16  # keys; texts and tokens of each; 30 MB in all
 _MULTIPLIER, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 
 Text = tuple[NDArray[np.int32], NDArray[np.uint16]]  # tokens, followed by -1; sampled hashes
@@ -24,31 +24,25 @@ class History:
 
     def __init__(self, max_len: int) -> None:
         self.requires_key = False  # whether requests without a key (b"") have no history
-        self.num_tokens = 0
         self._limit = min(max_len, MAX_REFERENCE)
         self._by_key = OrderedDict[bytes, deque[Text]]()  # latest last
 
     def add(self, key: bytes, tokens: Sequence[int]) -> None:
-        """Store a text, or its end if it is longer than the limit."""
-        if not self._limit or (self.requires_key and not key):
+        """Store a text, or its end if it is longer than the limit, unless it is too short to help."""
+        if not self._limit or len(tokens) < 2 * N or (self.requires_key and not key):
             return
         text = np.array((*tokens[-self._limit + 1 :], -1), np.int32)
-        texts = self._by_key.setdefault(key, deque())
-        self._by_key.move_to_end(key)
+        texts = self._by_key.setdefault(key, deque(maxlen=MAX_TEXTS))
         texts.append((text, _sampled_hashes(text[:-1])))
-        self.num_tokens += len(text)
-        excess = sum(len(each) for each, _ in texts) - MAX_PER_KEY
-        while excess > 0 or self.num_tokens > MAX_TOKENS:
-            oldest_key, oldest = next(iter(self._by_key.items())) if excess <= 0 else (key, texts)
-            removed = len(oldest.popleft()[0])
-            self.num_tokens -= removed
-            excess -= removed
-            if not oldest:
-                del self._by_key[oldest_key]
+        while sum(len(each) for each, _ in texts) > MAX_TOKENS:
+            texts.popleft()
+        self._by_key.move_to_end(key)
+        if len(self._by_key) > MAX_KEYS:
+            self._by_key.popitem(last=False)
 
     def search(self, key: bytes, prompt: Sequence[int]) -> NDArray[np.int32]:
-        """Return the texts that share most n-grams with `prompt`, of equal ones the latest, as far as they
-        fit. The best is last, because lookup prefers the latest of equally long matches."""
+        """Return as many texts as fit, first those that share the most n-grams with `prompt`; later texts win
+        ties. The best is last, because lookup prefers the latest of equally long matches."""
         if not (texts := self._by_key.get(key)):
             return np.empty(0, np.int32)
         self._by_key.move_to_end(key)

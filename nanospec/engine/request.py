@@ -6,8 +6,10 @@ the last token and the drafts after it, so the first output token is sampled by 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,7 +172,8 @@ class Request:
         end = self.finish_time or time.perf_counter()
         texts = self.output.token_texts or [""] * len(self.output_ids)
         predicted = self.params.prediction or ()
-        num_copied = sum(source <= FROM_REFERENCE for source in self.draft_sources) if predicted else 0
+        start = FROM_REFERENCE - (len(self.reference) - len(predicted))  # the source of its first token
+        num_copied = len({source for source in self.draft_sources if source <= start}) if predicted else 0
         return Completion(
             text=self.text,
             token_ids=self.output_ids,
@@ -231,43 +234,49 @@ class Limits(NamedTuple):
         eos_ids = () if self.tokenizer is None or params.ignore_eos else self.tokenizer.eos_token_ids
         return tuple(dict.fromkeys((*params.stop_token_ids, *eos_ids)))
 
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raise ValueError if the engine cannot run the prompt."""
+        if not prompt_ids:
+            raise ValueError("The prompt is empty; it must have at least one token.")
+        if len(prompt_ids) >= self.max_model_len:
+            raise ValueError(too_long(len(prompt_ids), self.max_model_len))
+        self._check_ids("The prompt", prompt_ids)
 
-def _prediction_ids(prediction: str | Sequence[int], limits: Limits) -> list[int]:
-    """Return the token ids of a prediction that fit in the window. Raises ValueError."""
-    if not isinstance(prediction, str):
-        return [*map(as_int, prediction[: limits.max_model_len])]
-    if limits.tokenizer is None:
+    def check_params(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the prediction as token ids, as many as fit in the window. Raises
+        ValueError if the engine does not support them."""
+        prediction, stop_ids = params.prediction, self.stop_ids(params)
+        if isinstance(prediction, str):
+            ids = _encode_prediction(prediction, self.tokenizer, self.max_model_len)
+            params = replace(params, prediction=ids)
+        elif prediction is not None:
+            params = replace(params, prediction=[*map(as_int, islice(prediction, self.max_model_len))])
+        for name in ("logit_bias", "stop_token_ids", "prediction"):
+            self._check_ids(name, getattr(params, name) or ())
+        if len(stop_ids) > MAX_STOP_IDS:
+            error = f"stop_token_ids and the model's end-of-sequence tokens total {len(stop_ids)} ids"
+            raise ValueError(f"{error}, but the limit is {MAX_STOP_IDS}.")
+        if params.acceptance not in (None, "exact") and self.config.spec.acceptance == "exact":
+            raise ValueError(
+                f"acceptance={params.acceptance!r} requires an engine started with SpecConfig(acceptance="
+                f"{params.acceptance!r}); this one supports 'exact' only."
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings require a tokenizer; use stop_token_ids or load a tokenizer.")
+        return params
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                error = f"{name} contains token id {shown(token)}"
+                raise ValueError(f"{error}; ids are integers from 0 to {self.vocab_size - 1}.")
+
+
+@lru_cache(maxsize=1)  # the lines of a batch may share a prediction
+def _encode_prediction(text: str, tokenizer: Tokenizer | None, max_model_len: int) -> list[int]:
+    if tokenizer is None:
         raise ValueError("prediction as a string requires a tokenizer; use a list of token ids.")
     try:
-        return limits.tokenizer.encode_start(prediction, limits.max_model_len)
+        return tokenizer.encode_start(text, max_model_len)
     except ValueError as error:
         raise ValueError(f"prediction: {error}") from None
-
-
-def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> SamplingParams:
-    """Return the parameters with the prediction as token ids. Raises ValueError if an engine with these
-    limits cannot run the request."""
-    config, size, max_model_len, tokenizer = limits
-    stop_ids = limits.stop_ids(params)
-    if not prompt_ids:
-        raise ValueError("The prompt is empty; it must have at least one token.")
-    if len(prompt_ids) >= max_model_len:
-        raise ValueError(too_long(len(prompt_ids), max_model_len))
-    prediction = _prediction_ids(params.prediction or (), limits)
-    by_field = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
-    for name, ids in {"The prompt": prompt_ids, **by_field, "prediction": prediction}.items():
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
-                error = f"{name} contains token id {shown(token)}"
-                raise ValueError(f"{error}; ids are integers from 0 to {size - 1}.")
-    if len(stop_ids) > MAX_STOP_IDS:
-        error = f"stop_token_ids and the model's end-of-sequence tokens total {len(stop_ids)} ids"
-        raise ValueError(f"{error}, but the limit is {MAX_STOP_IDS}.")
-    if params.acceptance not in (None, "exact") and config.spec.acceptance == "exact":
-        raise ValueError(
-            f"acceptance={params.acceptance!r} requires an engine started with SpecConfig(acceptance="
-            f"{params.acceptance!r}); this one supports 'exact' only."
-        )
-    if params.stop and tokenizer is None:
-        raise ValueError("stop strings require a tokenizer; use stop_token_ids or load a tokenizer.")
-    return replace(params, prediction=prediction) if prediction else params

@@ -152,6 +152,9 @@ def _continues(messages: Sequence[Mapping[str, Any]], variables: dict[str, Any])
     """Remove `continue_final_message` from the variables, set `add_generation_prompt`, and return whether to
     continue the final message. Raises ValueError."""
     continues, prompts = variables.pop("continue_final_message", None), variables.get("add_generation_prompt")
+    for name, value in (("continue_final_message", continues), ("add_generation_prompt", prompts)):
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{name}={shown(value)} must be true or false.")
     if continues and prompts:
         raise ValueError("continue_final_message excludes add_generation_prompt; set only one of them.")
     final = messages[-1] if messages else {}

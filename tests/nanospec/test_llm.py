@@ -167,6 +167,13 @@ def test_invalid_call_has_no_side_effects(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+def test_prediction_is_encoded_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer, "encode_start", encode := Mock(wraps=llm.tokenizer.encode_start))
+    outputs = llm.generate(["ab", "bc"], greedy(n=2, prediction="abcdefgh"))
+    assert {done.num_prediction_tokens for output in outputs for done in output.outputs} == {8}
+    assert encode.call_count == 1
+
+
 @pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
 @pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt], ids=["ctrl-c", "error", "exit"])
 def test_llm_is_usable_after_ctrl_c_and_failed_step(

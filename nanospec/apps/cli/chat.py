@@ -43,7 +43,7 @@ class Chat:
     def __post_init__(self) -> None:
         if not self.llm.tokenizer.has_chat_template:
             raise ValueError("the model has no chat template; use --prompt instead of --chat.")
-        self.llm.engine.check([0], self.params)
+        self.llm.engine.check_params(self.params)
 
     def run(self, messages: Iterable[str]) -> None:
         """Answer messages and run commands until the input ends."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import EngineConfig, SamplingParams
-from ...engine.request import Limits, check_request
+from ...engine.request import Limits
 from ...extras.grammar.grammar import Grammars
 from ...llm import LLM
 from ...models.families import read_config
@@ -50,7 +50,8 @@ def run_on_ray(
         """Check a line as an engine would, without loading one. A replica short of memory may have a smaller
         context length."""
         grammars.check(params)
-        return check_request(ids, params, limits)
+        limits.check_prompt(ids)
+        return limits.check_params(params)
 
     lines = prepare_lines(batch, tokenizer, check, window, config.seed)
     with batch.running():

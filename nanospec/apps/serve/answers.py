@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from ...outputs import Completion
 from ...text.tokenizer import Tokenizer
 from ..openai_format import usage
-from ..tool_calls.parser import CallParser, Part, Text
+from ..tool_calls.parser import CallParser, Part
 from .gate import HTTPError
 from .jobs import Delta, Job, JobFailed
 from .requests import APIRequest
@@ -40,9 +40,9 @@ class Format:
         """Return the new parts of an output: its text, unless it may contain tool calls."""
         text = "".join(piece.text for piece in delta.pieces)
         if (new_parser := self.request.parser) is None:
-            return [Text(text)] if text else []
+            return [Part(text)] if text else []
         parser = self._parsers.setdefault(delta.choice, new_parser())
-        return parser.push(text) + (parser.flush() if delta.done is not None else [])
+        return parser.push(text, ended=delta.done is not None)
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         """Return the response with all outputs."""

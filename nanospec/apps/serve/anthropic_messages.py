@@ -11,7 +11,7 @@ from ...outputs import Completion
 from ...text import shown
 from ..openai_format import text_of, usage
 from ..tool_calls.offer import read_object
-from ..tool_calls.parser import CallStart
+from ..tool_calls.parser import Part
 from .answers import event
 from .translation import Conversation, ItemFormat, required, shared_fields, tool_fields
 
@@ -80,10 +80,10 @@ class AnthropicFormat(ItemFormat):
         yield event({"type": "message_delta", "delta": self._stop(done[0]), "usage": self._usage(done)})
         yield event({"type": "message_stop"})
 
-    def _open(self, call: CallStart | None) -> Iterator[bytes]:
+    def _open(self, part: Part) -> Iterator[bytes]:
         block: dict[str, Any] = {"type": "text", "text": ""}
-        if call is not None:
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        if part.name:
+            block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
         self._items.append(block)
         yield self._event("content_block_start", content_block=block)
 

@@ -9,7 +9,7 @@ from typing import Any
 from ...outputs import Completion
 from ..openai_format import CHAT, choice, counts, finish_reasons, logprobs, response_header, usage
 from ..tool_calls.offer import call_object
-from ..tool_calls.parser import CallStart, Part, Text
+from ..tool_calls.parser import Part
 from .answers import Format, event
 from .jobs import Delta
 
@@ -45,7 +45,7 @@ class OpenAIFormat(Format):
         number, offset = request.params.logprobs, self._num_chars[i]
         entries = logprobs(request.url, delta.logprobs, delta.pieces, number, self.tokenizer, offset)
         self._num_chars[i] += sum(len(piece.text) for piece in delta.pieces)
-        for part in self.parts(delta) or ([Text("")] if entries else []):
+        for part in self.parts(delta) or ([Part("")] if entries else []):
             yield self._event([self._choice(i, {**role, **self._delta(i, part)}, entries)], **drafts)
             drafts, role, entries = {}, {}, None
             self._begun.add(i)
@@ -66,15 +66,15 @@ class OpenAIFormat(Format):
 
     def _delta(self, i: int, part: Part) -> dict[str, Any]:
         """Return the delta of a part of output i."""
-        if isinstance(part, Text):
+        if part.call is None:
             return {"content": part.text}
-        call: dict[str, Any] = {"index": part.number}
-        if isinstance(part, CallStart):
-            self._num_calls[i] += 1
-            call |= call_object(part.id, part.name)
-        else:
-            call["function"] = {"arguments": part.text}
-        return {"tool_calls": [call]}
+        self._num_calls[i] = part.call + 1
+        call = (
+            call_object(part.id, part.name, part.text)
+            if part.name
+            else {"function": {"arguments": part.text}}
+        )
+        return {"tool_calls": [{"index": part.call, **call}]}
 
     def _choice(
         self, index: int, delta: dict[str, Any], entries: Any = None, done: Completion | None = None

@@ -10,7 +10,7 @@ from typing import Any
 from ...outputs import Completion
 from ...text import shown
 from ..openai_format import text_of, usage
-from ..tool_calls.parser import CallStart
+from ..tool_calls.parser import Part
 from .answers import event
 from .gate import HTTPError
 from .translation import Conversation, ItemFormat, required, shared_fields, tool_fields
@@ -86,15 +86,15 @@ class ResponsesFormat(ItemFormat):
         details = {"code": "server_error", "message": error.detail}
         return self._event("failed", response={**self._with_status("failed"), "error": details})
 
-    def _open(self, call: CallStart | None) -> Iterator[bytes]:
+    def _open(self, part: Part) -> Iterator[bytes]:
         prefix, item = "msg", {"type": "message", "role": "assistant", "content": []}
-        if call is not None:
+        if part.name:
             prefix = "fc"
-            item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+            item = {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""}
         item_id = f"{prefix}_{self.request_id}_{len(self._items)}"
         self._items.append({"id": item_id, "status": "in_progress", **item})
         yield self._item_event("output_item.added", item=self._items[-1])
-        if call is None:
+        if not part.name:
             yield self._item_event("content_part.added", content_index=0, part=_content(""))
 
     def _extend(self, text: str) -> bytes:

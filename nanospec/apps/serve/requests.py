@@ -12,7 +12,7 @@ from ...llm import LLM
 from ...text import shown
 from ...text.chat import OPTIONAL
 from ..json_input import strict_json
-from ..openai_format import CHAT, IGNORED, translate_request
+from ..openai_format import CHAT, IGNORED, MAX_MESSAGES, translate_request
 from ..tasks import encode, parse_task
 from ..tool_calls.offer import FIELDS
 from ..tool_calls.parser import CallParser
@@ -70,6 +70,8 @@ def read_request(
         defaults = replace(llm.default_params, max_tokens=None) if api == CHAT else llm.default_params
         prompt: Any = fields.get("prompt")  # one prompt, or a list of strings or of lists of token ids
         is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        if is_list and len(prompt) > MAX_MESSAGES:
+            raise ValueError(f"prompt has {len(prompt)} entries, but the limit is {MAX_MESSAGES}.")
         requests = [{**fields, "prompt": each} for each in prompt] if is_list else [fields]
         tasks = [parse_task(each, defaults, raw=True, known=KNOWN) for each in requests]
         params = tasks[0].params
@@ -80,8 +82,9 @@ def read_request(
         window, served = llm.engine.max_model_len, _read_server_fields(body)
         prompts = [encode(task, llm.tokenizer, window) for task in tasks]
         request = APIRequest(url, prompts, tasks[0].params, *served, tasks[0].parser, received)
+        request.params = llm.engine.check_params(request.params)
         for ids in prompts:
-            request.params = llm.engine.check(ids, request.params)
+            llm.engine.limits.check_prompt(ids)
     except (ValueError, TypeError, RecursionError) as error:
         raise bad_request(error, received) from None
     if (limit := window - max(map(len, prompts))) < (request.params.max_tokens or 0):

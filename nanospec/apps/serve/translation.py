@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...outputs import Completion, Piece
 from ...text import shown
-from ..openai_format import IGNORED
+from ..openai_format import IGNORED, MAX_MESSAGES
 from ..options import did_you_mean
 from ..tool_calls.offer import call_object
-from ..tool_calls.parser import CallStart, Text
+from ..tool_calls.parser import Part
 from .answers import Format
 from .jobs import Delta
 
@@ -52,6 +52,8 @@ def required(part: Any, name: str, kind: Any = str) -> Any:
     value = part.get(name) if isinstance(part, dict) else None
     if not isinstance(value, kind) or value == []:
         raise ValueError(f'"{name}" must be {KINDS[kind]}, got {shown(value)}.')
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise ValueError(f"{name} has {len(value)} entries, but the limit is {MAX_MESSAGES}.")
     return value
 
 
@@ -67,7 +69,7 @@ def tool_fields(
         function = {"name": tool.get("name"), "parameters": tool.get(schema)}
         function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
         tools.append({"type": "function", "function": function})
-    kind: Any = choice.get("type") if isinstance(choice, dict) else choice
+    kind: Any = choice.get("type", choice) if isinstance(choice, dict) else choice
     if kind not in [None, *choices]:
         raise ValueError(f'"tool_choice" is {shown(choice)}, but must be one of {", ".join(choices)}.')
     chosen: Any = choices.get(kind)
@@ -78,6 +80,11 @@ def tool_fields(
 
 class ItemFormat(Format):
     """The format of an API whose output is a list of items, texts and calls, which are streamed in turn."""
+
+    _response: Callable[[Sequence[Completion]], dict[str, Any]]  # returns the response with all items
+    _open: Callable[[Part], Iterator[bytes]]  # appends an item that starts with a part; its first events
+    _extend: Callable[[str], bytes]  # returns the event of new text of the last item
+    _close: Callable[[], Iterator[bytes]]  # completes the last item, if there is one; its last events
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -93,26 +100,10 @@ class ItemFormat(Format):
 
     def update(self, delta: Delta) -> Iterator[bytes]:
         for part in self.parts(delta):
-            if isinstance(part, CallStart) or (isinstance(part, Text) and not self._is_text):
+            if part.name or (part.call is None and not self._is_text):
                 yield from self._close()
-                self._is_text, self._text = isinstance(part, Text), ""
-                yield from self._open(part if isinstance(part, CallStart) else None)
-            if not isinstance(part, CallStart):
+                self._is_text, self._text = part.call is None, ""
+                yield from self._open(part)
+            if part.text:
                 self._text += part.text
                 yield self._extend(part.text)
-
-    def _response(self, done: Sequence[Completion]) -> dict[str, Any]:
-        """Return the response with all items."""
-        raise NotImplementedError
-
-    def _open(self, call: CallStart | None) -> Iterator[bytes]:
-        """Append an item, a text or a call, and return its first events."""
-        raise NotImplementedError
-
-    def _extend(self, text: str) -> bytes:
-        """Return the event of a new part of the last item."""
-        raise NotImplementedError
-
-    def _close(self, status: str = "completed") -> Iterator[bytes]:
-        """Complete the last item, if there is one, and return its last events."""
-        raise NotImplementedError

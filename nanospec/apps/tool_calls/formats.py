@@ -12,15 +12,48 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import SamplingParams
 from ...extras.grammar.response_format import JSON_STYLE
-from .hermes import HERMES
-from .llama3 import LLAMA3
-from .mistral import MISTRAL, MISTRAL_ARGS
 from .offer import ToolSet
 from .parser import CallFormat, CallParser
 
 if TYPE_CHECKING:
     from ...text.tokenizer import Tokenizer
 
+# Each call is a JSON object between <tool_call> and </tool_call>.
+HERMES = CallFormat(
+    template=("<tool_call>", r'"arguments\\?"'),  # some formats have other text than JSON between the markers
+    begin="<tool_call>",
+    call=('{"name": "', '", "arguments": ', "}"),
+    opening="<tool_call>\n",
+    separator="\n</tool_call>\n<tool_call>\n",
+    closing="\n</tool_call>",
+)
+# The output consists of JSON objects, after <|python_tag|> or without a marker.
+LLAMA3 = CallFormat(
+    template=(r"<\|start_header_id\|>", r'"parameters\\?": '),
+    begin="<|python_tag|>",
+    call=('{"name": "', '", "parameters": ', "}"),
+    opening="",
+    separator="; ",
+    closing="",
+)
+# A list of JSON objects after [TOOL_CALLS]. The chat templates require ids of nine letters and digits.
+MISTRAL = CallFormat(
+    template=(r"\[TOOL_CALLS\]",),
+    begin="[TOOL_CALLS]",
+    call=('{"name": "', '", "arguments": ', "}"),
+    opening="[TOOL_CALLS][",
+    separator=", ",
+    closing="]",
+    id_format="{:.9}",
+)
+# Newer models: [TOOL_CALLS]name[ARGS]{...} for each call.
+MISTRAL_ARGS = MISTRAL._replace(
+    template=(r"\[TOOL_CALLS\]", r"\[ARGS\]"),
+    call=("", "[ARGS]", ""),
+    opening="[TOOL_CALLS]",
+    separator="[TOOL_CALLS]",
+    closing="",
+)
 FORMATS = (MISTRAL_ARGS, MISTRAL, HERMES, LLAMA3)  # the first one that matches a template is used
 
 
@@ -45,12 +78,12 @@ def prepare(
 def _format_of(template: str) -> CallFormat:
     """Return the format for a chat template. Raises ValueError."""
     if not re.search(r"\btools\b", template):
-        raise ValueError("tools are not supported by the chat template of this model; omit them.")
+        raise ValueError("tools are not supported by this model's chat template; omit them, or use Qwen2.5.")
     for format in FORMATS:
         if all(re.search(pattern, template) for pattern in format.template):
             return format
-    names = ", ".join(dict.fromkeys(each.name for each in FORMATS))
-    raise ValueError(f"tools are not supported in this model's format, only in {names}; omit them.")
+    known = "Hermes and Qwen, Llama 3, and Mistral"
+    raise ValueError(f"tools are not supported in this model's format, only in those of {known}; omit them.")
 
 
 def _grammar(
@@ -73,7 +106,7 @@ def _grammar(
         rules.append(f"json{i}: {_json(schema)}")
         rules.append(f"call{i}: {literal(before + function['name'] + between)} json{i} {literal(after)}")
     more = f"({literal(format.separator)} call)*" if tools.parallel else ""
-    # After a call, Qwen generates a newline, which must not be only the start of another call.
+    # Qwen writes a newline after a call; the grammar must also allow the output to end there.
     calls = f"call {more} {literal(format.closing)}" + (' "\\n"?' if tools.parallel else "")
     if tools.required:
         start = f"{literal(format.opening)} {calls}"

@@ -1,15 +1,14 @@
 """The parser of tool calls, for formats that write the arguments of a call as a JSON object.
 
-Arguments are returned while they are generated, once the text before them shows that this is a call. Those of
-an output that is cut off, or of a model that writes invalid JSON, may therefore not parse.
+Arguments are streamed as soon as the head of the call is complete, so they may be invalid JSON if the output
+is cut off or the model errs.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -25,34 +24,19 @@ HEAD = re.compile(
 NAME_PART = re.compile(r"[\w.\-\[\]]*")  # may become a match of the second alternative
 
 
-class Text(NamedTuple):
-    """Text for the user."""
+class Part(NamedTuple):
+    """A part of an output: text for the user, or, if `call` is set, the next part of the arguments, as JSON
+    text, of that call (numbered from 0). The first part of a call has its id and the name of the function."""
 
     text: str
-
-
-class CallStart(NamedTuple):
-    """The start of call `number` (from 0) of the output: its id and the name of the function."""
-
-    number: int
-    id: str
-    name: str
-
-
-class CallArguments(NamedTuple):
-    """The next part of the arguments, as JSON text, of call `number`."""
-
-    number: int
-    text: str
-
-
-Part = Text | CallStart | CallArguments
+    call: int | None = None
+    id: str = ""
+    name: str = ""
 
 
 class CallFormat(NamedTuple):
     """A format of tool calls."""
 
-    name: str  # for error messages
     template: tuple[str, ...]  # regular expressions found in the chat templates of models that use the format
     begin: str  # marker before calls
     call: tuple[str, str, str]  # text before the name, before the arguments, and after them
@@ -87,62 +71,50 @@ class CallParser:
     """Splits an output into text and at most `limit` calls; further calls are dropped.
 
     Whitespace next to a call is dropped, since chat templates add their own. A state is a method that returns
-    the parts at the start of the pending text and sets the next state, or returns None to wait for more text.
+    the part at the start of the pending text and sets the next state, or returns None to wait for more text.
     """
 
     def __init__(self, format: CallFormat, limit: float) -> None:
         self._format, self._limit, self._count = format, limit, 0
         self._text = ""  # pending
-        self._begin = ""  # text before the current call, returned if it is not a call
         self._end = format.closing.strip()
-        self._state: Callable[[], list[Part] | None] = self._in_text if format.opening else self._at_start
+        self._state: Callable[[], Part | None] = self._in_text
+        if not format.opening:
+            self._enter_head("")
 
-    def push(self, text: str) -> list[Part]:
-        """Return the parts that `text` completes, holding back text that may be the start of a call."""
+    def push(self, text: str, ended: bool = False) -> list[Part]:
+        """Return the parts that `text` completes, holding back text that may be the start of a call until the
+        output has `ended`. A call that is not valid is returned as text."""
         self._text += text
-        parts: list[Part] = []
-        while (found := self._state()) is not None:
-            parts += found
-        return [part for part in parts if isinstance(part, Text) or part.number < self._limit]
+        parts = list(iter(lambda: self._state(), None))
+        if ended and self._state != self._after_arguments:
+            rest = self._begin + self._text
+            parts.append(Part(rest if not self._count or rest.strip() else ""))
+        return [part for part in parts if (part.text or part.name) and (part.call or 0) < self._limit]
 
-    def flush(self) -> list[Part]:
-        """Return the rest at the end of the output. A call that is not valid is returned as text."""
-        text = self._begin + self._text
-        if self._state == self._after_arguments or (self._count and not text.strip()):
-            return []
-        return _text(text)
-
-    def _at_start(self) -> list[Part] | None:
-        if not self._text.strip():
-            return None
-        if self._text.lstrip().startswith("{"):
-            return self._enter_head("")
-        self._state = self._in_text
-        return []
-
-    def _enter_head(self, begin: str) -> list[Part]:
+    def _enter_head(self, begin: str) -> None:
+        """Start to read a call. `begin` is the text before it, which is returned if it is not a call."""
         self._begin, self._object, self._num_scanned = begin, ObjectEnd(), 0
         self._state = self._in_head
-        return []
 
-    def _in_text(self) -> list[Part] | None:
+    def _in_text(self) -> Part | None:
         text, marker = self._text, self._format.begin
-        at = text.find(marker)
-        lengths = range(min(len(marker) - 1, len(text)), 0, -1)
-        held = next((n for n in lengths if text.endswith(marker[:n])), 0)  # may be the start of the marker
-        before = text[: at if at >= 0 else len(text) - held].rstrip()
-        if at < 0:
-            self._text = text[len(before) :]
-            return _text(before) or None
-        self._text = text[at + len(marker) :]
-        self._enter_head(text[len(before) : at + len(marker)])
-        return _text(before)
+        self._begin = ""
+        before, found, after = text.partition(marker)
+        if found:
+            self._text = after
+            self._enter_head(text[len(before.rstrip()) : len(text) - len(after)])
+            return Part(before.rstrip())
+        held = next(n for n in range(len(marker) - 1, -1, -1) if text.endswith(marker[:n]))
+        before = text[: len(text) - held].rstrip()
+        self._text = text[len(before) :]
+        return Part(before) if before else None
 
-    def _in_head(self) -> list[Part] | None:
-        body = self._text.lstrip(SPACE + "[")
-        if match := HEAD.match(body):
+    def _in_head(self) -> Part | None:
+        body, begun = self._text.lstrip(SPACE + "["), bool(self._begin or self._count)
+        if (match := HEAD.match(body)) and (match[1] or begun):
             self._object = ObjectEnd()
-            return [self._start(match[1] or match[2], body[match.end() :], self._in_arguments)]
+            return self._start(match[1] or match[2], "", body[match.end() :], self._in_arguments)
         if body.startswith("{"):
             if not (end := self._object.push(body[self._num_scanned :])):
                 self._num_scanned = len(body)
@@ -152,56 +124,45 @@ class CallParser:
             name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
             arguments = read_object(arguments) if isinstance(arguments, str) else arguments  # encoded twice
             if isinstance(name, str) and isinstance(arguments, dict):
-                start = self._start(name, body[end:], self._after_arguments)
-                return [start, CallArguments(start.number, json.dumps(arguments, ensure_ascii=False))]
-        elif NAME_PART.fullmatch(body):
+                text = json.dumps(arguments, ensure_ascii=False)
+                return self._start(name, text, body[end:], self._after_arguments)
+        elif not body or (begun and NAME_PART.fullmatch(body)):
             return None
-        begin, self._begin = self._begin, ""
         self._state = self._in_text
-        return _text(begin)
+        return Part(self._begin)
 
-    def _start(self, name: str, rest: str, state: Callable[[], list[Part] | None]) -> CallStart:
+    def _start(self, name: str, arguments: str, rest: str, state: Callable[[], Part | None]) -> Part:
         self._begin, self._text, self._state = "", rest, state
         self._count += 1
-        return CallStart(self._count - 1, self._format.id_format.format(uuid4().hex), name)
+        return Part(arguments, self._count - 1, self._format.id_format.format(uuid4().hex), name)
 
-    def _in_arguments(self) -> list[Part] | None:
+    def _in_arguments(self) -> Part | None:
         end = self._object.push(self._text)
         text, self._text = self._text[: end or None], self._text[end:] if end else ""
         if end:
             self._state = self._after_arguments
-        return [CallArguments(self._count - 1, text)] if text else None
+        return Part(text, self._count - 1) if text else None
 
-    def _after_arguments(self) -> list[Part] | None:
+    def _after_arguments(self) -> Part | None:
         rest = self._text.lstrip(SEPARATORS)
         if rest.startswith('"') and "}" in rest:  # more keys, such as an id
             self._text = rest[rest.index("}") :]
-            return []
+            return Part("")
         if rest.startswith('"') or self._end.startswith(rest) or self._format.begin.startswith(rest):
             return None
         self._text = rest.removeprefix(self._end)
         if rest.startswith("{"):
-            return self._enter_head("")
-        self._state = self._in_text
-        return []
-
-
-def parse(
-    pieces: Iterable[str], new_parser: Callable[[], CallParser] | None
-) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text for the user and the calls, in OpenAI's format, of an output in pieces."""
-    if new_parser is None:
-        return "".join(pieces), []
-    parser, text, calls = new_parser(), "", list[dict[str, Any]]()
-    for part in chain(*map(parser.push, pieces), parser.flush()):
-        if isinstance(part, Text):
-            text += part.text
-        elif isinstance(part, CallStart):
-            calls.append(call_object(part.id, part.name))
+            self._enter_head("")
         else:
-            calls[-1]["function"]["arguments"] += part.text
-    return text, calls
+            self._state = self._in_text
+        return Part("")
 
 
-def _text(text: str) -> list[Part]:
-    return [Text(text)] if text else []
+def parse(text: str, new_parser: Callable[[], CallParser] | None) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text for the user and the calls, in OpenAI's format, of an output."""
+    parts = [Part(text)] if new_parser is None else new_parser().push(text, ended=True)
+    calls = [call_object(part.id, part.name) for part in parts if part.name]
+    for part in parts:
+        if part.call is not None:
+            calls[part.call]["function"]["arguments"] += part.text
+    return "".join(part.text for part in parts if part.call is None), calls

@@ -46,6 +46,7 @@ async def test_concurrent_requests_are_batched(folder: Path, monkeypatch: pytest
         assert (two.prompt, chat.prompt, chat.text) == (after("ab"), None, ALPHABET[3:])
         assert "".join(texts) == ends[0].text == ALPHABET[3:]
         assert len(texts) > 1
+        assert not llm.llm.engine.history.requires_key
         steps = [each.stats.num_steps for each in (*two.outputs, *chat.outputs, *ends[0].outputs)]
         assert llm.llm.engine.metrics.num_forward_steps < sum(steps) / 2
         with pytest.raises(ValueError, match="The prompt is empty"):

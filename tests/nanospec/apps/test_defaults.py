@@ -53,12 +53,12 @@ def test_all_entry_points_have_the_same_defaults(
     (model / "generation_config.json").write_text(json.dumps(SETTINGS))
     llm, message = make(model), {"role": "user", "content": "ab"}
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "check", check := Mock(wraps=llm.engine.check))
+        patch.setattr(llm.engine, "check_params", check := Mock(wraps=llm.engine.check_params))
         llm.generate("ab")
         llm.chat([message])
         list(llm.stream("ab"))
         llm.generate("ab", SamplingParams())
-    own = [call.args[1] for call in check.call_args_list]
+    own = [call.args[0] for call in check.call_args_list]
     assert own == [EXPECTED] * 3 + [SamplingParams()]
     chat = {"messages": [message]}
     assert read_request(llm, CHAT, chat).params == replace(EXPECTED, max_tokens=None)

@@ -4,6 +4,7 @@ The reference runs every request alone, without drafts, prefix cache, chunked pr
 arrivals, aborts and faults are simulated in `campaigns/simulate`, with a mock model."""
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -242,6 +243,9 @@ def test_right_prediction_saves_steps(num_blocks: int | None) -> None:
     assert [each.num_accepted_prediction_tokens for each in done] == [35, 33]
     assert {each.num_prediction_tokens for each in done} == {40}
     assert done[0].to_dict()["stats"]["num_accepted_prediction_tokens"] == 35
+    # The end of the prompt precedes the prediction in the table but does not count, nor does a repeated copy.
+    [repeats] = run(engine, [Job([5, *right[:9]] * 2 + [5], greedy(9, prediction=right[:1]))])
+    assert repeats.completion().num_accepted_prediction_tokens <= 1
     [without] = run(engine, [Job([5], greedy(40))])  # reuses a row that had a reference
     assert (without.stats.num_steps, without.stats.num_drafted) == (40, 0)
 
@@ -249,12 +253,13 @@ def test_right_prediction_saves_steps(num_blocks: int | None) -> None:
 def test_predictions_are_checked_and_cut_to_window(tmp_path: Any) -> None:
     tokenizer = tiny_tokenizer(tmp_path)
     engine = make_engine(tiny_model(vocab_size=tokenizer.vocab_size), 4, tokenizer=tokenizer)
-    for prediction, length in (("word " * 10**5, 128), ("a<s>\0é" * 3, None), ((1, 2), 2), ("", 0)):
+    for prediction, length in (("word " * 10**5, 128), ("a<s>\0é" * 3, None), (deque((1, 2)), 2), ("", 0)):
         [request] = run(engine, [Job([1, 2], greedy(3, prediction=prediction))])
         assert length in (None, request.completion().num_prediction_tokens)
     cases: list[tuple[Any, str]] = [
         ([1, tokenizer.vocab_size], "prediction contains"), ([1, "a"], "prediction contains"),
-        (b"ab", "must be a string or a list"), (7, "must be a string or a list"), ("\ud800", "prediction: "),
+        (bytearray(b"ab"), "must be a string or a list"), (7, "must be a string or a list"),
+        ("\ud800", "prediction: "),
     ]  # fmt: skip
     for prediction, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from nanospec.config import SamplingParams
 from nanospec.engine import history
 from nanospec.engine.engine import Engine
 from nanospec.engine.history import History
@@ -43,6 +44,17 @@ def test_only_texts_of_the_same_key_are_searched(model: Model, mode: str) -> Non
     assert steps(b"one", b"one") == steps(b"", b"") < alone / 2
 
 
+def test_lossy_outputs_do_not_depend_on_earlier_requests(model: Model) -> None:
+    spec = {"acceptance": "typical"}
+    engine, params = make_engine(model, 4, spec=spec), SamplingParams(temperature=1, seed=1, max_tokens=40)
+    outputs = []
+    for _ in range(2):
+        request = engine.add(PROMPT, params)
+        finish(engine)
+        outputs.append(request.output_ids)
+    assert outputs[0] == outputs[1]
+
+
 def test_similar_then_recent_texts_fill_the_reference() -> None:
     """The best text is last; texts that do not fit are omitted."""
     texts, found = [[*range(i, i + 40)] for i in range(0, 1000, 100)], History(130)
@@ -54,19 +66,24 @@ def test_similar_then_recent_texts_fill_the_reference() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest texts of a key are removed, then those of the key that was used least recently."""
-    monkeypatch.setattr(history, "MAX_PER_KEY", 100)
-    monkeypatch.setattr(history, "MAX_TOKENS", 250)
-    found, rng = History(80), random.Random(0)
+    """The oldest texts of a key are removed, and the key that was used least recently."""
+    monkeypatch.setattr(history, "MAX_TOKENS", 100)
+    monkeypatch.setattr(history, "MAX_TEXTS", 4)
+    monkeypatch.setattr(history, "MAX_KEYS", 3)
+    found, rng, keys = History(80), random.Random(0), [bytes([i]) for i in range(5)]
+    used = list[bytes]()
     for _ in range(300):
-        found.add(rng.choice((b"a", b"b", b"c", b"d")), [1] * rng.randrange(1, 120))
-        lengths = [sum(len(text) for text, _ in texts) for texts in found._by_key.values()]
-        assert sum(lengths) == found.num_tokens <= 250
-        assert max(lengths) <= 100
-    found = History(80)
-    for key in b"a", b"b", b"a", b"c", b"c":
-        found.search(key, [1])
-        found.add(key, [2] * 59)
-    found.search(b"a", [1])
-    found.add(b"d", [2] * 79)
-    assert [len(found.search(key, [1])) for key in (b"a", b"b", b"c", b"d")] == [60, 0, 60, 80]
+        key = rng.choice(keys)
+        found.search(other := rng.choice(keys), [1])
+        found.add(key, [1] * (length := rng.randrange(1, 120)))
+        used = [each for each in used if each != other] + [other] * (other in used)
+        used = [each for each in used if each != key] + [key] if length >= 16 else used
+        used = used[-3:]
+        assert [*found._by_key] == used
+        for texts in found._by_key.values():
+            assert sum(len(text) for text, _ in texts) <= 100
+            assert len(texts) <= 4
+    texts = found._by_key[used[-1]]
+    for i in range(5):
+        found.add(used[-1], [i] * 20)
+    assert [int(text[0]) for text, _ in texts] == [1, 2, 3, 4]

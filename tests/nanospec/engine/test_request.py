@@ -7,7 +7,7 @@ import pytest
 
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.messages import logprobs_by_id
-from nanospec.engine.request import Limits, Request, check_request
+from nanospec.engine.request import Limits, Request
 from nanospec.kernels import FROM_TARGET, LENGTH, MAX_STOP_IDS, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob
@@ -122,9 +122,14 @@ def test_invalid_requests_are_rejected_with_the_limit(
     prompt: Any, stops: int, params: dict[str, Any], sentence: str | None
 ) -> None:
     tokenizer = Mock(eos_token_ids=range(stops)) if stops else None
-    arguments = prompt, SamplingParams(**params), Limits(EngineConfig(), 4, 8, tokenizer)
+    limits = Limits(EngineConfig(), 4, 8, tokenizer)
+
+    def check() -> None:
+        limits.check_prompt(prompt)
+        limits.check_params(SamplingParams(**params))
+
     if sentence is None:
-        check_request(*arguments)
+        check()
     else:
         with pytest.raises(ValueError, match=sentence):
-            check_request(*arguments)
+            check()

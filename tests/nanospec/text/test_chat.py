@@ -66,6 +66,7 @@ def test_final_message_is_continued() -> None:
         assert chat.render(templates, HI, continue_final_message=True).endswith("hi")
     refused: list[tuple[dict[str, Any], Any, str]] = [
         ({"continue_final_message": True, "add_generation_prompt": True}, "", "set only one of them"),
+        ({"continue_final_message": "yes"}, "", "must be true or false"),
         ({"continue_final_message": True}, [{}], "a string as content"),
         ({"continue_final_message": True, "chat_template": "{{ 1 }}"}, "", "omits the final message"),
     ]

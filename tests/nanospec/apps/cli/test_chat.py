@@ -23,7 +23,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.tokenizer = SimpleNamespace(has_chat_template=True)
-        self.engine = SimpleNamespace(check=lambda ids, params: None)
+        self.engine = SimpleNamespace(check_params=lambda params: None)
         self.shown: list[Messages] = []
 
     def chat_prompt(self, messages: Messages) -> Messages:

@@ -88,12 +88,12 @@ def test_chat_applies_template(server: Served) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_prediction_is_drafted_and_counted(server: Served, n: int) -> None:
-    """It is not part of the prompt. Without it, hits of lookup in the prompt are not counted."""
+    """It is not part of the prompt. Hits of lookup in the prompt, which come first, are not counted."""
     text = ALPHABET[4:]
     for prediction, counts in (
         (None, (0, 0)),
-        (text, (22 * n, 4 * n)),
-        ([{"type": "text", "text": part} for part in (text[:9], text[9:])], (22 * n, 4 * n)),
+        (text, (5 * n, 21 * n)),
+        ([{"type": "text", "text": part} for part in (text[:9], text[9:])], (5 * n, 21 * n)),
         ("!", (0, n)),
     ):
         body: dict[str, Any] = {"temperature": 0, "n": n}
@@ -281,6 +281,7 @@ INVALID: list[tuple[str, Any, str | None, str]] = [
     ("/tokenize", {**TEXT, **CHATS}, "prompt", 'either "prompt" or "messages", got '),
     ("/detokenize", {"tokens": [len(TOKENS)]}, "tokens", f"ids from 0 to {len(TOKENS) - 1}."),
     (CHAT, {"messages": MESSAGES * (MAX_MESSAGES + 1)}, "messages", f"has {MAX_MESSAGES + 1} entries"),
+    (COMPLETIONS, {"prompt": [[5]] * (MAX_MESSAGES + 1)}, "prompt", f"has {MAX_MESSAGES + 1} entries"),
     ("/detokenize", {"tokens": [True]}, "tokens", "must be a list of token ids"),
     (COMPLETIONS, b"[" * 100_000, None, "not valid JSON"),
     (COMPLETIONS, b"[1]", None, "a JSON object"),

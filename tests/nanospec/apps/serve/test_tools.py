@@ -115,7 +115,7 @@ def test_grammars_of_all_formats(llm: LLM, name: str, monkeypatch: pytest.Monkey
         assert offered is not None
         params, make = prepare(offered, llm.tokenizer, SamplingParams(max_tokens=100, seed=1, **more))
         [done] = llm.generate("ab", params)[0].outputs
-        text, [call] = parse([done.text], make)
+        text, [call] = parse(done.text, make)
         assert (text, done.finish_reason) == ("", "stop")
         assert is_green(*call["function"].values())
 
@@ -190,8 +190,8 @@ def test_bad_input(llm: LLM, body: dict[str, Any], param: str, message: str) -> 
 
 def test_models_without_a_known_format(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     for template, message in (
-        ("{{ messages }}", "of this model"),
-        ("tools <tool_call>", "in Mistral .*Qwen"),
+        ("{{ messages }}", "by this model's chat template"),
+        ("tools <tool_call>", "only in those of Hermes and Qwen"),
     ):
         monkeypatch.setattr(llm.tokenizer, "tool_template", template)
         with pytest.raises(HTTPError, match=f"tools are not supported .*{message}"):

@@ -14,7 +14,7 @@ from nanospec.apps.serve import anthropic_messages, app, jobs, openai_responses
 from nanospec.apps.serve.anthropic_messages import COUNT_TOKENS, MESSAGES
 from nanospec.apps.serve.openai_responses import RESPONSES
 from nanospec.apps.serve.requests import APIRequest
-from nanospec.apps.tool_calls.parser import CallArguments, CallStart, Part, Text
+from nanospec.apps.tool_calls.parser import Part
 from nanospec.outputs import Completion, Piece, SpecStats
 from tests.alphabet import ALPHABET, after, make
 from tests.nanospec.apps.serve.conftest import MODEL, Served, serving
@@ -25,19 +25,16 @@ GREEDY: Any = {"model": MODEL, "extra_body": {"temperature": 0}}  # Anthropic's 
 
 
 PARTS: dict[str, Part] = {
-    "j": CallStart(0, "call_0", "add"), "k": CallArguments(0, '{"a": "é'),
-    "l": CallArguments(0, '"}'), "m": CallStart(1, "call_1", "sub"), "n": CallArguments(1, '{"b": 1}'),
+    "j": Part("", 0, "call_0", "add"), "k": Part('{"a": "é', 0),
+    "l": Part('"}', 0), "m": Part("", 1, "call_1", "sub"), "n": Part('{"b": 1}', 1),
 }  # fmt: skip
 
 
 class Letters:
     """A parser for which the letters from j to n are two calls."""
 
-    def push(self, text: str) -> list[Part]:
-        return [PARTS.get(letter, Text(letter)) for letter in text]
-
-    def flush(self) -> list[Part]:
-        return []
+    def push(self, text: str, ended: bool = False) -> list[Part]:
+        return [PARTS.get(letter, Part(letter)) for letter in text]
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +238,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": "a" * 200}]}, "The prompt has 200 tokens"),
     (MESSAGES, {"stop_sequences": 1}, "stop=1 must be"),
     (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only functions are supported"),
+    (MESSAGES, {"tool_choice": {"name": "f"}}, "must be one of auto, any, none, tool."),
     (MESSAGES, {"tool_choice": {"type": []}}, "must be one of auto, any, none, tool."),
     (COUNT_TOKENS, {"max_tokens": None, "x": 1}, "unknown field 'x'"),
     (RESPONSES, {"input": {}}, '"input" must be a non-empty list'),

@@ -4,10 +4,8 @@ from functools import partial
 
 import pytest
 
-from nanospec.apps.tool_calls.hermes import HERMES
-from nanospec.apps.tool_calls.llama3 import LLAMA3
-from nanospec.apps.tool_calls.mistral import MISTRAL, MISTRAL_ARGS
-from nanospec.apps.tool_calls.parser import CallArguments, CallFormat, CallParser, CallStart, parse
+from nanospec.apps.tool_calls.formats import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS
+from nanospec.apps.tool_calls.parser import CallFormat, CallParser, Part, parse
 
 ODD = '{"q": "a \\"}{\\\\", "l": [1, {"é": null}],\n "m": "</tool_call> ["}'  # braces and markers in strings
 ONE = '{"name": "f", "arguments": {"x": 1}}'
@@ -45,23 +43,30 @@ def test_any_pieces_give_the_same_parts(name: str) -> None:
     format, output, text, calls = CASES[name]
     cuts = [(i, j) for i in range(len(output)) for j in (i, i + 1, i + 3, i + 11)]
     for pieces in [list(output), *([output[:i], output[i:j], output[j:]] for i, j in cuts)]:
-        found, objects = parse(pieces, partial(CallParser, format, 9))
-        functions = [call["function"] for call in objects]
-        assert (found, [(call["name"], call["arguments"]) for call in functions]) == (text, calls), pieces
+        parser, found, read = CallParser(format, 9), "", list[tuple[str, str]]()
+        for part in [part for piece in pieces for part in parser.push(piece)] + parser.push("", ended=True):
+            if part.call is None:
+                found += part.text
+            elif part.name:
+                read.append((part.name, part.text))
+            else:
+                read[part.call] = read[part.call][0], read[part.call][1] + part.text
+        assert (found, read) == (text, calls), pieces
 
 
 def test_arguments_are_returned_as_they_are_generated() -> None:
     parser = CallParser(HERMES, 9)
     assert not parser.push('<tool_call>{"name": "f", "arguments": ')
-    assert [type(part) for part in parser.push('{"city": "Par')] == [CallStart, CallArguments]
-    assert parser.push("is") == [CallArguments(0, "is")]
+    start, arguments = parser.push('{"city": "Par')
+    assert (start.call, start.name, start.text, arguments) == (0, "f", "", Part('{"city": "Par', 0))
+    assert parser.push("is") == [Part("is", 0)]
 
 
 def test_limit_of_calls_and_ids() -> None:
-    text, [call] = parse(["<tool_call>", ONE, "</tool_call>"] * 2 + ["B"], partial(CallParser, HERMES, 1))
+    text, [call] = parse(f"<tool_call>{ONE}</tool_call>" * 2 + "B", partial(CallParser, HERMES, 1))
     assert (text, call["function"]) == ("B", {"name": "f", "arguments": '{"x": 1}'})
     assert len(call["id"].removeprefix("call_")) == 24
-    _, calls = parse([f"[TOOL_CALLS][{ONE},{ONE}]"], partial(CallParser, MISTRAL, 9))
+    _, calls = parse(f"[TOOL_CALLS][{ONE},{ONE}]", partial(CallParser, MISTRAL, 9))
     one, other = (call["id"] for call in calls)
     assert all(each.isalnum() and len(each) == 9 for each in (one, other))
     assert one != other
