@@ -3,12 +3,13 @@
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.messages import logprobs_by_id
 from nanospec.engine.request import Limits, Request
-from nanospec.kernels import FROM_TARGET, LENGTH, MAX_STOP_IDS, RUNNING, STOPPED
+from nanospec.kernels import FROM_REFERENCE, FROM_TARGET, LENGTH, MAX_STOP_IDS, RUNNING, STOPPED
 from nanospec.kernels.speculation.report import RowReport
 from nanospec.outputs import Logprob
 from nanospec.text.tokenizer import OutputText, Tokenizer
@@ -133,3 +134,11 @@ def test_invalid_requests_are_rejected_with_the_limit(
     else:
         with pytest.raises(ValueError, match=sentence):
             check()
+
+
+def test_accepted_prediction_tokens_are_counted_once() -> None:
+    """The reference starts with the end of the prompt, which does not count."""
+    request = Request("r", [1, 2], SamplingParams(prediction=[7, 8, 9]), 0, 9)
+    request.reference = np.array([1, 2, 7, 8, 9], np.int32)
+    request.draft_sources = [1, FROM_TARGET, *(FROM_REFERENCE - i for i in (1, 2, 2, 4))]
+    assert request.completion().num_accepted_prediction_tokens == 2
