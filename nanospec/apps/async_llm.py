@@ -46,7 +46,7 @@ class AsyncLLM:
 
     @property
     def llm(self) -> LLM:
-        """The `LLM`, for all but running requests, such as `metrics` and `chat_prompt` (for `stream`)."""
+        """The underlying `LLM`, for `metrics` and `chat_prompt`, not to run requests."""
         if self._llm is None:
             raise RuntimeError("The model is not loaded; use `async with AsyncLLM(...) as llm`.")
         return self._llm

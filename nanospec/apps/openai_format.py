@@ -101,15 +101,13 @@ def text_of(field: str, parts: Any, kinds: Collection[str] = ("text",), separato
     the field."""
     if isinstance(parts, str):
         return parts
-    parts = parts if isinstance(parts, list) else [parts]
-    for part in parts:
-        if (
-            not isinstance(part, dict)
-            or part.get("type") not in kinds
-            or not isinstance(part.get("text"), str)
-        ):
+    texts = list[str]()
+    for part in parts if isinstance(parts, list) else [parts]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        if not isinstance(text, str):
             raise ValueError(f'"{field}" contains {shown(part)}, but only text content is supported.')
-    return separator.join(part["text"] for part in parts)
+        texts.append(text)
+    return separator.join(texts)
 
 
 def _prediction(value: Any) -> str:

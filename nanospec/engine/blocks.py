@@ -8,8 +8,8 @@ Invariants:
 
 Eviction: blocks without a hash are allocated first. The others are in two lists, each in order of last use:
 blocks used by a single request so far, and reused ones. Reused blocks are evicted only while the others are
-less than a quarter of the free blocks, so that long prompts that come once do not evict conversations, and
-conversations that have ended leave room for new ones.
+less than a quarter of the free blocks and were used later: a one-off long prompt does not evict
+conversations, and old conversations still make room for new ones.
 """
 
 import hashlib

@@ -243,7 +243,7 @@ class Engine:
             if request.row >= 0:  # not preempted in the meantime
                 self.scheduler.register(request)
             if request.finish_reason is not None:
-                if report.finished == NAN:  # its K/V may be NaN, and those of drafts from its text
+                if report.finished == NAN:  # its K/V may be NaN; do not reuse its blocks or its text
                     self.scheduler.pool.forget(request.blocks)
                 else:
                     self.history.add(request.salt, request.tokens)

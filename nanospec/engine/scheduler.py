@@ -6,7 +6,7 @@ one chunk. A prompt that does not fit in the rest of the budget takes half of it
 so that a short prompt does not wait until a long one is complete. When blocks run out, the request admitted
 last is preempted: its blocks are freed, and its K/V are recomputed later unless they are still cached.
 
-The cached blocks of waiting requests are evicted last, so that the requests before them do not evict them.
+The cached blocks of waiting requests are evicted last, so that requests ahead in the queue do not evict them.
 
 The blocks of a prompt are registered in the prefix cache when its chunk is scheduled, not when it is
 computed. In a forward pass, all K/V of a layer are written before they are read, so a request scheduled later

@@ -3,14 +3,9 @@
 All entry points (`LLM`, command line, batches, server) use them for the parameters that a request does not
 set, as vLLM does with generation_config="auto". An explicit `SamplingParams()` keeps its own defaults.
 
-    do_sample    temperature    default temperature
-    true         t              t
-    true         -              1
-    false        t or -         0 (greedy decoding)
-    -            t              t
-    -            -              0, also for a model without the file (as in transformers)
-
-top_k, top_p, min_p and repetition_penalty apply regardless of do_sample; max_new_tokens is not used.
+Decoding is greedy if do_sample is false, or if the file sets neither do_sample nor a temperature, as in
+transformers; do_sample without a temperature means 1. The other parameters apply regardless of do_sample;
+max_new_tokens is not used.
 """
 
 from pathlib import Path

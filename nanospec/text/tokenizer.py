@@ -86,19 +86,11 @@ class Tokenizer:
         anchor = self.encode("a", add_special_tokens=False)[-1:]
         return anchor, self.decode(anchor, skip_special_tokens=False)
 
-    def apply_chat_template(
-        self,
-        messages: Messages,
-        add_generation_prompt: bool | None = None,
-        *,
-        tokenize: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+    def apply_chat_template(self, messages: Messages, *, tokenize: bool = False, **kwargs: Any) -> Any:
         """Render a conversation as text, to be encoded with `add_special_tokens=False`, or, with `tokenize`
         (transformers' default), as a list of token ids. `messages` are dicts with `role` and `content`. For
         `kwargs` and errors see `chat.render`."""
-        variables = {**self._named_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
-        text = render(self._templates, messages, **variables)
+        text = render(self._templates, messages, **{**self._named_tokens, **kwargs})
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def uses_in_template(self, variable: str) -> bool:

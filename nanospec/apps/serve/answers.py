@@ -1,14 +1,14 @@
 """Send the answer to a request, as one JSON object or streamed as server-sent events.
 
-`Answer` waits for the outputs, limits the time and aborts them if the client disconnects. A `Format` presents
-them in the format of an API; there is one subclass in a file for each API.
+`Answer` waits for the outputs, limits the time and aborts them if the client disconnects. A `Format` encodes
+them for one API; each API has its own file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,9 @@ STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cac
 class Format:
     """The format of the answer to one request: a whole response, or the events of a stream."""
 
+    whole: Callable[[Sequence[Completion]], dict[str, Any]]  # returns the response with all outputs
+    update: Callable[[Delta], Iterable[bytes]]  # returns the events of a delta
+    end: Callable[[Sequence[Completion]], Iterable[bytes]]  # returns the events after the last delta
     quiet = b": keep-alive\n\n"  # an event without effect, so that proxies do not close an idle connection
 
     def __init__(self, request: APIRequest, request_id: str, model: str, tokenizer: Tokenizer) -> None:
@@ -44,20 +47,8 @@ class Format:
         parser = self._parsers.setdefault(delta.choice, new_parser())
         return parser.push(text, ended=delta.done is not None)
 
-    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
-        """Return the response with all outputs."""
-        raise NotImplementedError
-
     def begin(self) -> Iterable[bytes]:
         """Return the events before the first delta."""
-        return ()
-
-    def update(self, delta: Delta) -> Iterable[bytes]:
-        """Return the events of a delta."""
-        raise NotImplementedError
-
-    def end(self, done: Sequence[Completion]) -> Iterable[bytes]:
-        """Return the events after the last delta."""
         return ()
 
     def failed(self, error: HTTPError) -> bytes:

@@ -80,7 +80,7 @@ class App:
         return guarded(app, self.config, self.responses, {route.path for route in routes})
 
     async def answer(self, request: Request) -> Any:
-        """Answer a request for outputs, in one of `FORMATS`."""
+        """Handle a generation request of any API in `FORMATS`."""
         try:
             self.engine.check_capacity()
             format, translate = FORMATS[path := request.url.path]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
+from ...config import SamplingParams
 from ...outputs import Completion, Piece
 from ...text import shown
 from ..openai_format import IGNORED, MAX_MESSAGES
@@ -15,11 +17,9 @@ from .answers import Format
 from .jobs import Delta
 
 # Fields with the same meaning as in a chat completion. Most are extensions of the other APIs.
-SHARED = (
-    "stream", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos",
-    "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "num_speculative_tokens", "prediction", "chat_template_kwargs", "cache_salt",
-)  # fmt: skip
+OTHER = {"n", "logprobs", "max_tokens", "stop", "response_format"}  # renamed or not supported
+SHARED = {field.name for field in fields(SamplingParams)} - OTHER
+SHARED |= {"stream", "chat_template_kwargs", "cache_salt"}
 KINDS = {str: "a string", dict: "an object", list: "a non-empty list"}
 
 

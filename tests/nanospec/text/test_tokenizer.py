@@ -101,7 +101,7 @@ def test_ids_and_chat_match_transformers(name: str) -> None:
     chat = [{"role": role, "content": "é"} for role in ("user", "assistant", "user")]
     for prompt in (True, False):
         wanted = reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **options)
-        assert tokenizer.apply_chat_template(chat, prompt, **options) == wanted
+        assert tokenizer.apply_chat_template(chat, add_generation_prompt=prompt, **options) == wanted
     wanted = reference.apply_chat_template(chat[:2], tokenize=False, continue_final_message=True, **options)
     assert tokenizer.apply_chat_template(chat[:2], **options) == wanted
     assert tokenizer.eos_token_ids[0] == reference.eos_token_id
