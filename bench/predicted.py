@@ -1,12 +1,13 @@
 """Measure predicted outputs on code edits: one greedy request at a time, the whole file as its prediction.
 
     python bench/predicted.py [--model PATH] [--prompts 8] [--skip 8] [--rounds 3] [--max-tokens 160]
-                              [--fragment 0.5] [--out bench/results]
+                              [--fragment 0.5] [--numbered 0] [--out bench/results]
 
-The prompt has the instruction and a `--fragment` of the file, its first lines. The first `--skip` code edits,
-with which lookup was tuned, are left out. In each round, systems take turns for each prompt: K = 0, lookup
-in the request's own text, with the file as prediction, with another file, and with the own output, an upper
-bound. Each has an engine, and thus estimates of acceptance, of its own. Prefill is not timed.
+The prompt has the instruction and a `--fragment` of the file, its first lines, or, with `--numbered 1`, the
+whole file with line numbers, as agents show files (writes predicted_numbered.json). The first `--skip` code
+edits, with which lookup was tuned, are left out. In each round, systems take turns for each prompt: K = 0,
+lookup in the request's own text, with the file as prediction, with another file, and with the own output, an
+upper bound. Each has an engine, and thus estimates of acceptance, of its own. Prefill is not timed.
 """
 
 import sys
@@ -20,23 +21,28 @@ from bench import common
 from nanospec import LLM, SamplingParams, SpecConfig
 
 SYSTEMS = ("plain", "lookup", "prediction", "wrong prediction", "own output")
-ASK = "{instruction}\nReply only with the code, in a Python code block. It begins:\n```python\n{head}\n```"
+ASK = "{instruction}\nReply only with the code, in a Python code block. {what}:\n```python\n{head}\n```"
 
 
 def main() -> None:
     parser = common.parser(
-        __doc__, model=common.MODEL, prompts=8, skip=8, rounds=3, max_tokens=160, fragment=0.5
+        __doc__, model=common.MODEL, prompts=8, skip=8, rounds=3, max_tokens=160, fragment=0.5, numbered=0
     )
     args, table, llms = parser.parse_args(), dict[str, Any](), dict[str, LLM]()
     for system in SYSTEMS:
-        spec = SpecConfig(method="none" if system == "plain" else "ngram")
+        method = "none" if system == "plain" else "ngram"
+        spec = SpecConfig(method=method, prompt_lookup_history=False)  # prompts repeat
         llms[system] = LLM(args.model, spec=spec, max_num_seqs=1, max_model_len=1024, kv_cache_memory="256M")
     rounds = []
     for _ in range(args.rounds + 1):
         rounds.append({system: [0.0, 0, 0, 0] for system in SYSTEMS})  # s, tokens, steps, copied tokens
         for row, other in pairwise(common.code_edit_rows(args.skip + args.prompts + 1)[args.skip :]):
             lines, expected = row["input"].splitlines(), list[int]()
-            text = ASK.format(**row, head="\n".join(lines[: max(round(args.fragment * len(lines)), 1)]))
+            what, head = "It begins", lines[: max(round(args.fragment * len(lines)), 1)]
+            if args.numbered:
+                what = "The file, with line numbers"
+                head = [f"{number:6}\t{line}" for number, line in enumerate(lines, 1)]
+            text = ASK.format(**row, what=what, head="\n".join(head))
             for system, llm in llms.items():
                 texts = {
                     "prediction": row["input"],
@@ -59,10 +65,9 @@ def main() -> None:
         table[system] = {f"speed over {base}": common.spread(ratios[base]) for base in ratios}
         table[system] |= {"tokens_per_step": round(tokens / steps, 2), "copied": round(copied / tokens, 3)}
         print(f"{system:18} {table[system]}", flush=True)
-    settings = {name: value for name, value in vars(args).items() if name != "out"}
-    common.save(
-        "predicted", {"machine": common.environment(), "settings": settings, "systems": table}, args.out
-    )
+    settings = {**vars(args), "model": Path(args.model).name, "out": None}
+    name = "predicted_numbered" if args.numbered else "predicted"
+    common.save(name, {"machine": common.environment(), "settings": settings, "systems": table}, args.out)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,9 @@ class SpecConfig:
         return 0 if self.method == "none" else self.max_speculative_tokens if k == "auto" else k
 
 
+SIMILAR.update(dict.fromkeys((each.name for each in fields(SpecConfig)), "spec"))  # for `EngineConfig`
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Engine settings.
@@ -229,8 +232,8 @@ class SamplingParams:
         skip_special_tokens: omit special tokens, such as `<|im_end|>`, from the text.
         response_format: format that the output must have, such as {"type": "json_object"}.
         prediction: text (on the command line, a file with it) or token ids that the output may resemble, such
-            as a file to be edited. N-gram lookup searches it like the request's own text. It only affects
-            speed; tokens beyond the context length are not used.
+            as a file to be edited. N-gram lookup searches it like the request's own text. With `acceptance`
+            "exact", it only affects speed; tokens beyond the context length are not used.
         num_speculative_tokens, tree_width, acceptance: as in `SpecConfig`, but for this request. Defaults to
             the engine's values, which the first two cannot exceed. K = 0 disables speculation.
     """

@@ -125,6 +125,7 @@ def test_options_of_vllm_are_converted() -> None:
         (lambda: LLM("x", spec=SpecConfig(), speculative_config={}), "cannot be combined"),
         (lambda: LLM("x", max_seqs=3), "no option 'max_seqs'; did you mean max_num_seqs?"),
         (lambda: SamplingParams(structured_outputs=1), "did you mean response_format?"),  # type: ignore[call-arg]
+        (lambda: LLM("x", prompt_lookup_max=2), "no option 'prompt_lookup_max'; did you mean spec?"),
         (lambda: SamplingParams(best_of=2), "SamplingParams has no option 'best_of'; available options"),  # type: ignore[call-arg]
     ],
 )
