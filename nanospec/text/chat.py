@@ -25,7 +25,7 @@ Messages = Sequence[Mapping[str, Any]]
 MAX_TEMPLATE = 1 << 16  # maximum characters of a template
 MAX_PROMPT = 1 << 24  # maximum characters of a rendered prompt
 COMMON = re.compile("add_generation_prompt|.*_token")  # variables passed to every template, used or not
-OPTIONAL = {  # variables that clients may set for any template, and that unused are ignored -> types
+OPTIONAL = {  # variables that clients may set for any template; unused ones are ignored -> types
     "enable_thinking": bool, "thinking": bool, "include_reasoning": bool, "reasoning_effort": str,
     "verbosity": str,
 }  # fmt: skip
