@@ -65,7 +65,8 @@ def main() -> None:
         table[system] = {f"speed over {base}": common.spread(ratios[base]) for base in ratios}
         table[system] |= {"tokens_per_step": round(tokens / steps, 2), "copied": round(copied / tokens, 3)}
         print(f"{system:18} {table[system]}", flush=True)
-    settings = {**vars(args), "model": Path(args.model).name, "out": None}
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    settings["model"] = Path(args.model).name
     name = "predicted_numbered" if args.numbered else "predicted"
     common.save(name, {"machine": common.environment(), "settings": settings, "systems": table}, args.out)
 

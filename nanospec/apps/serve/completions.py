@@ -69,11 +69,8 @@ class OpenAIFormat(Format):
         if part.call is None:
             return {"content": part.text}
         self._num_calls[i] = part.call + 1
-        call = (
-            call_object(part.id, part.name, part.text)
-            if part.name
-            else {"function": {"arguments": part.text}}
-        )
+        more: dict[str, Any] = {"function": {"arguments": part.text}}
+        call = call_object(part.id, part.name, part.text) if part.name else more
         return {"tool_calls": [{"index": part.call, **call}]}
 
     def _choice(

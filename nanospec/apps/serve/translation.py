@@ -17,8 +17,8 @@ from .answers import Format
 from .jobs import Delta
 
 # Fields with the same meaning as in a chat completion. Most are extensions of the other APIs.
-OTHER = {"n", "logprobs", "max_tokens", "stop", "response_format"}  # renamed or not supported
-SHARED = {field.name for field in fields(SamplingParams)} - OTHER
+NOT_SHARED = {"n", "logprobs", "max_tokens", "stop", "response_format"}  # renamed or not supported
+SHARED = {field.name for field in fields(SamplingParams)} - NOT_SHARED
 SHARED |= {"stream", "chat_template_kwargs", "cache_salt"}
 KINDS = {str: "a string", dict: "an object", list: "a non-empty list"}
 
