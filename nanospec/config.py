@@ -52,11 +52,13 @@ class SpecConfig:
 
     Attributes:
         method: drafter to use. "ngram" looks up the last tokens in the request's own text and proposes what
-            followed them; "draft" runs a small model with the same vocabulary; "medusa" runs extra heads on
-            the target's last hidden state. "ngram+draft" and "ngram+medusa" run the model only where the
-            lookup finds no match. "none" disables speculation.
-        draft_model: model for "draft": a local folder or GGUF file, a name under `weights/`, or a hub id.
-        heads: weights file for "medusa". Defaults to the file in `weights/heads/` named after the target.
+            followed them; "draft" runs a small model with the same vocabulary; "dflash" (a block of tokens
+            per pass) and "eagle3" (a token per pass) run a model that reads the target's hidden states.
+            "ngram+draft" and so on run the model only where the lookup finds no match. "none" disables
+            speculation.
+        draft_model: model for "draft", "dflash" or "eagle3": a local folder, a name under `weights/`, or a
+            hub id; for "draft", also a GGUF file. The latter two default to `weights/drafters/NAME`, where
+            NAME is that of the target.
         tree_width: maximum number of branches drafted per request; 1 drafts a single chain. K limits the
             drafts of all branches together.
         acceptance: rule for accepting drafts. "exact" accepts drafts equal to the token sampled by the
@@ -74,7 +76,6 @@ class SpecConfig:
 
     method: str = "ngram"
     draft_model: str | None = None
-    heads: str | None = None
     tree_width: int = bounded_field(1, 1, MAX_TREE_WIDTH)
     acceptance: str = "exact"
     num_speculative_tokens: int | Literal["auto"] = bounded_field("auto", 0, MAX_DRAFTS)
@@ -105,7 +106,7 @@ class SpecConfig:
             model, method = None, "ngram"
         method = "draft" if method == "draft_model" else method or ("draft" if model else "ngram")
         if model is not None:
-            options["heads" if method == "medusa" else "draft_model"] = model
+            options["draft_model"] = model
         if "prompt_lookup_min" in options:  # in vLLM, the maximum defaults to the minimum
             options.setdefault("prompt_lookup_max", options["prompt_lookup_min"])
         check_names(options, cls)

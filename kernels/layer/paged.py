@@ -93,6 +93,7 @@ def find_work(batch, num_tokens, max_tiles, sizes, C: tl.constexpr):
     high = low + num_queries
     if batch.TREE:
         low -= first_query  # a node's position is base_len + depth, so base_len is the only lower bound
+        high = low + tl.load(batch.q_len + b)  # in a block, queries attend to later ones
     first_tile, end_tile = tl.maximum(low - C.WINDOW + 1, 0) // C.TILE, tl.cdiv(high, C.TILE)
     size = SPAN // C.TILE
     if C.SPLIT:

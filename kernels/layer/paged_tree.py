@@ -8,7 +8,8 @@ chain has at position base + r.
 Tiles without drafts are processed as in a chain, once for all nodes of a program. The one or two tiles with
 drafts are processed once per node, with the keys and values of its path gathered in order of depth; for the
 other nodes, the tile is fully masked. So n nodes take n - 1 or 2 (n - 1) more iterations than a chain of n,
-on tiles that are in L2. A row without branches costs the same as a chain.
+on tiles that are in L2. A row without branches costs the same as a chain, and so does a block, in which the
+masks have the bits of all nodes: then each query attends to the whole row.
 """
 
 import torch
@@ -40,6 +41,9 @@ def _attend_tree(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.
     per_node_from = tl.where(is_chain, work.end_tile, (work.low + 1) // C.TILE)  # first repeated tile
     column_node = tl.arange(0, C.COLUMNS) // C.GROUP
     position = tl.load(batch.positions + work.token + column_node, column_node < num_nodes, other=0)
+    # In a block, the first query, which is at position `low` in its row, attends to later ones.
+    first = tl.load(batch.ancestors + tl.load(batch.q_start + tl.program_id(1)), num_nodes > 0, other=1)
+    position = tl.where(first == 1, position, work.high - 1)
     total = empty_state(C.COLUMNS, C)
     for unit in range(first_unit, tl.minimum(first_unit + work.share, work.count)):
         begin, end = tile_range(unit, work)

@@ -38,9 +38,11 @@ struct Visible {
     }
 };
 
+// In a block, which has no branches, the mask of each query has the bits of all, so it attends beyond itself.
 inline Visible visible_to(const Batch& batch, long row, long i, long window) {
-    const long position = batch.positions[batch.q_start[row] + i];
-    return {window ? std::max(position - window + 1, 0L) : 0, position + 1};
+    const long query = batch.q_start[row] + i, position = batch.positions[query];
+    const long high = batch.ancestors ? batch.base_len[row] + __builtin_popcountll(batch.ancestors[query]) : position + 1;
+    return {window ? std::max(position - window + 1, 0L) : 0, high};
 }
 
 // The partial result of some positions: the sum of their values [dim] weighted by exp2(score - largest), and the sum of
@@ -274,7 +276,8 @@ struct Plan {
             for (long head = 0; head < model.kv_heads; head++)  // outer loop, so that its K/V stay in the CPU's cache
                 for (long i = 0; i < batch.q_len[row]; i += most) {
                     const long count = std::min(most, batch.q_len[row] - i);
-                    whole.push_back({row, head, i, count, 0, batch.base_len[row] + i + count});
+                    const long last = batch.ancestors ? batch.q_len[row] : i + count;
+                    whole.push_back({row, head, i, count, 0, batch.base_len[row] + last});
                     spans += (whole.back().end + SPAN - 1) / SPAN;
                     rows = std::max(rows, count * group);
                 }

@@ -64,7 +64,7 @@ void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& bat
     });
 }
 
-constexpr int PHASES = 15;  // maximum per layer
+constexpr int PHASES = 16;  // maximum per layer
 
 // A matrix in memory. Rows with a stride of a multiple of 4 KB would compete for the same few lines of the L1 cache, so
 // they are padded. Data is aligned to cache lines, to avoid reading one more line per row.
@@ -80,11 +80,28 @@ struct Buffer : Rows {
     }
 };
 
+// A copy of the residual stream after a number of layers.
+struct State {
+    long num_layers;
+    Rows rows;
+};
+
 struct Forward {
     const Model* model;
     Batch batch;
     Cache cache;
     Rows hidden;  // output after the final norm; null to compute keys and values only
+    Rows inputs;  // null if the model has none
+    const State* states;
+    long num_states;
+    long threads;
+};
+
+struct WriteKV {
+    const Model* model;
+    Batch batch;
+    Cache cache;
+    Rows x;
     long threads;
 };
 
@@ -115,25 +132,38 @@ extern "C" void nanospec_forward(const Forward* args) {
     const Batch& batch = args->batch;
     const Cache& cache = args->cache;
     const long T = batch.num_tokens, H = m.hidden, D = m.head_dim;
-    const Buffer x(T, H), normed(T, H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
+    const Buffer x(T, H), normed(T, m.inputs_norm ? 2 * H : H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
     const Plan plan(m, batch, args->threads);
     const Buffer quantized(T, std::max({H, m.heads * D, m.inner}));
+    const auto embed = [&](long t, bf16* to) {
+        const long id = batch.input_ids[t];
+        if (m.embedding.bits < 16) return dequantize_row(m.embedding, id, m.embedding_scale, to);
+        const bf16* row = (const bf16*)m.embedding.data + id * H;
+        for (long i = 0; i < H; i += LANES) {
+            const long n = std::min<long>(LANES, H - i);
+            store(load(row + i, n) * float(m.embedding_scale), to + i, n);
+        }
+    };
+    const auto keep = [&](Team& team, long num_layers) {
+        for (const State* state = args->states; state != args->states + args->num_states; state++)
+            if (state->num_layers == num_layers)
+                team.each(T, [&](long t, long) { std::copy_n(x[t], H, state->rows[t]); });
+    };
     const std::unique_ptr<Partial[]> parts(plan.split_spans ? new Partial[plan.pieces.size() * plan.rows] : nullptr);
     run(args->threads, PHASES * m.num_layers + 2, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
         const FpuMode mode;
         team.each(T, [&](long t, long) {
-            const long id = batch.input_ids[t];
-            if (m.embedding.bits < 16) return dequantize_row(m.embedding, id, m.embedding_scale, x[t]);
-            const bf16* row = (const bf16*)m.embedding.data + id * H;
-            for (long i = 0; i < H; i += LANES) {
-                const long n = std::min<long>(LANES, H - i);
-                store(load(row + i, n) * float(m.embedding_scale), x[t] + i, n);
-            }
+            embed(t, x[t]);
+            if (!m.inputs_norm) return;
+            normalize(x[t], H, m.layers[0].input_norm, m.eps, normed[t]);
+            normalize(args->inputs[t], H, m.inputs_norm, m.eps, normed[t] + H);
+            std::copy_n(m.norm_inputs ? normed[t] + H : args->inputs[t], H, x[t]);
         });
         for (long i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
-            rms_norm(team, m, x, T, layer.input_norm, normed);
+            keep(team, i);
+            if (!m.inputs_norm) rms_norm(team, m, x, T, layer.input_norm, normed);
             linear(team, layer.qkv, {normed, quantized.data}, T, qkv);
             rope_cache(team, m, layer, batch, qkv, cache, i);
             if (!args->hidden.data && i + 1 == m.num_layers) return;
@@ -144,7 +174,22 @@ extern "C" void nanospec_forward(const Forward* args) {
             gated(team, layer.gate_up, m.gelu, {normed, quantized.data}, T, inner);
             linear_add(team, m, layer.down, layer.down_norm, {inner, quantized.data}, T, normed, x);
         }
+        keep(team, m.num_layers);
         rms_norm(team, m, x, T, m.norm, args->hidden);
+    });
+}
+
+// `Model.write_kv_of` of models/decoder.py
+extern "C" void nanospec_write_kv(const WriteKV* args) {
+    const Model& m = *args->model;
+    const long T = args->batch.num_tokens;
+    const Buffer qkv(T, (m.heads + 2 * m.kv_heads) * m.head_dim), quantized(T, m.inputs_norm ? 2 * m.hidden : m.hidden);
+    run(args->threads, PHASES * m.num_layers, [&](Team& team) {
+        const FpuMode mode;
+        for (long i = 0; i < m.num_layers; i++) {
+            linear(team, m.layers[i].qkv, {args->x, quantized.data}, T, qkv);
+            rope_cache(team, m, m.layers[i], args->batch, qkv, args->cache, i);
+        }
     });
 }
 

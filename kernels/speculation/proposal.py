@@ -122,7 +122,7 @@ def naive(table: Table, rows: Tensor, proposal: Proposal) -> Batch:
     if proposal.parents is None:
         return replace(chain, input_ids=input_ids)
     parents = proposal.parents * used
-    depth, ancestors = _depths_and_masks(parents)
+    depth, ancestors = depths_and_masks(parents)
     positions = torch.where(chain.slots >= 0, (base[:, None] + depth).flatten(), 0)
     parents = torch.cat((rows.new_zeros(B, 1), parents), 1).flatten()
     return replace(chain, input_ids=input_ids, positions=positions, ancestors=ancestors, parents=parents)
@@ -137,7 +137,7 @@ def num_valid(proposal: Proposal, limit: Tensor, vocab_size: int) -> Tensor:
     return proposal.num_drafts.minimum(limit).minimum(valid.int().cumprod(1).sum(1)).clamp(min=0).int()
 
 
-def _depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
+def depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
     """Return the depth [B, K + 1] int32 and the ancestor mask [B * (K + 1)] int64 of each node of trees with
     `parents` [B, K]."""
     depths, masks = [], []
@@ -161,7 +161,7 @@ def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False)
 
 @triton.jit
 def _depths_and_masks_of(parents, n, k, WIDTH: tl.constexpr):
-    """Return `_depths_and_masks` of one tree, [WIDTH] each. `parents` points to those of its k drafts, of
+    """Return `depths_and_masks` of one tree, [WIDTH] each. `parents` points to those of its k drafts, of
     which the first n are used."""
     i, depth = tl.arange(0, WIDTH), tl.zeros([WIDTH], tl.int32)
     mask = tl.full([WIDTH], 1, tl.int64)

@@ -21,13 +21,14 @@ from torch import Tensor
 from ..drafters import Drafter, methods
 from ..drafters.estimates import DraftTimes, RowProposal
 from ..kernels import MAX_DRAFTS
+from ..kernels.batch import Batch
 from ..kernels.sampling.accept import accept
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.kv_move import kv_move
 from ..kernels.speculation.proposal import Proposal, lay_out
 from ..kernels.speculation.verify import commit
 from ..kernels.table import Table
-from ..models.decoder import Model
+from ..models.decoder import Model, new_states
 from .extension import Extension
 from .messages import STAGES, Stopwatch
 
@@ -61,9 +62,17 @@ class Step:
         """`exact`: all requests use the acceptance rule "exact", so `accept` is skipped."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafters, self.extensions, self.exact = drafters, extensions, exact
+        self.layers = methods.layers_of(drafters)  # whose hidden states the drafters read
         self.draft_times = DraftTimes()
         self.stages = {name: Stopwatch() for name in STAGES}
         self._logits = torch.empty(0)
+
+    @torch.inference_mode()
+    def prefill(self, batch: Batch) -> None:
+        """Write the K/V of prompt chunks, the target's and those of the drafters that read its states."""
+        kept, states = new_states(self.model, batch.num_tokens, self.layers)
+        self.model.write_kv(batch, self.kv_cache, states)
+        methods.learn(self.drafters, self.table, None, batch, None, kept)
 
     def share_logits(self, num_tokens: int) -> None:
         """Allocate a buffer for the logits of all steps of up to `num_tokens` tokens. Otherwise each captured
@@ -94,7 +103,8 @@ class Step:
                 proposal = _truncate(rows, proposal, count_drafts)
             batch = lay_out(table, rows, proposal, packed)
         with self.stages["forward"]:
-            hidden = self.model.forward(batch, self.kv_cache)
+            kept, states = new_states(self.model, batch.num_tokens, self.layers)
+            hidden = self.model.forward(batch, self.kv_cache, states)
             T, shared = len(hidden), self._logits
             logits = self.model.logits(hidden, shared[:T] if len(shared) >= T else None)
         with self.stages["verify"]:
@@ -108,7 +118,7 @@ class Step:
                 kv_move(self.kv_cache, verdict, batch)
             for extension in extensions if self.drafters else ():
                 proposal, batch = extension.for_drafters(proposal, batch)
-            methods.learn(self.drafters, table, proposal, batch, verdict, hidden)
+            methods.learn(self.drafters, table, proposal, batch, verdict, kept)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
 

@@ -83,7 +83,7 @@ class Worker:
             self.graphs = StepGraphs(self._step, model.device, config.max_num_seqs, ks, config.lazy_capture)
             self._step.share_logits(self.graphs.max_tokens)
             if not config.lazy_capture:
-                warm_up(model, self.kv_cache, self.table, config.max_num_batched_tokens)
+                warm_up(model, self.table, config.max_num_batched_tokens, self._step.prefill)
                 self.graphs.capture_all()
 
     def _plan_cache(self) -> tuple[int, int]:
@@ -109,11 +109,9 @@ class Worker:
             drafter.admit(row, num_tokens, blocks, num_kept)
 
     @with_device
-    @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         with self.stages["prefill"]:
-            batch = Batch.from_chunks(self.table, chunks)
-            self.model.write_kv(batch, self.kv_cache)
+            self._step.prefill(Batch.from_chunks(self.table, chunks))
 
     @with_device
     @torch.inference_mode()

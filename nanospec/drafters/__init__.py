@@ -52,6 +52,7 @@ class Drafter:
     runs_model: bool = False  # whether drafting takes significant time; such a drafter must be the last
     reads_on_host: bool = False  # whether `propose` waits for the device, so that steps cannot be captured
     makes_trees: bool = False  # whether a tree width above 1 is supported
+    layers: tuple[int, ...] = ()  # hidden states of the target to read, as numbers of layers that have run
     memory: Memory = Memory()  # the memory that it needs
 
     def __init_subclass__(cls) -> None:
@@ -87,9 +88,12 @@ class Drafter:
         at most `draft_limits` drafts. Must not write to `table` or `rows`. Invalid drafts are dropped."""
         raise NotImplementedError(f"{self.name} must define propose(self, table, rows, k).")
 
-    def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
-        """Update state after a step, from its hidden states [T, H] and the verdict on `batch`.
-        `proposal.drafter` is NO_DRAFTER for rows without drafts from this drafter."""
+    def learn(
+        self, table: Table, proposal: Proposal | None, batch: Batch, verdict: Verdict | None, hidden: Tensor
+    ) -> None:
+        """Update state after a step, from the verdict on `batch` and the target's hidden states [T, n * H]
+        after each of the n `layers`. `proposal.drafter` is NO_DRAFTER for rows without drafts from this
+        drafter. A drafter with `layers` is also called for prompt chunks, without proposal and verdict."""
 
 
 class SimpleDrafter(Drafter):

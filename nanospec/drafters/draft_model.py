@@ -86,7 +86,7 @@ class ModelDrafter(Drafter):
         self._drafted: set[int] = set()
         self._copy = self._start_copy()
         if not may_wait:
-            warm_up(self.model, self.kv, table, max_tokens)
+            warm_up(self.model, table, max_tokens, lambda batch: self.model.write_kv(batch, self.kv))
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         new = blocks[num_kept:]
@@ -163,7 +163,10 @@ class ModelDrafter(Drafter):
         proposal = make_proposal(torch.stack(drafts, 1), num_drafts)
         return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal
 
-    def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict, hidden: Tensor) -> None:
+    def learn(
+        self, table: Table, proposal: Proposal | None, batch: Batch, verdict: Verdict | None, hidden: Tensor
+    ) -> None:
+        assert proposal is not None and verdict is not None
         # The last draft was never fed to the model.
         num_kept = torch.minimum(verdict.num_emitted, proposal.num_drafts.clamp(min=1)) - 1
         drafted = (batch.rows >= 0) & (proposal.drafter != NO_DRAFTER)

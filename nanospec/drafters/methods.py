@@ -28,9 +28,10 @@ from ..models.weights import Split, load_model
 from ..text import check_number, shown
 from ..text.tokenizer import Tokenizer
 from . import Drafter, Memory, Target, no_drafts
+from .dflash import DFlashDrafter
 from .draft_model import ModelDrafter
+from .eagle3 import Eagle3Drafter
 from .estimates import DraftTimes
-from .medusa import MedusaDrafter
 
 
 class NgramDrafter(Drafter):
@@ -50,9 +51,13 @@ class NgramDrafter(Drafter):
         return ngram.propose(table, rows, k, self.max_n, self.width)
 
 
-METHODS: dict[str, type[Drafter]] = {"draft": ModelDrafter, "medusa": MedusaDrafter, "ngram": NgramDrafter}
+METHODS: dict[str, type[Drafter]] = {
+    "dflash": DFlashDrafter,
+    "draft": ModelDrafter,
+    "eagle3": Eagle3Drafter,
+    "ngram": NgramDrafter,
+}
 NAMES = (*METHODS, *(f"ngram+{name}" for name in METHODS if name != "ngram"), "none")
-USED_BY = {"draft_model": "draft", "heads": "medusa"}  # fields of `SpecConfig`
 PER_ROW = ("num_drafts", "match_len", "drafter", "sampled")  # fields of a `Proposal` of shape [B]
 DTYPES = {"logits": torch.float32, "sampled": torch.bool}  # fields of a `Proposal` that are not int32
 
@@ -105,13 +110,12 @@ def _check_method(spec: SpecConfig) -> None:
         meant = [turned] if turned in NAMES else get_close_matches(spec.method, NAMES, 1)
         hint = f"did you mean {meant[0]!r}? Available:" if meant else "use one of"
         raise ValueError(f"method={shown(spec.method)} is unknown; {hint} {', '.join(NAMES)}.")
-    for name, method in USED_BY.items():
-        value = getattr(spec, name)
-        if value is not None and method not in spec.methods:
-            unused = f"{name}={shown(value)} is not used by method={spec.method!r}"
-            raise ValueError(f"{unused}; use method={method!r}.")
-        if value == "":
-            raise ValueError(f"{name}='' must be the name of a folder or file.")
+    model, users = spec.draft_model, [name for name in METHODS if METHODS[name].runs_model]
+    if model is not None and not set(users) & set(spec.methods):
+        unused = f"draft_model={shown(model)} is not used by method={spec.method!r}"
+        raise ValueError(f"{unused}; use method={' or '.join(map(repr, users))}.")
+    if model == "":
+        raise ValueError("draft_model='' must be the name of a folder.")
 
 
 def captures_steps(config: EngineConfig, model: Model, drafters: Sequence[Drafter]) -> bool:
@@ -176,20 +180,29 @@ def propose(
     return no_drafts(rows, k) if merged is None else merged
 
 
+def layers_of(drafters: Sequence[Drafter]) -> list[int]:
+    """Return the `layers` of all drafters, one after the other."""
+    return [n for drafter in drafters for n in drafter.layers]
+
+
 def learn(
     drafters: Sequence[Drafter],
     table: Table,
-    proposal: Proposal,
+    proposal: Proposal | None,
     batch: Batch,
-    verdict: Verdict,
+    verdict: Verdict | None,
     hidden: Tensor,
 ) -> None:
-    """Call `learn` of each drafter, with NO_DRAFTER for the rows that other drafters drafted for."""
+    """Call `learn` of each drafter with its columns of `hidden`, the states of `layers_of`, and NO_DRAFTER
+    for the rows that other drafters drafted for. Without a verdict, `batch` is of prompt chunks."""
+    first, size = 0, hidden.shape[1] // max(len(layers_of(drafters)), 1)
     for code, drafter in enumerate(drafters):
-        visible = proposal
-        if len(drafters) > 1:
+        visible, columns = proposal, hidden[:, first : first + len(drafter.layers) * size]
+        first += columns.shape[1]
+        if proposal is not None and len(drafters) > 1:
             visible = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NO_DRAFTER))
-        drafter.learn(table, visible, batch, verdict, hidden)
+        if verdict is not None or drafter.layers:
+            drafter.learn(table, visible, batch, verdict, columns)
 
 
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:

@@ -15,6 +15,7 @@ from ..text import reason, shown
 HUB_TIMEOUT = 10  # seconds without an answer after which the hub counts as unreachable
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 FILES, NOT_FILES = ["*.safetensors", "*.json", "*.jinja"], ["*/*", "consolidated*"]  # skips other formats
+DRAFTERS = "drafters"  # subfolder of a weights folder
 MAX_NAME = 1024  # characters; operating systems limit paths to a few times that
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -45,7 +46,7 @@ def available_models() -> list[str]:
     for folder in weights_folders():
         configs = (*folder.glob("*/config.json"), *folder.glob("*/*/config.json"))
         names |= {str(path.parent.relative_to(folder)) for path in configs}
-    return sorted(name for name in names if not name.startswith("."))
+    return sorted(name for name in names if not name.startswith((".", f"{DRAFTERS}/")))
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
@@ -87,14 +88,14 @@ def resolve_model(name_or_path: str | Path) -> Path:
     )
 
 
-def default_heads(model_folder: Path) -> Path:
-    """Return a model's `heads/NAME.safetensors` in a weights folder or the package."""
+def default_drafter(model_folder: Path) -> Path:
+    """Return a model's folder `drafters/NAME` in a weights folder or the package."""
     for folder in (*weights_folders(), PACKAGE):
-        path = folder / "heads" / f"{model_folder.name}.safetensors"
-        if path.is_file():
+        path = folder / DRAFTERS / model_folder.name
+        if (path / "config.json").is_file():
             return path
     raise FileNotFoundError(
-        f"no Medusa heads found for {model_folder.name!r}; specify a file of heads, or train them with: "
+        f"no drafter found for {model_folder.name!r}; specify the folder or hub id of one, or train one with: "
         f"{program()} train --model MODEL --text FILE"
     )
 

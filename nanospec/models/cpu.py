@@ -12,7 +12,7 @@ from ..kernels.layer.linear import NativeLinear
 from ..kernels.layer.residual import Norm
 from ..kernels.native import NativeArg, call, packed, target, words
 from .config import ModelConfig
-from .decoder import GetWeight, Layer, Model
+from .decoder import GetWeight, Layer, Model, States
 
 LANES = 16  # float32 values per vector
 MAX_GROUP = 64  # query heads per KV head, as in attention.h
@@ -26,9 +26,14 @@ class CompiledModel(Model):
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        get: GetWeight,
+        vocabulary: Model | None = None,
     ) -> None:
-        super().__init__(config, dtype, device, get)
+        super().__init__(config, dtype, device, get, vocabulary)
         c, scalar = config, config.query_scalar or config.head_dim
         self._norms: list[Tensor] = []
         table, shape = self.embedding, (c.vocab_size, c.hidden_size)
@@ -37,16 +42,28 @@ class CompiledModel(Model):
         self._model = words(
             c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
             *map(packed.double, (c.rms_norm_eps, scalar, c.attention_softcap or 0, self.embedding_scale)),
-            c.gate == "gelu", *embedding.words(), self._norm(self.norm), self._layers.buffer_info()[0],
+            c.gate == "gelu", *embedding.words(), self._norm(self.norm), self._norm(self.inputs_norm),
+            c.norm_inputs, self._layers.buffer_info()[0],
         )  # fmt: skip
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(
+        self, batch: Batch, kv_cache: Tensor, states: States = (), inputs: Tensor | None = None
+    ) -> Tensor:
         hidden = packed.empty_rows(batch.num_tokens, self.config.hidden_size)
-        self._run(batch, kv_cache, hidden)
+        self._run(batch, kv_cache, hidden, states, inputs)
         return hidden
 
-    def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
-        self._run(batch, kv_cache, None)  # without an output, the last layer stops after its keys and values
+    def write_kv(self, batch: Batch, kv_cache: Tensor, states: States = ()) -> None:
+        if any(n == self.config.num_layers for n, _ in states):
+            self.forward(batch, kv_cache, states)
+        else:  # without an output, the last layer stops after its keys and values
+            self._run(batch, kv_cache, None, states)
+
+    def write_kv_of(self, x: Tensor, batch: Batch, kv_cache: Tensor) -> None:
+        call(
+            "nanospec_write_kv", self._model.buffer_info()[0], *batch.native_args,
+            *packed.cache_words(kv_cache), *packed.row_words(x), torch.get_num_threads(),
+        )  # fmt: skip
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
         """Allocate a KV cache of zeros, in which each block is contiguous, on large memory pages."""
@@ -57,10 +74,19 @@ class CompiledModel(Model):
     def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
         """Do nothing: this model never writes NaN to its cache."""
 
-    def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None) -> None:
+    def _run(
+        self,
+        batch: Batch,
+        kv_cache: Tensor,
+        hidden: Tensor | None,
+        states: States = (),
+        inputs: Tensor | None = None,
+    ) -> None:
+        kept = words(*(word for n, rows in states for word in (n, *packed.row_words(rows))))
         call(
             "nanospec_forward", self._model.buffer_info()[0], *batch.native_args,
-            *packed.cache_words(kv_cache), *packed.row_words(hidden), torch.get_num_threads(),
+            *packed.cache_words(kv_cache), *packed.row_words(hidden), *packed.row_words(inputs),
+            kept.buffer_info()[0], len(states), torch.get_num_threads(),
         )  # fmt: skip
 
     def _layer_words(self, layer: Layer) -> tuple[NativeArg, ...]:

@@ -1,6 +1,6 @@
 """The decoder for all model families, configured by `ModelConfig`.
 
-    hidden = model.forward(batch, kv_cache)      T tokens -> [T, H]
+    hidden = model.forward(batch, kv_cache)      T tokens -> [T, H], the hidden states
     logits = model.logits(hidden)                [N, H]   -> [N, V]
 
 The model does not know about requests: `Batch` defines which tokens belong together, where their keys and
@@ -21,14 +21,18 @@ from ..kernels.launch import use_triton
 from ..kernels.layer.attention import AttentionMetadata, attention
 from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.layer.quantized import Quantized, concatenate
-from ..kernels.layer.residual import Norm, Residual, embed, rms_norm
+from ..kernels.layer.residual import Norm, Residual, embed, look_up, rms_norm
 from ..kernels.layer.rope_cache import rope_cache
 from ..kernels.native.packed import zeros_on_demand
-from .config import ModelConfig, cos_sin_table
+from .config import ModelConfig, Rope, cos_sin_table
 
 GetWeight = Callable[[str], Any]
 """Returns the tensor of a name in `ModelConfig.parameter_shapes` on the model's device: a Tensor in its
 dtype, or a `Quantized` matrix."""
+
+States = Sequence[tuple[int, Tensor]]
+"""Pairs of a number of layers n and a tensor [T, H], which may be columns of a larger one, that `forward`
+writes the residual stream after n layers to; 0 is the embedding."""
 
 
 class Layer:
@@ -62,15 +66,23 @@ class Layer:
         return self.qkv, self.o, self.gate_up, self.down
 
     def __call__(
-        self, residual: Residual, cache: Tensor, angles: Tensor, metadata: AttentionMetadata, next_norm: Norm
+        self,
+        residual: Residual,
+        cache: Tensor,
+        angles: Tensor,
+        metadata: AttentionMetadata,
+        next_norm: Norm,
+        inputs: Tensor | None = None,
     ) -> Residual:
         """Run the layer on the residual stream x [T, H] with its cache [2, Hkv, num_blocks, block_size, D].
 
         x += o(attention(rope(qkv(input_norm(x))))), then x += down(gate(gate_up(post_norm(x)))). On a GPU the
         addition also computes what the next RMSNorm needs, so `next_norm` is the next layer's first norm.
+        `inputs` [T, 2 H] replaces input_norm(x) in models with `config.has_inputs`.
         """
         c = self.config
-        qkv = self.qkv.after_norm(residual)  # norm(x) @ W.T: [T, (Hq + 2 Hkv) * D]: q, k and v heads
+        # norm(x) @ W.T: [T, (Hq + 2 Hkv) * D]: q, k and v heads
+        qkv = self.qkv.after_norm(residual) if inputs is None else self.qkv(inputs)
         q = rope_cache(qkv, cache, metadata.batch, angles, self.qk_norms)  # [T, Hq, D]; k, v go to the cache
         out = attention(q, cache, metadata, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
         residual = self.o.add_to(residual, out, self.post_norm, self.o_norm)  # x + o_norm(out @ W.T)
@@ -84,10 +96,16 @@ class Model:
     num_devices = 1  # devices that the weights are split across
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, get: GetWeight
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        get: GetWeight,
+        vocabulary: "Model | None" = None,
     ) -> None:
         """Load each weight once with `get`: first the vocabulary, which is the largest, then layer by layer,
-        so that little is in memory twice."""
+        so that little is in memory twice. With `vocabulary`, share the embedding and lm_head of that model,
+        which do not count in `weight_bytes`."""
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.weight_bytes = 0  # of this device; shared memory counts once
 
@@ -104,35 +122,70 @@ class Model:
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
         # embedding, lm_head: [V, H], or this device's rows. The embedding is a Tensor, or an object with
         # `rows(ids)` such as a `Linear`; if tied, it shares memory with lm_head unless that is repacked.
-        self.embedding, is_tied = tensor("model.embed_tokens.weight"), config.tie_word_embeddings
-        self.lm_head = make_linear(self.embedding if is_tied else tensor("lm_head.weight"))
-        if isinstance(self.embedding, Quantized):
-            self.embedding = self.lm_head if is_tied else make_linear(self.embedding)
-        if self.embedding is not self.lm_head and self.embedding is not self.lm_head.unpacked_weight:
-            self.weight_bytes += self.embedding.nbytes
+        self.embedding: Any
+        if vocabulary is not None:
+            self.embedding, self.lm_head = vocabulary.embedding, vocabulary.lm_head
+        else:
+            self.embedding, is_tied = tensor("model.embed_tokens.weight"), config.tie_word_embeddings
+            self.lm_head = make_linear(self.embedding if is_tied else tensor("lm_head.weight"))
+            if isinstance(self.embedding, Quantized):
+                self.embedding = self.lm_head if is_tied else make_linear(self.embedding)
+            if self.embedding is not self.lm_head and self.embedding is not self.lm_head.unpacked_weight:
+                self.weight_bytes += self.embedding.nbytes
         self.layers = [Layer(config, i, tensor) for i in range(config.num_layers)]
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
-        self.weight_bytes += sum(linear.nbytes for linear in self.linears)
+        self.inputs_norm = None
+        if config.has_inputs:
+            self.inputs_norm = Norm(tensor("model.layers.0.hidden_norm.weight"), config.rms_norm_eps)
+        self.weight_bytes += sum(linear.nbytes for linear in self.linears[: -1 if vocabulary else None])
 
     @property
     def linears(self) -> list[Linear]:
         """The matrix products of a step; the last one is lm_head."""
         return [*(linear for layer in self.layers for linear in layer.linears), self.lm_head]
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(
+        self, batch: Batch, kv_cache: Tensor, states: States = (), inputs: Tensor | None = None
+    ) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm, and write its keys and values to
-        the cache. Padding tokens need ids in the vocabulary; their hidden states are undefined."""
-        angles = {rope: table.index_select(0, batch.positions) for rope, table in self.cos_sin.items()}
+        the cache. Padding tokens need ids in the vocabulary; their hidden states are undefined. Models with
+        `config.has_inputs` need `inputs` [T, H]."""
+        angles = self._angles(batch)
         metadata = {w: AttentionMetadata(batch, w) for w in set(self.config.windows)}
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
-        residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
-        for layer, cache, norm in zip(self.layers, kv_cache, norms[1:], strict=True):
-            residual = layer(residual, cache, angles[layer.rope], metadata[layer.window], norm)
+        wide = None
+        if inputs is None:
+            residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
+        else:
+            wide = self.wide_inputs(batch.input_ids, inputs)
+            residual = Residual(wide[:, inputs.shape[1] :] if self.config.norm_inputs else inputs, norms[0])
+        for n, (layer, cache, norm) in enumerate(zip(self.layers, kv_cache, norms[1:], strict=True)):
+            _keep(residual, n, states)
+            residual = layer(residual, cache, angles[layer.rope], metadata[layer.window], norm, wide)
+        _keep(residual, len(self.layers), states)
         return rms_norm(residual.x, self.norm)
 
-    def write_kv(self, batch: Batch, kv_cache: Tensor) -> None:
-        """Only write the keys and values of a batch (prefill); `cpu.py` skips the rest of the last layer."""
-        self.forward(batch, kv_cache)
+    def wide_inputs(self, ids: Tensor, inputs: Tensor) -> Tensor:
+        """Return [T, 2 H], the norms of the embeddings of `ids` [T] and of `inputs` [T, H]."""
+        assert self.inputs_norm is not None
+        embeddings = look_up(ids, self.embedding) * self.embedding_scale
+        normed = rms_norm(embeddings, self.layers[0].input_norm), rms_norm(inputs, self.inputs_norm)
+        return torch.cat(normed, 1)
+
+    def write_kv(self, batch: Batch, kv_cache: Tensor, states: States = ()) -> None:
+        """Only write the keys and values of a batch, and `states` (prefill); `cpu.py` skips the rest of the
+        last layer."""
+        self.forward(batch, kv_cache, states)
+
+    def write_kv_of(self, x: Tensor, batch: Batch, kv_cache: Tensor) -> None:
+        """Write the keys and values that each layer computes from x [T, H], or [T, 2 H] in models with
+        `config.has_inputs`, instead of from its own normalized input."""
+        angles = self._angles(batch)
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            rope_cache(layer.qkv(x), cache, batch, angles[layer.rope], layer.qk_norms)
+
+    def _angles(self, batch: Batch) -> dict[Rope, Tensor]:
+        return {rope: table.index_select(0, batch.positions) for rope, table in self.cos_sin.items()}
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits of the next token from hidden states of `forward`: [N, H] -> [N, V], written to
@@ -153,3 +206,17 @@ class Model:
         left by the previous request."""
         if not use_triton(kv_cache):
             kv_cache[:, :, :, list(blocks)] = 0
+
+
+def new_states(model: Model, num_tokens: int, layers: Sequence[int]) -> tuple[Tensor, States]:
+    """Return an uninitialized tensor [T, n * H] for the hidden states after each of these numbers of layers,
+    and its columns as an argument of `Model.forward`."""
+    shape = num_tokens, len(layers), model.config.hidden_size
+    whole = torch.empty(shape, dtype=model.dtype, device=model.device)
+    return whole.flatten(1), list(zip(layers, whole.unbind(1), strict=True))
+
+
+def _keep(residual: Residual, num_layers: int, states: States) -> None:
+    for n, to in states:
+        if n == num_layers:
+            to.copy_(residual.x)

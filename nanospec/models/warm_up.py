@@ -4,10 +4,9 @@ Capturing a step compiles its kernels, but a prompt chunk can have any number of
 product depends on it, and attention on the queries per row and on whether programs share a long context.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from ..kernels.batch import Batch, Chunk
@@ -17,10 +16,11 @@ from .decoder import Model
 
 
 @torch.inference_mode()
-def warm_up(model: Model, kv_cache: Tensor, table: Table, max_tokens: int) -> None:
-    """Run a prompt chunk for each kernel that prompts of up to `max_tokens` tokens use, at the beginning and
-    at the end of the context. Call it before the first request, as it overwrites block 0 of the cache."""
-    if not use_triton(kv_cache):
+def warm_up(model: Model, table: Table, max_tokens: int, write: Callable[[Batch], None]) -> None:
+    """Run `write` on a prompt chunk for each kernel that prompts of up to `max_tokens` tokens use, at the
+    beginning and at the end of the context. Call it before the first request, as `write` overwrites block 0
+    of the KV cache."""
+    if not use_triton(model.norm.weight):
         return
     context, runs = table.max_context, list[list[Chunk]]()
     for size in chunk_sizes(model, min(max_tokens, table.num_rows * context)):
@@ -29,7 +29,7 @@ def warm_up(model: Model, kv_cache: Tensor, table: Table, max_tokens: int) -> No
         if size < context:
             runs.append([Chunk(0, context - size, size)])
     for chunks in tqdm(runs, desc="Compiling kernels", disable=None, leave=False):
-        model.write_kv(Batch.from_chunks(table, chunks), kv_cache)
+        write(Batch.from_chunks(table, chunks))
 
 
 def chunk_sizes(model: Model, limit: int) -> list[int]:

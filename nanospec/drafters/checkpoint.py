@@ -1,0 +1,197 @@
+"""Load the weights of a drafter that reads hidden states of the target, DFlash or EAGLE-3.
+
+Two layouts of a folder with config.json and *.safetensors are supported: that of the methods' authors
+(z-lab/dflash and SafeAILab/EAGLE), and that of vllm-project/speculators. With the hidden size H, n layers of
+the target that are read, and Vd tokens that can be drafted, a folder has these tensors:
+
+    fc.weight            [H, n * H]    projects the concatenated hidden states
+    hidden_norm.weight   [H]           DFlash: norm of the projection; in EAGLE-3, `hidden_norm` of the layer
+    layers.{i}. ...                    decoder layers; authors of EAGLE-3 name the only one `midlayer`
+    norm.weight          [H]           final norm
+    lm_head.weight       [Vd, H]       optional: without it, the target's
+    d2t                  [Vd] ints     optional: id of drafted token i minus i; without it, Vd = V
+    embed_tokens.weight  [V, H]        optional: the target's
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.layer.linear import Linear, make_linear
+from ..models.config import ModelConfig
+from ..models.cpu import model_class
+from ..models.decoder import Model
+from ..models.families import Raw, build_config, get_value
+from ..models.formats.safetensors import check_fit, listed, open_safetensors, weight_files
+from ..text import check_number, read_json, shown
+
+PIECE = 64  # columns of a packed lm_head that are computed at a time
+INTEGERS = ("I32", "I64")
+# Tensors that only training needs, or that repeat those of the target.
+UNUSED = ("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
+
+# Keys of config.json, in addition to those of `transformer_layer_config`, by their use: the settings of a
+# drafter; settings of which only the default is supported; and those without effect.
+SETTINGS = {"block_size", "mask_token_id", "norm_before_residual"}
+DEFAULTS_ONLY: dict[str, Any] = {
+    "norm_before_fc": False, "fc_norm": False, "norm_output": False, "sample_from_anchor": False,
+    "use_sliding_window": False, "embed_requires_grad": False, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
+DECODER = {
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "rope_parameters", "attention_bias", "mlp_bias", "hidden_act", "layer_types", "dtype", "torch_dtype",
+}  # fmt: skip
+NO_EFFECT = {
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "draft_vocab_size",
+    "eos_token_id", "has_no_defaults_at_init", "initializer_range", "max_window_layers", "model_type",
+    "num_target_layers", "pad_token_id", "pretraining_tp", "sliding_window", "sliding_window_non_causal",
+    "speculators_config", "speculators_model_type", "speculators_version", "target_hidden_size",
+    "tie_word_embeddings", "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+class DraftCheckpoint(NamedTuple):
+    """A loaded drafter."""
+
+    model: Model  # its layers and final norm, with the target's embedding
+    settings: Mapping[str, Any]  # of `SETTINGS`
+    layers: tuple[int, ...]  # hidden states to read, as numbers of layers that have run
+    fc: Linear
+    hidden_norm: Tensor | None  # [H] for DFlash
+    head: Linear  # [Vd, H]
+    token_map: Tensor | None  # [Vd] int64, the id of each drafted token; None: its index
+    weight_bytes: int
+
+
+def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint:
+    """Load the drafter in a folder for the target. `method` is "dflash" or "eagle3". Raises FileNotFoundError
+    if a file is missing, ValueError if one is corrupt, not supported, or made for another target."""
+    is_eagle, path = method == "eagle3", folder / "config.json"
+    try:
+        decoder, settings, given = _read_settings(read_json(path), method)
+        config = build_config(
+            decoder,
+            qk_norm=not is_eagle or decoder.get("model_type") == "qwen3",
+            qkv_bias=get_value(decoder, "attention_bias", bool, False),
+            o_bias=get_value(decoder, "attention_bias", bool, False),
+            mlp_bias=get_value(decoder, "mlp_bias", bool, False),
+            has_inputs=is_eagle,
+            norm_inputs=is_eagle and get_value(settings, "norm_before_residual", bool, False),
+            # Positions are those of the target.
+            max_position_embeddings=target.config.max_position_embeddings,
+        )
+        if is_eagle and config.num_layers != 1:
+            raise ValueError(f"num_hidden_layers={config.num_layers} must be 1 for EAGLE-3.")
+        layers = _layers(given, target.config.num_layers)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    whole = target.config
+    if (config.hidden_size, config.vocab_size) != (whole.hidden_size, whole.vocab_size):
+        raise ValueError(
+            f"The drafter in {folder} is for a model with hidden size {config.hidden_size} and "
+            f"{config.vocab_size} tokens, but the target has {whole.hidden_size} and {whole.vocab_size}."
+        )
+    files = [open_safetensors(file) for file in weight_files(folder)]
+    stored = {_name(name): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
+    num_drafted = _check(folder, config, stored, len(layers), is_eagle)
+
+    def get(name: str) -> Tensor:
+        file, stored_name = stored[name.removeprefix("model.")]
+        return file.get_tensor(stored_name).to(target.device, target.dtype, copy=True)  # type: ignore[no-any-return]
+
+    model = model_class(config, target.dtype, target.device)(
+        config, target.dtype, target.device, get, vocabulary=target
+    )
+    token_map = None
+    if "d2t" in stored:
+        file, name = stored["d2t"]
+        ids = file.get_tensor(name).long() + torch.arange(num_drafted)
+        if int(ids.min()) < 0 or int(ids.max()) >= whole.vocab_size or len(ids.unique()) < num_drafted:
+            raise ValueError(f"d2t in {folder} must give distinct ids below {whole.vocab_size}.")
+        token_map = ids.to(target.device)
+    fc = make_linear(get("fc.weight"))
+    own_head = "lm_head.weight" in stored
+    head = make_linear(get("lm_head.weight")) if own_head else lm_head_for(target, token_map)
+    size = model.weight_bytes + fc.nbytes + (0 if head is target.lm_head else head.nbytes)
+    hidden_norm = None if is_eagle else get("hidden_norm.weight")
+    return DraftCheckpoint(model, settings, layers, fc, hidden_norm, head, token_map, size)
+
+
+def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
+    """Return the keys of the decoder, the settings, and the ids of the layers to read, z-lab's incremented, as
+    these count from the first layer's output. Raises ValueError for keys that are not supported."""
+    nested = "transformer_layer_config", "dflash_config"
+    decoder, own = raw.get(nested[0], raw), raw.get(nested[1], {})
+    for name, part in zip(nested, (decoder, own), strict=True):
+        if not isinstance(part, dict):
+            raise ValueError(f"{name}={shown(part)} must be an object.")
+    architectures = shown(raw.get("speculators_model_type") or raw.get("architectures"))
+    if method not in architectures.lower():
+        raise ValueError(f"architectures={architectures} is not a drafter for method={method!r}.")
+    merged = {key: value for key, value in {**decoder, **raw, **own}.items() if key not in nested}
+    known = DECODER | SETTINGS | set(DEFAULTS_ONLY) | set(LAYER_IDS) | NO_EFFECT
+    if unknown := merged.keys() - known:
+        raise ValueError(f"unknown keys: {listed(unknown)}; they may change the drafter's results.")
+    for key, default in DEFAULTS_ONLY.items():
+        if merged.get(key) not in (None, default):
+            raise ValueError(f"{key}={shown(merged[key])} is not supported; only {default} is.")
+    if any(kind != "full_attention" for kind in merged.get("layer_types") or ()):
+        raise ValueError(f"layer_types={shown(merged['layer_types'])} must all be 'full_attention'.")
+    ids = next((merged[key] for key in LAYER_IDS if merged.get(key) is not None), None)
+    if "target_layer_ids" in own and isinstance(ids, list):
+        ids = [each + 1 if isinstance(each, int) else each for each in ids]
+    return decoder, {key: merged[key] for key in SETTINGS if key in merged}, ids
+
+
+def _layers(given: Any, num_layers: int) -> tuple[int, ...]:
+    """Return the hidden states to read; EAGLE-3's default is three."""
+    ids = [2, num_layers // 2, num_layers - 3] if given is None else given
+    if not isinstance(ids, list) or not ids:
+        raise ValueError(f"the ids of the layers to read are {shown(ids)}; they must be a list.")
+    return tuple(check_number("layer to read", each, 0, num_layers) for each in ids)
+
+
+def _name(stored: str) -> str:
+    """Return the name of a tensor in the module docstring."""
+    return stored.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
+def _check(folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: int, is_eagle: bool) -> int:
+    """Raise ValueError unless the tensors fit the config. Return the number of drafted tokens."""
+    H, V = config.hidden_size, config.vocab_size
+    slices = {name: file.get_slice(stored_name) for name, (file, stored_name) in stored.items()}
+    shapes = replace(config, tie_word_embeddings=True).parameter_shapes()
+    expected = {name.removeprefix("model."): shape for name, shape in shapes.items()}
+    expected["fc.weight"] = (H, reads * H)
+    if not is_eagle:
+        expected["hidden_norm.weight"] = (H,)
+    num_drafted = slices["d2t"].get_shape()[0] if "d2t" in slices else V
+    if "d2t" in slices:
+        expected["d2t"] = (num_drafted,)
+    expected |= {"lm_head.weight": (num_drafted, H), "t2d": (V,), "verifier_norm.weight": (H,)}
+    expected["verifier_lm_head.weight"] = (num_drafted, H)
+    dtypes = {"d2t": INTEGERS, "t2d": (*INTEGERS, "BOOL", "U8")}
+    optional = ["lm_head.weight", *UNUSED]
+    check_fit(slices, expected, f"The weights of the drafter in {folder} do not fit its config.json", optional, dtypes)
+    return int(num_drafted)
+
+
+def lm_head_for(model: Model, token_map: Tensor | None) -> Linear:
+    """Return the model's lm_head, or only its rows for the tokens of `token_map`."""
+    return model.lm_head if token_map is None else make_linear(lm_head_rows(model, token_map))
+
+
+def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
+    """Return the target's lm_head rows for the tokens [n] int64, as a plain tensor [n, H]. A packed lm_head
+    has no readable rows, but its product with unit vectors gives its columns exactly."""
+    table = model.embedding if model.config.tie_word_embeddings else model.lm_head.unpacked_weight
+    if isinstance(table, Tensor):
+        return table[tokens]
+    units = torch.eye(model.config.hidden_size, dtype=model.dtype, device=model.device)
+    return torch.cat([model.lm_head(piece)[:, tokens] for piece in units.split(PIECE)]).T.contiguous()

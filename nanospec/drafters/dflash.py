@@ -1,0 +1,68 @@
+"""DFlash: a block drafter that proposes all tokens of a step in one forward pass (z-lab, arXiv 2602.06036).
+
+For each layer, keys and values of the text are projections of one vector per position, the normalized `fc`
+of the target's hidden states (`hidden_states.py`). The block is the last committed token followed by mask
+tokens; its queries attend to the text and to the whole block, without causality. The output at mask token i
+is the distribution of the i-th token after the last committed one.
+
+    position     0 ... n - 2                    n - 1          n       n + 1  ...
+    K/V from     hidden states of the target    token n - 1    mask    mask
+    drafts                                                     n       n + 1
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..config import SpecConfig
+from ..kernels.batch import MAX_QUERIES, Batch
+from ..kernels.layer.residual import Norm, rms_norm
+from ..kernels.speculation.proposal import lay_out_text
+from ..kernels.table import Table
+from ..text import check_number
+from .checkpoint import DraftCheckpoint
+from .hidden_states import HiddenStateDrafter, Trees
+
+
+class DFlashDrafter(HiddenStateDrafter):
+    """See the module docstring."""
+
+    name = "dflash"
+
+    def __init__(self, spec: SpecConfig, target_vocab: int, loaded: DraftCheckpoint) -> None:
+        """Raises ValueError if the block size or the mask token is missing or invalid."""
+        settings, config = loaded.settings, loaded.model.config
+        self.mask = check_number("mask_token_id of DFlash", settings.get("mask_token_id"), 0, config.vocab_size - 1)
+        block = check_number("block_size of DFlash", settings.get("block_size"), 2, MAX_QUERIES - 1)
+        self.max_depth = block - 1
+        if spec.tree_width == 1:
+            self.max_drafts = self.max_depth
+        super().__init__(spec, target_vocab, loaded)
+        assert loaded.hidden_norm is not None
+        self.hidden_norm = Norm(loaded.hidden_norm, config.rms_norm_eps)
+
+    def _write(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+        self.model.write_kv_of(rms_norm(self.fc(hidden), self.hidden_norm), batch, self.kv)
+
+    def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
+        k = trees.depth.shape[1]
+        depth = min(k, self.max_depth)
+        first, count = table.num_tokens[rows.clamp(min=0)] - 1, num_drafts.clamp(max=depth) + 1
+        count = torch.where(num_drafts > 0, count, 0)
+        bound = int((first + count).max()) if self.may_wait else None
+        block = as_block(lay_out_text(table, rows, first, count, depth + 1, bound))
+        ids = block.input_ids.view(-1, depth + 1).clone()
+        ids[:, 1:] = self.mask
+        hidden = self.model.forward(replace(block, input_ids=ids.flatten()), self.kv)
+        hidden = hidden.view(len(rows), depth + 1, -1)[:, 1:].flatten(0, 1)
+        positions = first[:, None] + 1 + torch.arange(depth, device=rows.device)
+        best = self._best(hidden, table, rows, positions).flatten(1)  # [B, depth * W]
+        return best.gather(1, (trees.depth - 1).clamp(min=0) * self.width + trees.rank)
+
+
+def as_block(batch: Batch) -> Batch:
+    """Return a padded batch of chains with masks in which each query attends to all queries of its row."""
+    bits = (1 << batch.q_len.long()) - 1
+    ancestors = bits[:, None].expand(-1, batch.max_q_len).flatten()
+    return replace(batch, ancestors=ancestors.contiguous(), parents=torch.zeros_like(batch.input_ids))

@@ -1,0 +1,99 @@
+"""EAGLE-3: a drafter of one layer that proposes one token per forward pass (Li et al., 2025, arXiv 2503.01840).
+
+Entry t of the text combines the `fc` of the target's hidden states at position t with the embedding of token
+t + 1, which the target drew from them. The query of entry n - 2 gives the distribution of token n, the first
+draft. For the next entries, which the target has not computed, the layer's own output takes the place of the
+hidden states.
+
+    entry          0 ... n - 2                       n - 1                  n
+    inputs         states of entry t, token t + 1    output, draft n        output, draft n + 1
+    drafts         n (from entry n - 2)              n + 1                  n + 2
+
+A cached block ends with an entry that depends on the first token of the next block. A request that shares the
+block and continues with another token reads that of the request that wrote it; this can only cost drafts.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.batch import Batch
+from ..kernels.speculation.proposal import lay_out_text
+from ..kernels.table import Table
+from ..models.decoder import new_states
+from .hidden_states import HiddenStateDrafter, Trees
+
+MAX_DEPTH = 8  # forward passes per step: deeper drafts are rarely accepted
+
+
+class Eagle3Drafter(HiddenStateDrafter):
+    """See the module docstring."""
+
+    name = "eagle3"
+    max_depth = MAX_DEPTH
+
+    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+        S, H = table.num_rows, self.model.config.hidden_size
+        # [S + 1, H] and [S + 1]: the projected states of a row's last entry, and that entry; the last row of
+        # both is padding.
+        self.states = torch.zeros(S + 1, H, dtype=self.model.dtype, device=table.device)
+        self.entry = torch.full((S + 1,), -1, dtype=torch.int32, device=table.device)
+        super().attach(table, num_blocks, max_tokens, may_wait)
+
+    def release(self, row: int) -> None:
+        self.entry[row].fill_(-1)
+
+    def _ready(self, table: Table, rows: Tensor, num_drafts: Tensor) -> Tensor:
+        index = rows.clamp(min=0)
+        return torch.where(self.entry[index] == table.num_tokens[index] - 2, num_drafts, 0)
+
+    def _write(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+        T = batch.num_tokens
+        states = self.fc(hidden)
+        row = torch.searchsorted(batch.q_start, torch.arange(T, device=hidden.device), right=True) - 1
+        following = (batch.positions + 1).clamp(max=table.max_context - 1)
+        ids = table.tokens[batch.rows.clamp(min=0)[row], following]
+        self.model.write_kv_of(self.model.wide_inputs(ids, states), batch, self.kv)
+        rows = torch.where(batch.q_len > 0, batch.rows, -1)
+        self.states[rows] = states[(batch.q_start + batch.q_len - 1).clamp(0, T - 1)]
+        self.entry[rows] = batch.base_len + batch.q_len - 1
+
+    def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
+        B, k = trees.depth.shape
+        index = rows.clamp(min=0)
+        first = (table.num_tokens[index] - 2).clamp(min=0)
+        # Of each node [B, k + 1]: depth, parent, rank, token and input.
+        depth, parent, rank = (F.pad(part, (1, 0)).long() for part in (trees.depth, trees.parents, trees.rank))
+        ids = F.pad(table.tokens[index, first + 1][:, None], (0, k))
+        inputs = F.pad(self.states[index][:, None], (0, 0, 0, k))
+        positions = first[:, None] + depth
+        width = 0
+        for level, nodes in enumerate(trees.ranges[:-1]):
+            width = max(width, nodes.stop)  # nodes that have a token, and perhaps others
+            batch = self._layer_batch(table, rows, first, num_drafts, width)
+            batch = replace(batch, input_ids=ids[:, :width].flatten())
+            if self.width > 1:
+                at = torch.where(batch.slots >= 0, positions[:, :width].flatten(), 0).int()
+                masks = trees.masks[:, :width].flatten()
+                batch = replace(batch, positions=at, ancestors=masks, parents=torch.zeros_like(at))
+            outputs, states = new_states(self.model, B * width, [1])
+            hidden = self.model.forward(batch, self.kv, states, inputs[:, :width].flatten(0, 1))
+            hidden = hidden.view(B, width, -1)[:, nodes.start : nodes.stop].flatten(0, 1)
+            best = self._best(hidden, table, rows, positions[:, nodes.start : nodes.stop] + 2)
+            # The children of these nodes: the next level.
+            above = (parent - nodes.start).clamp(0, len(nodes) - 1)
+            new = best.flatten(1).gather(1, above * self.width + rank)
+            follows = depth == level + 1
+            ids = torch.where(follows, new, ids)
+            parent_of = parent.clamp(max=width - 1)[..., None].expand_as(inputs)
+            inputs = torch.where(follows[..., None], outputs.view(B, width, -1).gather(1, parent_of), inputs)
+        return ids[:, 1:]
+
+    def _layer_batch(self, table: Table, rows: Tensor, first: Tensor, num_drafts: Tensor, width: int) -> Batch:
+        """Return the batch of the first `width` nodes, at entries `first` [B] and following."""
+        count = torch.where(num_drafts > 0, (num_drafts + 1).clamp(max=width), 0)
+        bound = int((first + count).max()) if self.may_wait else None
+        return lay_out_text(table, rows, first, count, width, bound)
+
