@@ -72,7 +72,7 @@ class Step:
         """Write the K/V of prompt chunks, the target's and those of the drafters that read its states."""
         kept, states = new_states(self.model, batch.num_tokens, self.layers)
         self.model.write_kv(batch, self.kv_cache, states)
-        methods.learn(self.drafters, self.table, None, batch, None, kept)
+        methods.read(self.drafters, self.table, batch, kept)
 
     def share_logits(self, num_tokens: int) -> None:
         """Allocate a buffer for the logits of all steps of up to `num_tokens` tokens. Otherwise each captured
@@ -118,7 +118,8 @@ class Step:
                 kv_move(self.kv_cache, verdict, batch)
             for extension in extensions if self.drafters else ():
                 proposal, batch = extension.for_drafters(proposal, batch)
-            methods.learn(self.drafters, table, proposal, batch, verdict, kept)
+            methods.learn(self.drafters, table, proposal, batch, verdict)
+            methods.read(self.drafters, table, batch, kept, verdict)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
 

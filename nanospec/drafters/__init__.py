@@ -1,8 +1,9 @@
 """Base classes of drafters: `Drafter` works on tensors of all rows, `SimpleDrafter` on one row in Python.
 
-A step calls `propose`, verifies the drafts, then calls `learn`. Both calls may be captured in a CUDA graph,
-so they must not synchronize with the device unless `attach` got `may_wait=True`. Per-request state belongs
-in device tensors with one entry per request row, plus a last entry that padding rows may write to.
+A step calls `propose`, verifies the drafts, then calls `learn` and `read`. These calls may be captured in a
+CUDA graph, so they must not synchronize with the device unless `attach` got `may_wait=True`. Per-request
+state belongs in device tensors with one entry per request row, plus a last entry that padding rows may write
+to.
 
 Pass an instance to `LLM(model, drafter=...)`; `docs/extend-drafter.md` shows how to write a drafter.
 """
@@ -88,12 +89,13 @@ class Drafter:
         at most `draft_limits` drafts. Must not write to `table` or `rows`. Invalid drafts are dropped."""
         raise NotImplementedError(f"{self.name} must define propose(self, table, rows, k).")
 
-    def learn(
-        self, table: Table, proposal: Proposal | None, batch: Batch, verdict: Verdict | None, hidden: Tensor
-    ) -> None:
-        """Update state after a step, from the verdict on `batch` and the target's hidden states [T, n * H]
-        after each of the n `layers`. `proposal.drafter` is NO_DRAFTER for rows without drafts from this
-        drafter. A drafter with `layers` is also called for prompt chunks, without proposal and verdict."""
+    def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict) -> None:
+        """Update state after a step, from the verdict on `batch`. `proposal.drafter` is NO_DRAFTER for rows
+        without drafts from this drafter."""
+
+    def read(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+        """Update state from the target's hidden states [T, n * H] after each of the n `layers`. `batch` has
+        the tokens that they belong to, all committed: prompt chunks, and the tokens whose K/V a step kept."""
 
 
 class SimpleDrafter(Drafter):

@@ -72,60 +72,68 @@ class DraftCheckpoint(NamedTuple):
 def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint:
     """Load the drafter in a folder for the target. `method` is "dflash" or "eagle3". Raises FileNotFoundError
     if a file is missing, ValueError if one is corrupt, not supported, or made for another target."""
-    is_eagle, path = method == "eagle3", folder / "config.json"
-    try:
-        decoder, settings, given = _read_settings(read_json(path), method)
-        config = build_config(
-            decoder,
-            qk_norm=not is_eagle or decoder.get("model_type") == "qwen3",
-            qkv_bias=get_value(decoder, "attention_bias", bool, False),
-            o_bias=get_value(decoder, "attention_bias", bool, False),
-            mlp_bias=get_value(decoder, "mlp_bias", bool, False),
-            has_inputs=is_eagle,
-            norm_inputs=is_eagle and get_value(settings, "norm_before_residual", bool, False),
-            # Positions are those of the target.
-            max_position_embeddings=target.config.max_position_embeddings,
-        )
-        if is_eagle and config.num_layers != 1:
-            raise ValueError(f"num_hidden_layers={config.num_layers} must be 1 for EAGLE-3.")
-        layers = _layers(given, target.config.num_layers)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    whole = target.config
-    if (config.hidden_size, config.vocab_size) != (whole.hidden_size, whole.vocab_size):
-        raise ValueError(
-            f"The drafter in {folder} is for a model with hidden size {config.hidden_size} and "
-            f"{config.vocab_size} tokens, but the target has {whole.hidden_size} and {whole.vocab_size}."
-        )
+    config, settings, layers = _read_config(folder, target.config, method)
     files = [open_safetensors(file) for file in weight_files(folder)]
     stored = {_name(name): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
-    num_drafted = _check(folder, config, stored, len(layers), is_eagle)
+    num_drafted = _check(folder, config, stored, len(layers))
+
+    def read(name: str) -> Tensor:
+        file, stored_name = stored[name]
+        tensor: Tensor = file.get_tensor(stored_name)
+        return tensor
 
     def get(name: str) -> Tensor:
-        file, stored_name = stored[name.removeprefix("model.")]
-        return file.get_tensor(stored_name).to(target.device, target.dtype, copy=True)  # type: ignore[no-any-return]
+        return read(name.removeprefix("model.")).to(target.device, target.dtype, copy=True)
 
-    model = model_class(config, target.dtype, target.device)(
-        config, target.dtype, target.device, get, vocabulary=target
-    )
+    kind = model_class(config, target.dtype, target.device)
+    model = kind(config, target.dtype, target.device, get, vocabulary=target)
     token_map = None
     if "d2t" in stored:
-        file, name = stored["d2t"]
-        ids = file.get_tensor(name).long() + torch.arange(num_drafted)
-        if int(ids.min()) < 0 or int(ids.max()) >= whole.vocab_size or len(ids.unique()) < num_drafted:
-            raise ValueError(f"d2t in {folder} must give distinct ids below {whole.vocab_size}.")
-        token_map = ids.to(target.device)
-    fc = make_linear(get("fc.weight"))
-    own_head = "lm_head.weight" in stored
-    head = make_linear(get("lm_head.weight")) if own_head else lm_head_for(target, token_map)
+        token_map = (read("d2t").long() + torch.arange(num_drafted)).to(target.device)
+        distinct = token_map.unique()  # sorted
+        if len(distinct) < num_drafted or distinct[0] < 0 or distinct[-1] >= config.vocab_size:
+            raise ValueError(f"d2t in {folder} must give distinct ids from 0 to {config.vocab_size - 1}.")
+    fc, has_head = make_linear(get("fc.weight")), "lm_head.weight" in stored
+    head = make_linear(get("lm_head.weight")) if has_head else lm_head_for(target, token_map)
     size = model.weight_bytes + fc.nbytes + (0 if head is target.lm_head else head.nbytes)
-    hidden_norm = None if is_eagle else get("hidden_norm.weight")
+    hidden_norm = None if config.has_inputs else get("hidden_norm.weight")
     return DraftCheckpoint(model, settings, layers, fc, hidden_norm, head, token_map, size)
 
 
+def _read_config(
+    folder: Path, target: ModelConfig, method: str
+) -> tuple[ModelConfig, dict[str, Any], tuple[int, ...]]:
+    """Return the config of the drafter's layers, its settings, and the hidden states to read."""
+    path, is_eagle = folder / "config.json", method == "eagle3"
+    try:
+        decoder, settings, given = _read_settings(read_json(path), method)
+        bias = get_value(decoder, "attention_bias", bool, False)
+        config = build_config(
+            decoder,
+            qk_norm=not is_eagle or decoder.get("model_type") == "qwen3",
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=get_value(decoder, "mlp_bias", bool, False),
+            has_inputs=is_eagle,
+            norm_inputs=get_value(settings, "norm_before_residual", bool, False),
+            max_position_embeddings=target.max_position_embeddings,
+        )
+        if is_eagle and config.num_layers != 1:
+            raise ValueError(f"num_hidden_layers={config.num_layers} must be 1 for EAGLE-3.")
+        layers = _layers(given, target.num_layers)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
+        raise ValueError(
+            f"The drafter in {folder} is for a model with hidden size {config.hidden_size} and "
+            f"{config.vocab_size} tokens, but the target has {target.hidden_size} and {target.vocab_size}."
+        )
+    return config, settings, layers
+
+
 def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
-    """Return the keys of the decoder, the settings, and the ids of the layers to read, z-lab's incremented, as
-    these count from the first layer's output. Raises ValueError for keys that are not supported."""
+    """Return the keys of the decoder, the settings, and the hidden states to read. (In `dflash_config`, id i
+    is the output of layer i, so i + 1 layers have run.) Raises ValueError for keys that are not supported."""
     nested = "transformer_layer_config", "dflash_config"
     decoder, own = raw.get(nested[0], raw), raw.get(nested[1], {})
     for name, part in zip(nested, (decoder, own), strict=True):
@@ -162,14 +170,14 @@ def _name(stored: str) -> str:
     return stored.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
-def _check(folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: int, is_eagle: bool) -> int:
+def _check(folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: int) -> int:
     """Raise ValueError unless the tensors fit the config. Return the number of drafted tokens."""
     H, V = config.hidden_size, config.vocab_size
     slices = {name: file.get_slice(stored_name) for name, (file, stored_name) in stored.items()}
     shapes = replace(config, tie_word_embeddings=True).parameter_shapes()
     expected = {name.removeprefix("model."): shape for name, shape in shapes.items()}
     expected["fc.weight"] = (H, reads * H)
-    if not is_eagle:
+    if not config.has_inputs:
         expected["hidden_norm.weight"] = (H,)
     num_drafted = slices["d2t"].get_shape()[0] if "d2t" in slices else V
     if "d2t" in slices:
@@ -178,7 +186,13 @@ def _check(folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: 
     expected["verifier_lm_head.weight"] = (num_drafted, H)
     dtypes = {"d2t": INTEGERS, "t2d": (*INTEGERS, "BOOL", "U8")}
     optional = ["lm_head.weight", *UNUSED]
-    check_fit(slices, expected, f"The weights of the drafter in {folder} do not fit its config.json", optional, dtypes)
+    check_fit(
+        slices,
+        expected,
+        f"The weights of the drafter in {folder} do not fit its config.json",
+        optional,
+        dtypes,
+    )
     return int(num_drafted)
 
 

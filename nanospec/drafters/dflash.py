@@ -33,7 +33,9 @@ class DFlashDrafter(HiddenStateDrafter):
     def __init__(self, spec: SpecConfig, target_vocab: int, loaded: DraftCheckpoint) -> None:
         """Raises ValueError if the block size or the mask token is missing or invalid."""
         settings, config = loaded.settings, loaded.model.config
-        self.mask = check_number("mask_token_id of DFlash", settings.get("mask_token_id"), 0, config.vocab_size - 1)
+        self.mask = check_number(
+            "mask_token_id of DFlash", settings.get("mask_token_id"), 0, config.vocab_size - 1
+        )
         block = check_number("block_size of DFlash", settings.get("block_size"), 2, MAX_QUERIES - 1)
         self.max_depth = block - 1
         if spec.tree_width == 1:
@@ -42,7 +44,7 @@ class DFlashDrafter(HiddenStateDrafter):
         assert loaded.hidden_norm is not None
         self.hidden_norm = Norm(loaded.hidden_norm, config.rms_norm_eps)
 
-    def _write(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+    def read(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         self.model.write_kv_of(rms_norm(self.fc(hidden), self.hidden_norm), batch, self.kv)
 
     def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:

@@ -163,10 +163,7 @@ class ModelDrafter(Drafter):
         proposal = make_proposal(torch.stack(drafts, 1), num_drafts)
         return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal
 
-    def learn(
-        self, table: Table, proposal: Proposal | None, batch: Batch, verdict: Verdict | None, hidden: Tensor
-    ) -> None:
-        assert proposal is not None and verdict is not None
+    def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict) -> None:
         # The last draft was never fed to the model.
         num_kept = torch.minimum(verdict.num_emitted, proposal.num_drafts.clamp(min=1)) - 1
         drafted = (batch.rows >= 0) & (proposal.drafter != NO_DRAFTER)

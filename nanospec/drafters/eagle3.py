@@ -1,4 +1,4 @@
-"""EAGLE-3: a drafter of one layer that proposes one token per forward pass (Li et al., 2025, arXiv 2503.01840).
+"""EAGLE-3: a drafter of one layer, which proposes a token per forward pass (Li et al., arXiv 2503.01840).
 
 Entry t of the text combines the `fc` of the target's hidden states at position t with the embedding of token
 t + 1, which the target drew from them. The query of entry n - 2 gives the distribution of token n, the first
@@ -49,7 +49,7 @@ class Eagle3Drafter(HiddenStateDrafter):
         index = rows.clamp(min=0)
         return torch.where(self.entry[index] == table.num_tokens[index] - 2, num_drafts, 0)
 
-    def _write(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+    def read(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         T = batch.num_tokens
         states = self.fc(hidden)
         row = torch.searchsorted(batch.q_start, torch.arange(T, device=hidden.device), right=True) - 1
@@ -65,7 +65,9 @@ class Eagle3Drafter(HiddenStateDrafter):
         index = rows.clamp(min=0)
         first = (table.num_tokens[index] - 2).clamp(min=0)
         # Of each node [B, k + 1]: depth, parent, rank, token and input.
-        depth, parent, rank = (F.pad(part, (1, 0)).long() for part in (trees.depth, trees.parents, trees.rank))
+        depth, parent, rank = (
+            F.pad(part, (1, 0)).long() for part in (trees.depth, trees.parents, trees.rank)
+        )
         ids = F.pad(table.tokens[index, first + 1][:, None], (0, k))
         inputs = F.pad(self.states[index][:, None], (0, 0, 0, k))
         positions = first[:, None] + depth
@@ -91,9 +93,10 @@ class Eagle3Drafter(HiddenStateDrafter):
             inputs = torch.where(follows[..., None], outputs.view(B, width, -1).gather(1, parent_of), inputs)
         return ids[:, 1:]
 
-    def _layer_batch(self, table: Table, rows: Tensor, first: Tensor, num_drafts: Tensor, width: int) -> Batch:
+    def _layer_batch(
+        self, table: Table, rows: Tensor, first: Tensor, num_drafts: Tensor, width: int
+    ) -> Batch:
         """Return the batch of the first `width` nodes, at entries `first` [B] and following."""
         count = torch.where(num_drafts > 0, (num_drafts + 1).clamp(max=width), 0)
         bound = int((first + count).max()) if self.may_wait else None
         return lay_out_text(table, rows, first, count, width, bound)
-

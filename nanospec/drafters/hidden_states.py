@@ -6,7 +6,7 @@ in its own KV cache, with the blocks of the target's cache, and are written when
 own: for prompt chunks, and in every step for the tokens that it commits. So the cache holds the K/V of all
 positions before the last committed token, also after steps without drafts, preemption and prefix cache hits.
 
-While it drafts, the drafter writes to the positions that follow; the next `learn` overwrites them.
+While it drafts, the drafter writes to the positions that follow; the next `read` overwrites them.
 
 Drafts of one position are ranked by the logits. For a request that samples, the `CONTENDERS` most likely
 tokens are ranked with the noise that the target will use at that position, so drafter and target draw the
@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from ..config import SpecConfig
-from ..kernels.batch import Batch
 from ..kernels.sampling import noise
-from ..kernels.speculation.proposal import Proposal, depths_and_masks, lay_out_text
-from ..kernels.speculation.verify import Verdict
+from ..kernels.speculation.proposal import Proposal, depths_and_masks
 from ..kernels.table import Table
 from ..models import default_drafter, resolve_model
 from ..models.warm_up import warm_up
@@ -48,7 +46,7 @@ class Trees(NamedTuple):
 
 
 class HiddenStateDrafter(Drafter):
-    """A subclass defines `_write`, `_candidates` and `max_depth`."""
+    """A subclass defines `max_depth`, `read` and `_draft`."""
 
     runs_model = True
     makes_trees = True
@@ -81,7 +79,7 @@ class HiddenStateDrafter(Drafter):
         if not may_wait:
             width = len(self.layers) * self.model.config.hidden_size
             states = torch.zeros(max_tokens, width, dtype=self.model.dtype, device=table.device)
-            warm_up(self.model, table, max_tokens, lambda b: self._write(table, b, states[: b.num_tokens]))
+            warm_up(self.model, table, max_tokens, lambda b: self.read(table, b, states[: b.num_tokens]))
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         self.model.zero_blocks(self.kv, blocks[num_kept:])
@@ -105,30 +103,16 @@ class HiddenStateDrafter(Drafter):
 
     def _propose(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Proposal:
         width = (table.tree_width[rows.clamp(min=0)] - 1).clamp(0, self.width - 1).long()
-        trees = Trees(*(part[width] for part in trees[:-1]), trees.ranges)
+        trees = Trees._make((*(part[width] for part in trees[:-1]), trees.ranges))
         num_drafts = torch.minimum(num_drafts, trees.sizes)
         drafts = self._draft(table, rows, num_drafts, trees)
         return make_proposal(drafts, num_drafts, trees.parents if self.width > 1 else None)
-
-    def learn(
-        self, table: Table, proposal: Proposal | None, batch: Batch, verdict: Verdict | None, hidden: Tensor
-    ) -> None:
-        if verdict is not None:  # keep the committed tokens of a step, which may be nodes of a tree
-            index = batch.q_start[:, None] + verdict.path
-            hidden = hidden[index.flatten().clamp(max=len(hidden) - 1)]
-            width = verdict.path.shape[1]
-            batch = lay_out_text(table, batch.rows, batch.base_len, verdict.num_emitted, width)
-        self._write(table, batch, hidden)
 
     # A subclass defines these.
 
     def _ready(self, table: Table, rows: Tensor, num_drafts: Tensor) -> Tensor:
         """Return the number of drafts [B], 0 for the rows that cannot draft yet."""
         return num_drafts
-
-    def _write(self, table: Table, batch: Batch, hidden: Tensor) -> None:
-        """Write the K/V of the tokens of a batch, which are committed, from hidden states [T, n * H]."""
-        raise NotImplementedError
 
     def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
         """Return the drafts [B, k] int32 of rows [B] in `trees`, which have one entry per row."""
@@ -137,7 +121,7 @@ class HiddenStateDrafter(Drafter):
     # Helpers of subclasses.
 
     def _best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the W best tokens [B, n, W] int32 at positions [B, n] from final hidden states [B * n, H]."""
+        """Return the W best tokens [B, n, W] int32 at positions [B, n] from hidden states [B * n, H]."""
         index = rows.clamp(min=0)[:, None]
         scores = self.head(hidden).float().unflatten(0, positions.shape)  # [B, n, Vd]
         likely, place = scores.topk(min(max(CONTENDERS, self.width), scores.shape[2]))

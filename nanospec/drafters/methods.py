@@ -19,7 +19,7 @@ from ..config import EngineConfig, SpecConfig
 from ..kernels import NO_DRAFTER
 from ..kernels.batch import Batch
 from ..kernels.speculation import ngram
-from ..kernels.speculation.proposal import Proposal, draft_limits, merge
+from ..kernels.speculation.proposal import Proposal, draft_limits, lay_out_text, merge
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.config import ModelConfig
@@ -186,23 +186,31 @@ def layers_of(drafters: Sequence[Drafter]) -> list[int]:
 
 
 def learn(
-    drafters: Sequence[Drafter],
-    table: Table,
-    proposal: Proposal | None,
-    batch: Batch,
-    verdict: Verdict | None,
-    hidden: Tensor,
+    drafters: Sequence[Drafter], table: Table, proposal: Proposal, batch: Batch, verdict: Verdict
 ) -> None:
-    """Call `learn` of each drafter with its columns of `hidden`, the states of `layers_of`, and NO_DRAFTER
-    for the rows that other drafters drafted for. Without a verdict, `batch` is of prompt chunks."""
-    first, size = 0, hidden.shape[1] // max(len(layers_of(drafters)), 1)
+    """Call `learn` of each drafter, with NO_DRAFTER for the rows that other drafters drafted for."""
     for code, drafter in enumerate(drafters):
-        visible, columns = proposal, hidden[:, first : first + len(drafter.layers) * size]
-        first += columns.shape[1]
-        if proposal is not None and len(drafters) > 1:
+        visible = proposal
+        if len(drafters) > 1:
             visible = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NO_DRAFTER))
-        if verdict is not None or drafter.layers:
-            drafter.learn(table, visible, batch, verdict, columns)
+        drafter.learn(table, visible, batch, verdict)
+
+
+def read(
+    drafters: Sequence[Drafter], table: Table, batch: Batch, hidden: Tensor, verdict: Verdict | None = None
+) -> None:
+    """Call `read` of each drafter that reads hidden states, with its columns of `hidden` [T, n * H], the
+    states of `layers_of`. After a step, these are of its drafts too, and `verdict` selects the tokens."""
+    if not (number := len(layers_of(drafters))):
+        return
+    if verdict is not None:
+        index = (batch.q_start[:, None] + verdict.path).flatten()
+        hidden, width = hidden[index.clamp(max=len(hidden) - 1)], verdict.path.shape[1]
+        batch = lay_out_text(table, batch.rows, batch.base_len, verdict.num_emitted, width)
+    parts = hidden.split([len(drafter.layers) * hidden.shape[1] // number for drafter in drafters], 1)
+    for drafter, part in zip(drafters, parts, strict=True):
+        if drafter.layers:
+            drafter.read(table, batch, part)
 
 
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:

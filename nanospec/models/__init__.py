@@ -95,7 +95,7 @@ def default_drafter(model_folder: Path) -> Path:
         if (path / "config.json").is_file():
             return path
     raise FileNotFoundError(
-        f"no drafter found for {model_folder.name!r}; specify the folder or hub id of one, or train one with: "
+        f"no drafter found for {model_folder.name!r}; specify its folder or hub id, or train one with: "
         f"{program()} train --model MODEL --text FILE"
     )
 

@@ -123,6 +123,7 @@ class Model:
         # embedding, lm_head: [V, H], or this device's rows. The embedding is a Tensor, or an object with
         # `rows(ids)` such as a `Linear`; if tied, it shares memory with lm_head unless that is repacked.
         self.embedding: Any
+        self.lm_head: Linear
         if vocabulary is not None:
             self.embedding, self.lm_head = vocabulary.embedding, vocabulary.lm_head
         else:
