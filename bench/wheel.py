@@ -31,7 +31,7 @@ COMMANDS = {
     "fetch": ["-m", "nanospec", "fetch", MODEL],
     "prompt": [*STRICT, *ASK],
     "float32": [*STRICT, *ASK, "--dtype", "float32"],
-    "heads": [*STRICT, *ASK, "--spec", "ngram+medusa"],
+    "drafter": [*STRICT, *ASK, "--spec", "ngram+dflash"],
     "demo": ["-m", "nanospec", "--demo"],
 }
 EPOCH = "1577836800"  # 2020-01-01: time stamp of files in the wheel unless SOURCE_DATE_EPOCH is set
@@ -44,7 +44,7 @@ def build_wheel(into: Path, *options: str) -> Path:
     with tempfile.TemporaryDirectory() as copy:
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, copy)
-        for name in ("nanospec", "kernels", "weights/heads"):
+        for name in ("nanospec", "kernels", "weights/drafters"):
             shutil.copytree(ROOT / name, Path(copy) / name, symlinks=True, ignore=ignored)
         for path in Path(copy).rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)  # otherwise as in the checkout, depending on umask

@@ -89,9 +89,9 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def default_drafter(model_folder: Path) -> Path:
-    """Return a model's folder `drafters/NAME` in a weights folder or the package."""
-    for folder in (*weights_folders(), PACKAGE):
-        path = folder / DRAFTERS / model_folder.name
+    """Return the folder of a model's drafter: `drafters/NAME` in a weights folder, or in the package."""
+    for folder in (*(folder / DRAFTERS for folder in weights_folders()), PACKAGE / "weights"):
+        path = folder / model_folder.name
         if (path / "config.json").is_file():
             return path
     raise FileNotFoundError(
