@@ -1,13 +1,13 @@
 """Compare all drafters: tokens per step and speedup by kind of text, on a CPU.
 
-    python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--systems ngram medusa]
+    python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--systems ngram dflash]
                              [--name drafters] [--draft-model smollm2-135m-draft] [--out bench/results]
 
 One process with one copy of the weights runs every system on every prompt, alternating between kinds of text
 and systems. Speedups over no speculation are computed per repeat, including prefill; medians are reported.
-Decoding is greedy, one request at a time, until EOS; the prefix cache is cleared before each repeat. Kinds of
-text (of `--prompts` prompts each): six groups of Spec-Bench (first turns), code edits. Without a draft model,
-its systems are skipped.
+Decoding is one request at a time, until EOS; the prefix cache is cleared before each repeat. All systems run
+greedily, those in `SAMPLED` at temperature 1 too. Kinds of text (of `--prompts` prompts each): six groups of
+Spec-Bench (first turns), code edits. Without a draft model, its systems are skipped.
 
 The last part compares the acceptance rules at temperature 1. Requires the evaluation data and an otherwise
 idle machine.
@@ -28,10 +28,9 @@ from nanospec.config import EngineConfig
 from nanospec.device.worker import Worker
 from nanospec.drafters import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.medusa import Heads, MedusaDrafter
 from nanospec.drafters.methods import resolve_drafters
 from nanospec.engine.engine import Engine
-from nanospec.models import default_heads, resolve_model
+from nanospec.models import resolve_model
 from nanospec.models.weights import load_model
 
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")
@@ -41,15 +40,17 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "ngram K=8": {"num_speculative_tokens": 8},
     "ngram tree W=2 K=8": {"num_speculative_tokens": 8, "tree_width": 2},
     "ngram tree W=4 K=8": {"num_speculative_tokens": 8, "tree_width": 4},
-    "medusa": {"method": "medusa"},
-    "medusa K=2": {"method": "medusa", "num_speculative_tokens": 2},
-    "medusa tree W=3 K=6": {"method": "medusa", "num_speculative_tokens": 6, "tree_width": 3},
-    "ngram+medusa": {"method": "ngram+medusa"},
+    "dflash": {"method": "dflash"},
+    "dflash K=4": {"method": "dflash", "num_speculative_tokens": 4},
+    "dflash tree W=3 K=8": {"method": "dflash", "num_speculative_tokens": 8, "tree_width": 3},
+    "ngram+dflash": {"method": "ngram+dflash"},
+    "ngram+dflash tree W=3 K=8": {"method": "ngram+dflash", "num_speculative_tokens": 8, "tree_width": 3},
     "draft": {"method": "draft"},
     "draft K=2": {"method": "draft", "num_speculative_tokens": 2},
     "ngram+draft": {"method": "ngram+draft"},
 }
-RULES = {"medusa": ("exact", "typical"), "draft": ("exact", "rejection", "typical")}
+SAMPLED = ("none", "ngram", "dflash", "ngram+dflash")
+RULES = {"dflash": ("exact", "typical"), "draft": ("exact", "rejection", "typical")}
 
 
 class Run(NamedTuple):
@@ -64,11 +65,11 @@ class Run(NamedTuple):
 
 
 class Makers:
-    """Creates engines that share the target, the draft model and the Medusa heads."""
+    """Creates engines that share the target and the draft model."""
 
     def __init__(self, llm: LLM, model_name: str, draft_model: str) -> None:
         self.llm, model = llm, llm.engine.worker.model
-        self.heads = Heads.load(default_heads(resolve_model(model_name)), model)
+        self.folder = resolve_model(model_name)
         self.draft: Any = None
         try:
             folder = resolve_model(draft_model)
@@ -78,7 +79,7 @@ class Makers:
             self.draft = load_model(folder, model.dtype, model.device)
 
     def can(self, method: str) -> bool:
-        return "draft" not in method or self.draft is not None
+        return "draft" not in method.split("+") or self.draft is not None
 
     def engine(self, **spec: Any) -> Engine:
         given = SpecConfig(**spec, prompt_lookup_history=False)  # prompts repeat
@@ -86,9 +87,7 @@ class Makers:
         model, ready = self.llm.engine.worker.model, dict[str, Drafter]()
         if "draft" in config.spec.methods:
             ready["draft"] = ModelDrafter(config.spec, self.draft, model.config.vocab_size)
-        if "medusa" in config.spec.methods:
-            ready["medusa"] = MedusaDrafter(config.spec, self.heads, model)
-        methods, target = resolve_drafters(config.spec, None), Target(model)
+        methods, target = resolve_drafters(config.spec, None), Target(model, self.folder)
         drafters = [ready.get(each.name) or each.load(config.spec, target) for each in methods]
         return Engine(config, Worker(config, model, drafters), self.llm.engine.tokenizer)
 
@@ -113,10 +112,13 @@ def figures(runs: list[Run]) -> dict[str, float]:
 
 
 def compare(
-    prompts: dict[str, list[list[int]]], systems: dict[str, Engine], args: argparse.Namespace
+    prompts: dict[str, list[list[int]]],
+    systems: dict[str, Engine],
+    args: argparse.Namespace,
+    temperature: float,
 ) -> dict[str, Any]:
     """Return by kind and system the figures, the speedup, and the number of outputs that differ."""
-    params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    params = SamplingParams(temperature=temperature, seed=0, max_tokens=args.max_tokens)
     for engine in systems.values():
         run(engine, prompts["chat"][0], params)  # warm-up
     ratios: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind in prompts for name in systems}
@@ -182,7 +184,8 @@ def main() -> None:
         "machine": common.environment(),
         "model": args.model,
         "settings": {"repeats": args.repeats, "prompts": args.prompts, "max_tokens": args.max_tokens},
-        "greedy": compare(prompts, systems, args),
+        "greedy": compare(prompts, systems, args, 0),
+        "sampled": compare(prompts, {k: v for k, v in systems.items() if k in SAMPLED}, args, 1),
         "rules": rules(prompts["chat"] + prompts["code edits"], makers, args),
     }
     common.save(args.name, result, args.out)

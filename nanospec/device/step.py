@@ -1,6 +1,6 @@
 """The complete speculative step:
 
-    propose -> lay out -> forward -> sample -> accept -> commit -> learn
+    propose -> lay out -> forward -> sample -> accept -> commit -> learn, read
 
 It reads and writes the request rows (`kernels/table.py`), the KV cache and the state of the drafters. The
 tokens of a row are its last committed token and its drafts. One forward pass scores them all. At each of
@@ -116,9 +116,10 @@ class Step:
             verdict = commit(targets, batch, table, proposal)
             if batch.parents is not None:
                 kv_move(self.kv_cache, verdict, batch)
+            learned = batch
             for extension in extensions if self.drafters else ():
-                proposal, batch = extension.for_drafters(proposal, batch)
-            methods.learn(self.drafters, table, proposal, batch, verdict)
+                proposal, learned = extension.for_drafters(proposal, learned)
+            methods.learn(self.drafters, table, proposal, learned, verdict)
             methods.read(self.drafters, table, batch, kept, verdict)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 

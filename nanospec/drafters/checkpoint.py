@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..kernels.layer.linear import Linear, make_linear
 from ..models.config import ModelConfig
-from ..models.cpu import model_class
+from ..models.cpu import CompiledModel, model_class
 from ..models.decoder import Model
 from ..models.families import Raw, build_config, get_value
 from ..models.formats.safetensors import check_fit, listed, open_safetensors, weight_files
@@ -85,7 +85,8 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
     def get(name: str) -> Tensor:
         return read(name.removeprefix("model.")).to(target.device, target.dtype, copy=True)
 
-    kind = model_class(config, target.dtype, target.device)
+    # The embedding of a target that is split across devices is not for C++.
+    kind = model_class(config, target.dtype, target.device) if isinstance(target, CompiledModel) else Model
     model = kind(config, target.dtype, target.device, get, vocabulary=target)
     token_map = None
     if "d2t" in stored:
