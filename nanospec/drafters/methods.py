@@ -210,7 +210,7 @@ def read(
     parts = hidden.split([len(drafter.layers) * hidden.shape[1] // number for drafter in drafters], 1)
     for drafter, part in zip(drafters, parts, strict=True):
         if drafter.layers:
-            drafter.read(table, batch, part)
+            drafter.read(table, batch, part.contiguous())
 
 
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
