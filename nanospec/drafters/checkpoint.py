@@ -48,7 +48,7 @@ DECODER = {
     "rope_parameters", "attention_bias", "mlp_bias", "hidden_act", "layer_types", "dtype", "torch_dtype",
 }  # fmt: skip
 NO_EFFECT = {
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "draft_vocab_size",
+    "architectures", "attention_dropout", "auto_map", "bos_token_id", "draft_vocab_size",
     "eos_token_id", "has_no_defaults_at_init", "initializer_range", "max_window_layers", "model_type",
     "num_target_layers", "pad_token_id", "pretraining_tp", "sliding_window", "sliding_window_non_causal",
     "speculators_config", "speculators_model_type", "speculators_version", "target_hidden_size",
@@ -145,7 +145,7 @@ def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
         raise ValueError(f"architectures={architectures} is not a drafter for method={method!r}.")
     merged = {key: value for key, value in {**decoder, **raw, **own}.items() if key not in nested}
     known = DECODER | SETTINGS | set(DEFAULTS_ONLY) | set(LAYER_IDS) | NO_EFFECT
-    if unknown := merged.keys() - known:
+    if unknown := {key for key in merged.keys() - known if not key.startswith("_")}:
         raise ValueError(f"unknown keys: {listed(unknown)}; they may change the drafter's results.")
     for key, default in DEFAULTS_ONLY.items():
         if merged.get(key) not in (None, default):
