@@ -12,7 +12,7 @@ from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device.worker import Worker
 from nanospec.drafters import Drafter, Target, draft_limits, make_proposal
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.medusa import Heads, MedusaDrafter
+from nanospec.drafters.hidden_states import HiddenStateDrafter
 from nanospec.drafters.methods import Drafters, resolve_drafters
 from nanospec.engine.engine import Engine
 from nanospec.engine.request import Request
@@ -23,6 +23,7 @@ from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from nanospec.outputs import Logprob
 from nanospec.text.tokenizer import Tokenizer
+from tests.random_weights import hidden_state_drafter
 from tests.tiny import tiny_config
 
 K = int | Literal["auto"] | None
@@ -58,34 +59,38 @@ class Outcome(NamedTuple):
 
 def make_engine(
     model: Model, k: K = 4, *, num_blocks: int | None = None, min_n: int = 1,
-    spec: dict[str, Any] | None = None, draft_model: Model | None = None, heads: Heads | None = None,
+    spec: dict[str, Any] | None = None, draft_model: Model | None = None,
     drafter: Drafters | None = None, tokenizer: Tokenizer | None = None, **options: Any,
 ) -> Engine:  # fmt: skip
     """Return an engine with k drafts per step (None: method "none") and `num_blocks` blocks. `spec` has
     further fields of its `SpecConfig`; `drafter` is as in `LLM`."""
     spec_config = make_spec(k, min_n, **(spec or {}))
-    if num_blocks is not None:
-        size = options.get("block_size", EngineConfig.block_size)
-        models = [model] if draft_model is None else [model, draft_model]
-        per_token = sum(m.config.kv_bytes_per_token(m.dtype) for m in models)
-        options["kv_cache_memory"] = num_blocks * per_token * size
-    config = EngineConfig(spec=spec_config, **{**DEFAULTS, **options})
     loaded: dict[str, Drafter] = {}
     if draft_model is not None:
         loaded["draft"] = ModelDrafter(spec_config, draft_model, model.config.vocab_size)
-    if heads is not None:
-        loaded["medusa"] = MedusaDrafter(spec_config, heads, model)
     made = drafters_of(spec_config, Target(model), loaded, drafter)
+    if num_blocks is not None:
+        size = options.get("block_size", EngineConfig.block_size)
+        per_token = model.config.kv_bytes_per_token(model.dtype) + sum(d.memory.kv_per_token for d in made)
+        options["kv_cache_memory"] = num_blocks * per_token * size
+    config = EngineConfig(spec=spec_config, **{**DEFAULTS, **options})
     return Engine(config, Worker(config, model, made, create_extensions(config, tokenizer)), tokenizer)
 
 
 def drafters_of(
     spec: SpecConfig, target: Target, loaded: Mapping[str, Drafter], given: Drafters | None = None
 ) -> tuple[Drafter, ...]:
-    """Return the drafters of `load_drafters`, but take those of the methods in `loaded` from there."""
+    """Return the drafters of `load_drafters`, but take those of the methods in `loaded` from there. Those
+    that read hidden states have random weights unless `spec` names a folder."""
 
     def load(part: Drafter | type[Drafter]) -> Drafter:
-        return part if isinstance(part, Drafter) else loaded.get(part.name) or part.load(spec, target)
+        if isinstance(part, Drafter) or part.name in loaded:
+            return part if isinstance(part, Drafter) else loaded[part.name]
+        if issubclass(part, HiddenStateDrafter) and spec.draft_model is None:
+            return hidden_state_drafter(
+                part.name, target.model, spec, vocab=target.model.config.vocab_size * 3 // 4
+            )
+        return part.load(spec, target)
 
     return tuple(map(load, resolve_drafters(spec, given) if spec.max_k else ()))
 

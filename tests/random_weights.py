@@ -1,11 +1,20 @@
 """Random weights for tests and benchmarks, created on the device."""
 
+import json
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from nanospec.drafters.medusa import Heads, lm_head_for
+from nanospec.config import SpecConfig
+from nanospec.drafters import Drafter, Target
+from nanospec.drafters.methods import METHODS
 from nanospec.kernels.layer.quantized import Quantized
 from nanospec.models.config import ModelConfig
 from nanospec.models.cpu import model_class
@@ -28,7 +37,12 @@ def random_weights(
     They are scaled so that activations stay near 1 and logits have a standard deviation of about 2: outputs
     are neither constant nor uniform. A seed gives the same weights up to rounding in every dtype, but
     not on every device."""
-    shapes = config.parameter_shapes()
+    return _random(config.parameter_shapes(), dtype, device, seed)
+
+
+def _random(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device | str, seed: int
+) -> GetWeight:
     generator = torch.Generator(device=device).manual_seed(seed)
     names, created = iter(shapes), dict[str, Tensor]()
 
@@ -53,19 +67,67 @@ def random_weights(
     return get
 
 
-def random_heads(model: Model, num_heads: int, vocab: int | None = None, seed: int = 0) -> Heads:
-    """Return random heads of one block that share the target's lm_head. `vocab` limits the drafts to this
-    many random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    size, hidden = model.config.vocab_size, model.config.hidden_size
-    token_map = None
+def write_drafter(
+    folder: Path, method: str, target: ModelConfig, *, vocab: int | None = None, own_head: bool = False,
+    seed: int = 0, reads: Sequence[int] = (0, 1), num_layers: int = 1, **settings: Any,
+) -> Path:  # fmt: skip
+    """Write a random drafter in the layout of the authors of `method`, and return its folder. It reads the
+    hidden states after each of the `reads` numbers of layers. `vocab` limits the drafts to this many random
+    tokens; `settings` are further keys of config.json."""
+    is_eagle, has_bias, num_drafted = (
+        method == "eagle3",
+        "attention_bias" in settings,
+        vocab or target.vocab_size,
+    )
+    layers = replace(
+        target, num_layers=num_layers, windows=(None,) * num_layers, has_inputs=is_eagle, out_norms=False,
+        qkv_bias=has_bias, o_bias=has_bias, mlp_bias=False, qk_norm=not is_eagle or "model_type" in settings,
+    )  # fmt: skip
+    config: dict[str, Any] = {
+        "hidden_size": layers.hidden_size, "intermediate_size": layers.intermediate_size,
+        "num_hidden_layers": num_layers, "num_attention_heads": layers.num_heads,
+        "num_key_value_heads": layers.num_kv_heads, "head_dim": layers.head_dim,
+        "vocab_size": layers.vocab_size, "draft_vocab_size": num_drafted, "rms_norm_eps": 1e-5,
+        "rope_theta": 300.0, "max_position_embeddings": layers.max_position_embeddings,
+    }  # fmt: skip
+    if is_eagle:
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": reads}
+    else:
+        nested = {"mask_token_id": 3, "target_layer_ids": [n - 1 for n in reads]}
+        config |= {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": nested}
+    H, shapes = layers.hidden_size, layers.parameter_shapes()
+    shapes |= {
+        "fc.weight": (H, len(reads) * H),
+        "lm_head.weight": (num_drafted, H),
+        "hidden_norm.weight": (H,),
+    }
+    weights = _random(shapes, torch.float32, "cpu", seed)
+    unused = {
+        "model.embed_tokens.weight",
+        "hidden_norm.weight" if is_eagle else "",
+        "" if own_head else "lm_head.weight",
+    }
+    name_of = {name: name.removeprefix("model.") for name in shapes if name not in unused}
+    if is_eagle:
+        name_of = {name: stored.replace("layers.0.", "midlayer.") for name, stored in name_of.items()}
+    tensors = {stored: weights(name) for name, stored in name_of.items()}
     if vocab is not None:
-        token_map = torch.randperm(size, generator=generator)[:vocab].sort().values.to(model.device)
+        ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(seed))[:vocab]
+        tensors["d2t"] = ids.sort().values - torch.arange(vocab)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    return folder
 
-    weight = torch.randn(num_heads, hidden, hidden, generator=generator) / hidden**0.5
-    bias = 0.1 * torch.randn(num_heads, 1, hidden, generator=generator)
-    block = weight.to(model.device, model.dtype), bias.to(model.device, model.dtype)
-    return Heads((block,), (lm_head_for(model, token_map),), token_map)
+
+def hidden_state_drafter(
+    method: str, target: Model, spec: SpecConfig | None = None, **options: Any
+) -> Drafter:
+    """Return a drafter with the weights of `write_drafter`."""
+    with TemporaryDirectory() as folder:
+        write_drafter(Path(folder), method, target.config, **options)
+        chosen = replace(spec or SpecConfig(method), draft_model=folder)
+        return METHODS[method].load(chosen, Target(target))
 
 
 def random_quantized(

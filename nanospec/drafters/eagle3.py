@@ -39,11 +39,11 @@ class Eagle3Drafter(HiddenStateDrafter):
         # [S + 1, H] and [S + 1]: the projected states of a row's last entry, and that entry; the last row of
         # both is padding.
         self.states = torch.zeros(S + 1, H, dtype=self.model.dtype, device=table.device)
-        self.entry = torch.full((S + 1,), -1, dtype=torch.int32, device=table.device)
+        self.entry = torch.full((S + 1,), -2, dtype=torch.int32, device=table.device)
         super().attach(table, num_blocks, max_tokens, may_wait)
 
     def release(self, row: int) -> None:
-        self.entry[row].fill_(-1)
+        self.entry[row].fill_(-2)
 
     def _ready(self, table: Table, rows: Tensor, num_drafts: Tensor) -> Tensor:
         index = rows.clamp(min=0)
@@ -75,13 +75,13 @@ class Eagle3Drafter(HiddenStateDrafter):
         for level, nodes in enumerate(trees.ranges[:-1]):
             width = max(width, nodes.stop)  # nodes that have a token, and perhaps others
             batch = self._layer_batch(table, rows, first, num_drafts, width)
-            batch = replace(batch, input_ids=ids[:, :width].flatten())
+            batch = replace(batch, input_ids=_flat(ids[:, :width]))
             if self.width > 1:
                 at = torch.where(batch.slots >= 0, positions[:, :width].flatten(), 0).int()
-                masks = trees.masks[:, :width].flatten()
+                masks = _flat(trees.masks[:, :width])
                 batch = replace(batch, positions=at, ancestors=masks, parents=torch.zeros_like(at))
             outputs, states = new_states(self.model, B * width, [1])
-            hidden = self.model.forward(batch, self.kv, states, inputs[:, :width].flatten(0, 1))
+            hidden = self.model.forward(batch, self.kv, states, _flat(inputs[:, :width]))
             hidden = hidden.view(B, width, -1)[:, nodes.start : nodes.stop].flatten(0, 1)
             best = self._best(hidden, table, rows, positions[:, nodes.start : nodes.stop] + 2)
             # The children of these nodes: the next level.
@@ -100,3 +100,9 @@ class Eagle3Drafter(HiddenStateDrafter):
         count = torch.where(num_drafts > 0, (num_drafts + 1).clamp(max=width), 0)
         bound = int((first + count).max()) if self.may_wait else None
         return lay_out_text(table, rows, first, count, width, bound)
+
+
+def _flat(nodes: Tensor) -> Tensor:
+    """Return values of nodes [B, n, ...] as [B * n, ...]. `flatten` alone may return a view that is not
+    contiguous."""
+    return nodes.contiguous().flatten(0, 1)

@@ -159,7 +159,8 @@ class Model:
             residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
         else:
             wide = self.wide_inputs(batch.input_ids, inputs)
-            residual = Residual(wide[:, inputs.shape[1] :] if self.config.norm_inputs else inputs, norms[0])
+            start = wide[:, inputs.shape[1] :].contiguous() if self.config.norm_inputs else inputs
+            residual = Residual(start, norms[0])
         for n, (layer, cache, norm) in enumerate(zip(self.layers, kv_cache, norms[1:], strict=True)):
             _keep(residual, n, states)
             residual = layer(residual, cache, angles[layer.rope], metadata[layer.window], norm, wide)

@@ -1,0 +1,177 @@
+"""DFlash and EAGLE-3: their drafts follow the distributions of a reference in every state of the engine."""
+
+import random
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanospec import SamplingParams
+from nanospec.drafters import draft_limits
+from nanospec.drafters.hidden_states import CONTENDERS, HiddenStateDrafter
+from nanospec.kernels.batch import Batch, Chunk
+from nanospec.kernels.launch import forced
+from nanospec.kernels.sampling import noise
+from nanospec.kernels.speculation.proposal import Proposal, parents_of
+from nanospec.kernels.table import Table
+from nanospec.models.cpu import model_class
+from nanospec.models.decoder import Model, new_states
+from tests.drive import MODES, Job, make_engine, run, run_and_compare
+from tests.nanospec.drafters.draft_reference import Reference
+from tests.random_weights import write_drafter
+from tests.ranks import weights_of
+from tests.tiny import tiny_config
+
+VOCAB = 30
+
+
+def states_of(model: Model, text: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """Return the hidden states [T, n * H] of a text in float64, computed in one pass."""
+    table = Table.empty(1, len(text), 16, VOCAB, model.device)
+    table.tokens[0, : len(text)] = torch.tensor(text)
+    table.block_table.copy_(torch.arange(table.max_blocks))
+    kept, states = new_states(model, len(text), layers)
+    cache = model.allocate_kv_cache(table.max_blocks, 16)
+    model.forward(Batch.from_chunks(table, [Chunk(0, 0, len(text))]), cache, states)
+    return kept.double()
+
+
+class Checked:
+    """Compares every proposal of a drafter with the reference.
+
+    Attributes:
+        compared: number of distributions that were compared.
+        unready: number of rows that got no drafts although they could use some.
+    """
+
+    def __init__(self, drafter: HiddenStateDrafter, reference: Reference, tolerance: float) -> None:
+        self.drafter, self.reference, self.tolerance = drafter, reference, tolerance
+        self.compared = self.unready = 0
+        self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._propose, self._best = drafter.propose, drafter._best
+        drafter.propose, drafter._best = self.propose, self.best  # type: ignore[method-assign]
+
+    def best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor) -> Tensor:
+        logits = self.drafter.head(hidden).float().unflatten(0, positions.shape)
+        self.calls.append((rows.clone(), positions.clone(), logits.clone()))
+        return self._best(hidden, table, rows, positions)
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        self.calls.clear()
+        proposal = self._propose(table, rows, k)
+        limits = draft_limits(table, rows, k)
+        for b, n in enumerate(proposal.num_drafts.tolist()):
+            assert n <= limits[b]
+            if n:
+                self.check(
+                    table,
+                    int(rows[b]),
+                    proposal.drafts[b, :n].tolist(),
+                    parents_of(proposal)[b, :n].tolist(),
+                    k,
+                )
+            else:
+                self.unready += int(limits[b] > 0)
+        return proposal
+
+    def check(self, table: Table, row: int, drafts: list[int], parents: list[int], k: int) -> None:
+        text = table.tokens[row, : int(table.num_tokens[row])].tolist()
+        paths: list[list[int]] = [[]]
+        for draft, parent in zip(drafts, parents, strict=True):
+            paths.append([*paths[parent], draft])
+        ranges = self.drafter._trees_of(k).ranges
+        block = min(len(drafts), self.drafter.max_depth)
+        whole = self.reference.dflash(text, block) if self.drafter.name == "dflash" else None
+        for node, path in enumerate(paths):
+            children = [draft for draft, parent in zip(drafts, parents, strict=True) if parent == node]
+            if not children:
+                continue
+            depth = len(path)
+            wanted = self.reference.eagle3(text, path) if whole is None else whole[depth]
+            rows, positions, logits = self.calls[0 if whole is not None else depth]
+            at = rows.tolist().index(row), depth if whole is not None else node - ranges[depth].start
+            assert int(positions[at]) == len(text) + depth
+            error = float((logits[at] - wanted).abs().max())
+            assert error < self.tolerance, (len(text), path)
+            likely, place = logits[at].topk(min(CONTENDERS, logits.shape[2]))
+            ids = self.reference.ids[place].int()
+            scores = likely - table.temperature[row] * noise.naive(
+                int(table.seed[row]), len(text) + depth, ids
+            )
+            score_of = dict(zip(ids.tolist(), scores.tolist(), strict=True))  # logits may be equal
+            assert [score_of[draft] for draft in children] == scores.sort().values.flip(0)[
+                : len(children)
+            ].tolist()
+            self.compared += 1
+
+
+def jobs_of(rng: random.Random, longest: int) -> list[Job]:
+    """Return jobs that share 33 tokens: two blocks, and the token that entry 31 of EAGLE-3 depends on."""
+    common, jobs = rng.choices(range(VOCAB), k=33), []
+    for i, k in enumerate((None, None, 2, 0, None)):
+        prompt = common * (i % 2) + rng.choices(range(VOCAB), k=(1, 2, 16, 17, 7)[i])
+        limit = longest - 2 * (i % 3)
+        params = SamplingParams(
+            temperature=(0, 1, 6)[i % 3], seed=i, max_tokens=limit, num_speculative_tokens=k
+        )
+        jobs.append(Job(prompt, params))
+    return jobs
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "dflash": {"num_layers": 2},
+    "dflash-tree": {"width": 3, "vocab": 20, "attention_bias": True},
+    "ngram+dflash": {"own_head": True, "vocab": 25, "reads": (3, 1, 2)},
+    "eagle3": {"reads": (0, 2, 3)},
+    "eagle3-tree": {"width": 3, "vocab": 20, "own_head": True},
+    "eagle3-qwen3": {"model_type": "qwen3", "norm_before_residual": True},
+    "ngram+eagle3-tree": {"width": 2, "own_head": True, "attention_bias": True},
+    "dflash-tree-bfloat16": {"width": 3, "num_layers": 2, "attention_bias": True},
+    "eagle3-tree-bfloat16": {"width": 3, "vocab": 20},
+    "eagle3-bfloat16": {"norm_before_residual": True, "own_head": True},
+    "dflash-triton": {"vocab": 20},
+    "eagle3-tree-triton": {"width": 2, "norm_before_residual": True, "own_head": True},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        pytest.param(case, "plain", marks=pytest.mark.long) if "triton" in case else (case, mode)
+        for case, mode in zip(CASES, cycle(MODES))
+    ],
+)
+def test_drafts_follow_the_reference(case: str, mode: str, tmp_path: Path) -> None:
+    """Test chunks, preemption, prefix hits, rows with their own K, and steps without drafts."""
+    fields, method, few = dict(CASES[case]), case.split("-")[0], "triton" in case
+    config = tiny_config(vocab_size=VOCAB, head_dim=32, num_layers=1 if few else 3)
+    width, dtype = fields.pop("width", 1), torch.bfloat16 if "bfloat16" in case else torch.float32
+    weights = weights_of(config, dtype)
+    folder = write_drafter(tmp_path, method.split("+")[-1], config, **fields)
+    spec = {"method": method, "tree_width": width, "draft_model": str(folder)}
+    options: dict[str, Any] = {"num_blocks": 8, "max_num_seqs": 3, "max_num_batched_tokens": 16, "min_n": 2}
+    with forced("triton" if few else "auto"):
+        model = model_class(config, dtype, "cpu")(config, dtype, "cpu", weights.__getitem__)
+        engine = make_engine(model, (8, 5, 3)[(width == 1) + few], spec=spec, **options, **MODES[mode])
+        drafter: Any = engine.worker.drafters[-1]
+        reference = Reference(
+            folder, weights["model.embed_tokens.weight"], weights["lm_head.weight"],
+            lambda text: states_of(model, text, drafter.layers),
+        )  # fmt: skip
+        checked = Checked(drafter, reference, 0.2 if dtype == torch.bfloat16 else 1e-4)
+        choose, rng = engine.policy.choose, random.Random(0)
+        engine.policy.choose = lambda *args: choose(*args) if rng.random() < 0.7 else (0, 0)  # type: ignore
+        if few:
+            run(engine, jobs_of(random.Random(3), 6)[:2])
+            assert checked.compared > 5
+            return
+        for longest in (38, 12):  # the second run uses the prefix cache
+            run_and_compare(engine, model, jobs_of(random.Random(3), longest))
+    assert checked.compared > 100
+    assert checked.unready <= ("eagle3" in case)  # before a prompt of one token, which has no states yet
+    assert min(engine.metrics.num_preemptions, engine.metrics.num_cached_tokens) > 0
