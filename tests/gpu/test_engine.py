@@ -15,7 +15,6 @@ from nanospec.models.decoder import Model
 from tests.drive import Job, make_engine, random_jobs, run
 from tests.nanospec.extras.grammar.guided import guided_jobs, is_valid
 from tests.nanospec.extras.tracing.records import check, record_of
-from tests.random_weights import random_heads
 from tests.tiny import GEMMA, tiny_model, tiny_tokenizer
 
 VOCAB = 512
@@ -100,14 +99,14 @@ def test_long_prompt_in_chunks_of_any_size(model: Model) -> None:
         check_outputs(model, k, jobs, expected, max_num_batched_tokens=tokens, **options)
 
 
-@pytest.mark.parametrize("setup", ["ngram-tree", "draft", "medusa", "medusa-tree", "ngram+draft"])
+@pytest.mark.parametrize(
+    "setup", ["ngram-tree", "draft", "dflash", "dflash-tree", "eagle3", "eagle3-tree", "ngram+draft"]
+)
 def test_every_drafter(model: Model, setup: str) -> None:
     method, _, tree = setup.partition("-")
     parts: dict[str, Any] = {"spec": {"method": method, "tree_width": 3 if tree else 1}}
     if "draft" in method:
         parts["draft_model"] = make_model("cuda", num_layers=1)
-    if method == "medusa":
-        parts["heads"] = random_heads(model, 3)
     engine, _ = check_outputs(model, 5, make_jobs(3), **parts)
     assert engine.worker.graphs is not None
 

@@ -9,7 +9,6 @@ import torch
 from nanospec import SamplingParams
 from tests.drive import finish, make_engine, outcome
 from tests.no_gpu import NoWaiting
-from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -27,14 +26,14 @@ def errors_on_waiting() -> Iterator[Any]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft", "ngram+draft", "medusa"])
+@pytest.mark.parametrize("method", ["ngram", "draft", "ngram+draft", "dflash", "eagle3"])
 def test_async_loop_never_waits(method: str, errors_on_waiting: Any) -> None:
     """Run admission, chunked prompts, cache growth, preemption, decoding and an abort. The first run compiles
     and allocates everything that persists; the second must give the same output."""
     kinds: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "vocab_size": 512}
     target = tiny_model(**kinds)
     engine = make_engine(
-        target, 3, spec={"method": method}, heads=random_heads(target, 3) if method == "medusa" else None,
+        target, 3, spec={"method": method},
         draft_model=tiny_model(num_layers=1, **kinds) if "draft" in method else None, num_blocks=12,
         max_num_seqs=4, max_model_len=128, max_num_batched_tokens=64, enable_prefix_caching=False,
     )  # fmt: skip

@@ -103,7 +103,7 @@ FROM_VLLM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt_lookup_min": 9, "prompt_lookup_max": None}, {"prompt_lookup_min": 9, "prompt_lookup_max": 9}),
     ({"method": "draft_model", "model": "small"}, {"method": "draft", "draft_model": "small"}),
     ({"model": "small"}, {"method": "draft", "draft_model": "small"}),
-    ({"method": "medusa", "model": "file"}, {"method": "medusa", "heads": "file"}),
+    ({"method": "eagle3", "model": "small"}, {"method": "eagle3", "draft_model": "small"}),
 ]
 
 

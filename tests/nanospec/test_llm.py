@@ -20,6 +20,7 @@ from nanospec.models.weights import fast_in_bfloat16
 from nanospec.outputs import SpecStats
 from tests.alphabet import ALPHABET, EOS, TOKENS, after, greedy, make
 from tests.drive import MODES, assert_idle
+from tests.random_weights import write_drafter
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +250,7 @@ def test_drafters_are_loaded(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     tokenizer.write_text(re.sub('"q": *16', '"q":99', tokenizer.read_text()))
     for fields, error, words in (
         ({"method": "draft", "draft_model": "other"}, ValueError, "'q' is 16 in the target's and 99 in the"),
-        ({"method": "medusa"}, FileNotFoundError, "train them with: .* train --model"),
+        ({"method": "dflash"}, FileNotFoundError, "train one with: .* train --model"),
         ({"drafter": Alphabet}, ValueError, "drafter=Alphabet is a class"),
     ):
         with pytest.raises(error, match=words):
@@ -269,17 +270,17 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
 ]
 CASES = [  # the dtype, or the quantization with bfloat16; a method, with "-tree" for trees
     ("float32", "ngram-tree"),
-    ("bfloat16", "ngram+medusa"),
+    ("bfloat16", "ngram+dflash"),
     ("int8", "ngram-tree"),
-    ("int4", "ngram+medusa"),
+    ("int4", "ngram+eagle3"),
     pytest.param("bfloat16", "draft", marks=pytest.mark.long),
-    pytest.param("bfloat16", "medusa-tree", marks=pytest.mark.long),
+    pytest.param("bfloat16", "ngram+eagle3-tree", marks=pytest.mark.long),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "setup"), CASES)
-def test_smollm2_output_is_unchanged(smollm2: Path, dtype: str, setup: str) -> None:
+def test_smollm2_output_is_unchanged(smollm2: Path, dtype: str, setup: str, tmp_path: Path) -> None:
     """Compare a batch with chunked prompts to each prompt alone, without speculation.
 
     On a CPU, a row's result is independent of other rows and of its chunks in bfloat16, too."""
@@ -294,6 +295,9 @@ def test_smollm2_output_is_unchanged(smollm2: Path, dtype: str, setup: str) -> N
     wanted = [plain.generate(*job)[0] for job in zip(prompts, params, strict=True)]
     method, _, tree = setup.partition("-")
     draft_model = str(smollm2) if method == "draft" else None
+    if "+" in method:
+        target = plain.engine.worker.model.config
+        draft_model = str(write_drafter(tmp_path, method.split("+")[1], target, vocab=4000, reads=(2, 15)))
     spec = SpecConfig(method, draft_model, tree_width=3 if tree else 1, num_speculative_tokens=5)
     llm = LLM(smollm2, spec=spec, max_num_batched_tokens=32, **options)
     outputs = llm.generate(prompts, params)

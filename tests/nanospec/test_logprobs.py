@@ -13,7 +13,6 @@ from nanospec import SamplingParams
 from nanospec.engine.request import Request
 from nanospec.models.weights import load_model
 from tests.drive import MODES, Job, make_engine, run
-from tests.random_weights import random_heads
 from tests.tiny import checkpoint, reference_logits
 
 LENGTH = 12
@@ -21,7 +20,7 @@ TOLERANCE = 2e-4  # log-probabilities of these models reach -15
 SETUPS: dict[str, dict[str, Any]] = {
     "trees": {"method": "ngram", "tree_width": 3}, "draft": {"method": "draft"},
     "drafts rejected": {"method": "draft", "acceptance": "rejection"},
-    "heads in trees": {"method": "medusa", "tree_width": 3},
+    "blocks in trees": {"method": "ngram+dflash", "tree_width": 3},
 }  # fmt: skip
 
 
@@ -72,11 +71,10 @@ def check(request: Request, folder: Path) -> None:
 def test_logprobs_match_transformers(variant: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, variant)
     model = load_model(folder, torch.float32, torch.device("cpu"))
-    parts: dict[str, Any] = {"draft": {"draft_model": model}, "medusa": {"heads": random_heads(model, 3)}}
     for request in run(make_engine(model, None), jobs()):
         check(request, folder)
     for i, (setup, spec) in enumerate(SETUPS.items()):
-        given = parts.get(spec["method"], {})
+        given: dict[str, Any] = {"draft_model": model} if spec["method"] == "draft" else {}
         mode = MODES["as-on-gpu" if i % 2 else "plain"]
         engine = make_engine(model, 5, spec=spec, max_num_batched_tokens=32, **given, **mode)
         for request in run(engine, jobs()):

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from nanospec import SamplingParams
 from nanospec.drafters import Drafter, SimpleDrafter, draft_limits, make_proposal
-from nanospec.drafters.medusa import Heads
 from nanospec.engine.engine import Engine
 from nanospec.kernels.sampling import sample
 from nanospec.kernels.speculation.proposal import Proposal, lay_out_text
@@ -27,7 +26,6 @@ from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model
 from tests.drive import MODES, Job, K, make_engine, run
 from tests.exact import Logits, Output, combined_p, fit, joint, least_p, logits_by_output
-from tests.random_weights import random_heads
 from tests.tiny import checkpoint
 
 VOCAB, LENGTH = 5, 4
@@ -41,7 +39,6 @@ class Models(NamedTuple):
     folder: Path
     model: Model
     draft: Model
-    heads: Heads
     bigram: Tensor
 
 
@@ -57,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     save_file(weights, noisy / "model.safetensors", metadata={"format": "pt"})
     model, draft = (load_model(path, torch.float32, torch.device("cpu")) for path in (target, noisy))
     bigram = torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
-    return Models(target, model, draft, random_heads(model, 3), bigram)
+    return Models(target, model, draft, bigram)
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +104,9 @@ class Setup(NamedTuple):
 
 SETUPS: dict[str, Setup] = {
     "none": Setup(k=None), "ngram": Setup("ngram", "auto"), "ngram tree": Setup("ngram", 6, 3),
-    "draft": Setup("draft"), "medusa": Setup("medusa"), "medusa tree": Setup("medusa", 6, 3),
+    "draft": Setup("draft"), "dflash": Setup("dflash"), "eagle3 tree": Setup("eagle3", 6, 3),
     "ngram+draft": Setup("ngram+draft"), "ngram tree+draft": Setup("ngram+draft", 4, 2),
-    "ngram tree+medusa tree": Setup("ngram+medusa", 5, 2), "custom": Setup(custom=BigramDrafter),
+    "ngram tree+dflash tree": Setup("ngram+dflash", 5, 2), "custom": Setup(custom=BigramDrafter),
     "custom sampling": Setup(custom=SamplingDrafter),
     "ngram+custom sampling": Setup("ngram", custom=SamplingDrafter),
 }  # fmt: skip
@@ -139,7 +136,7 @@ def engine_for(models: Models, name: str, **options: Any) -> Engine:
     """Return an engine for requests with the rule "exact" or "rejection"."""
     method, k, tree_width, custom = SETUPS[name]
     spec: dict[str, Any] = {"acceptance": "rejection", "tree_width": tree_width}
-    given: dict[str, Any] = {"draft_model": models.draft, "heads": models.heads}
+    given: dict[str, Any] = {"draft_model": models.draft}
     if custom is not None:
         given["drafter"] = [*filter(None, [method]), custom(models.bigram)]
     elif method:

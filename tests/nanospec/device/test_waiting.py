@@ -14,7 +14,6 @@ from nanospec.kernels import launch
 from tests.drive import Job, make_engine, outcome, run, run_alone
 from tests.nanospec.extras.tracing.records import check
 from tests.no_gpu import NoWaiting, TapeCapture
-from tests.random_weights import random_heads
 from tests.tiny import tiny_model, tiny_tokenizer
 
 JOBS = [
@@ -26,7 +25,8 @@ REGEX = {"type": "regex", "regex": "(ab|red)+-[0-9]{1,3}x"}
 GUIDED = Job([1, 2, 3], SamplingParams(temperature=1, seed=1, max_tokens=12, response_format=REGEX))
 SETUPS: dict[str, dict[str, Any]] = {
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2, "acceptance": "rejection"},
-    "medusa-tree": {"method": "medusa", "tree_width": 2},
+    "dflash-tree": {"method": "dflash", "tree_width": 2},
+    "eagle3-tree": {"method": "eagle3", "tree_width": 2},
     "grammar": {"method": "ngram"},
 }
 OPTIONS: dict[str, Any] = {
@@ -54,8 +54,6 @@ def test_captured_steps_never_wait_and_freeze_no_host_values(
         target, options = make_model(), {**OPTIONS, "tokenizer": tokenizer}
         if "draft" in setup:
             options["draft_model"] = make_model()
-        if "medusa" in setup:
-            options["heads"] = random_heads(target, 2, vocab=40)
         engine = make_engine(target, 1 if guided else 2, spec=SETUPS[setup], **options)
         if guided:  # steps with extensions are captured on use
             run(engine, jobs)

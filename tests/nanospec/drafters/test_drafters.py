@@ -5,27 +5,26 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle as cycle_of
-from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
-from nanospec import SamplingParams
+from nanospec import SamplingParams, SpecConfig
 from nanospec.device.graphs import StepGraphs
 from nanospec.device.step import Step, _truncate
+from nanospec.drafters import Target
 from nanospec.drafters.draft_model import ModelDrafter
+from nanospec.drafters.eagle3 import Eagle3Drafter
 from nanospec.drafters.estimates import RowProposal, StepCosts
-from nanospec.drafters.medusa import CONTENDERS, Heads, MedusaDrafter
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.kernels import FROM_TARGET, GENERATED, NO_DRAFTER
-from nanospec.kernels.layer.linear import make_linear
-from nanospec.kernels.sampling import noise
 from nanospec.kernels.speculation.proposal import Proposal
-from nanospec.kernels.speculation.verify import Verdict
-from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from tests.drive import (
     MODES,
@@ -39,18 +38,18 @@ from tests.drive import (
     run,
     run_and_compare,
 )
-from tests.kernels.batches import ints, make_batch, proposal_of
-from tests.random_weights import random_heads
+from tests.kernels.batches import ints
+from tests.random_weights import hidden_state_drafter, write_drafter
 from tests.tiny import tiny_model
 
 VOCAB = 64
 FEW = {1: 200.0, 2: 200.0, 3: 200.0}
 SETUPS: dict[str, dict[str, Any]] = {
     "ngram-tree": {"method": "ngram", "tree_width": 3}, "draft": {"method": "draft"},
-    "medusa": {"method": "medusa"}, "medusa-tree": {"method": "medusa", "tree_width": 3},
-    "ngram+draft": {"method": "ngram+draft"},
+    "dflash": {"method": "dflash"}, "dflash-tree": {"method": "dflash", "tree_width": 3},
+    "eagle3": {"method": "eagle3"}, "ngram+draft": {"method": "ngram+draft"},
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2, "acceptance": "rejection"},
-    "ngram-tree+medusa-tree": {"method": "ngram+medusa", "tree_width": 2, "acceptance": "typical"},
+    "ngram-tree+eagle3-tree": {"method": "ngram+eagle3", "tree_width": 2, "acceptance": "typical"},
 }  # fmt: skip
 
 
@@ -82,8 +81,6 @@ def test_output_matches_decoding_without_speculation(model: Model, setup: str, k
         options: dict[str, Any] = {"num_blocks": 8, "max_num_batched_tokens": 32, "max_num_seqs": 3}
         if "draft" in setup:
             options["draft_model"] = tiny_model(num_layers=1)
-        if "medusa" in setup:
-            options["heads"] = random_heads(model, 3, 50)
         engine = make_engine(model, most, spec=SETUPS[setup], **options, **MODES[mode])
         jobs = [
             Job(prompt, replace(params, acceptance="exact" if params.temperature else None))
@@ -170,7 +167,7 @@ def draft_prefills(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     drafter = engine.worker.drafters[-1]
     spy = Mock(wraps=drafter.model.write_kv)
     monkeypatch.setattr(drafter.model, "write_kv", spy)  # the target may be the same model
-    return lambda: [batch.num_tokens for (batch, kv), _ in spy.call_args_list if kv is drafter.kv]
+    return lambda: [batch.num_tokens for (batch, kv, *_), _ in spy.call_args_list if kv is drafter.kv]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -204,83 +201,45 @@ def test_draft_model_computes_only_what_it_needs(monkeypatch: pytest.MonkeyPatch
         assert [*request.stats.by_drafter] == [method.split("+")[0]]
 
 
-def cycle_heads(model: Model, count: int) -> Heads:
-    """Return heads that predict `cycle_model` perfectly."""
-    hidden = model.config.hidden_size
-    zero_block = torch.zeros(count, hidden, hidden), torch.zeros(count, 1, hidden)
-    own = tuple(make_linear(8 * torch.eye(hidden).roll(2 + i, 0)) for i in range(count))
-    return Heads((zero_block,), own, None)
+def perfect_drafter(folder: Path, model: Model) -> Path:
+    """Write an EAGLE-3 drafter that predicts `cycle_model` perfectly: its MLP turns the one-hot vector of a
+    token into that of the next."""
+    V, large = model.config.vocab_size, torch.tensor(model.config.vocab_size**0.5)  # after the norm
+    stored = load_file(write_drafter(folder, "eagle3", model.config, reads=[1]) / "model.safetensors")
+    weights = {name: torch.full_like(tensor, "norm" in name) for name, tensor in stored.items()}
+    weights["fc.weight"] = torch.eye(V)
+    for part in ("gate", "up"):
+        weights[f"midlayer.mlp.{part}_proj.weight"][:V] = torch.eye(V)
+    step = torch.eye(V).roll(1, 0) - torch.eye(V)
+    weights["midlayer.mlp.down_proj.weight"][:, :V] = step / (F.silu(large) * large)
+    save_file(weights, folder / "model.safetensors")
+    return folder
 
 
 @pytest.mark.parametrize(
-    ("mode", "width", "steps"), [("plain", 1, 11), ("as-on-gpu", 3, 12), ("plain", 3, 12)]
+    ("mode", "width", "steps"), [("plain", 1, 6), ("as-on-gpu", 3, 11), ("plain", 3, 11)]
 )
-def test_perfect_heads_are_always_accepted(mode: str, width: int, steps: int) -> None:
+def test_perfect_drafts_are_always_accepted(mode: str, width: int, steps: int, tmp_path: Path) -> None:
     """Test several rows: kernels and C++ index drafts by K, not by the number of drafts."""
-    known, spec = cycle_model(), {"method": "medusa", "tree_width": width}
-    engine = make_engine(known, 6, spec=spec, heads=cycle_heads(known, 3), max_num_seqs=3, **MODES[mode])
+    known = cycle_model()
+    spec = {"method": "eagle3", "tree_width": width, "draft_model": str(perfect_drafter(tmp_path, known))}
+    engine = make_engine(known, 6, spec=spec, max_num_seqs=3, **MODES[mode])
     for i, request in enumerate(run(engine, [Job(cycle(i, 6), greedy(41)) for i in range(3)])):
         assert request.output_ids == cycle(i + 6, 41)
         assert (request.stats.num_steps, request.stats.num_accepted) == (steps, 41 - steps)
         assert set(request.draft_sources) == {FROM_TARGET, GENERATED}
-        assert request.stats.by_drafter.keys() == {"medusa"}
-
-
-def medusa_of(model: Model) -> tuple[MedusaDrafter, Table]:
-    """Return a drafter of three heads and tree width 3, and a table of rows with a limit of 8 drafts."""
-    heads = random_heads(model, 3, vocab=20)
-    engine = make_engine(model, 8, spec=SETUPS["medusa-tree"], heads=heads, max_num_seqs=3)
-    drafter, table = engine.worker.drafters[0], engine.worker.table
-    assert isinstance(drafter, MedusaDrafter)
-    table.num_tokens[:], table.max_len[:], table.max_k[:], table.tree_width[:] = 9, 60, 8, 3
-    return drafter, table
-
-
-ROWS = torch.arange(3, dtype=torch.int32)
-
-
-def test_heads_use_target_noise(model: Model) -> None:
-    """Head i drafts the tokens with the largest score - T log E among its likeliest, with noise E of the
-    draft's position."""
-    drafter, table = medusa_of(model)
-    token_map = drafter.heads.token_map
-    assert token_map is not None
-    drafter.hidden.normal_(generator=torch.Generator().manual_seed(1))
-    drafter.ready.fill_(True)
-    table.seed.fill_(-(2**40) - 3)
-    table.temperature[:] = torch.tensor([0.0, 1.0, 2.5])
-    table.max_len[2] = 12  # at most two drafts fit
-    assert drafter.propose(table, ROWS, 3).num_drafts.tolist() == [3, 3, 2]
-    result, logits = drafter._candidates(table, ROWS), drafter.heads.logits(drafter.hidden[:3]).float()
-    for b, i in product(range(3), range(3)):
-        scores = logits[b, i] - table.temperature[b] * noise.naive(-(2**40) - 3, 9 + i, token_map.int())
-        unlikely = logits[b, i] < logits[b, i].topk(CONTENDERS).values[-1]
-        drawn = scores.masked_fill(unlikely, -1e9).topk(3).indices
-        assert result[b, i].tolist() == token_map[drawn].tolist()
-
-
-def test_heads_use_hidden_state_of_last_accepted_token(model: Model) -> None:
-    """The hidden state is that of the last node on the accepted path. A released row has none."""
-    drafter, table = medusa_of(model)
-    hidden = torch.randn(12, model.config.hidden_size)
-    batch = make_batch([6, 6], parents=[0, 0, 1, 0, 3, 3] + [0] * 6, rows=torch.tensor([2, -1]).int())
-    path = torch.tensor([[0, 3, 5, 0, 0, 0], [0] * 6], dtype=torch.int32)
-    verdict = Verdict(path, torch.tensor([3, 0], dtype=torch.int32), path)
-    drafter.learn(table, proposal_of(batch), batch, verdict, hidden)
-    assert torch.equal(drafter.hidden[:3], torch.stack([0 * hidden[0], 0 * hidden[0], hidden[5]]))
-    assert drafter.propose(table, ROWS, 8).num_drafts.tolist() == [0, 0, 8]
-    drafter.release(2)
-    assert drafter.propose(table, ROWS, 8).num_drafts.tolist() == [0, 0, 0]
+        assert request.stats.by_drafter.keys() == {"eagle3"}
 
 
 def test_tree_width_per_request(model: Model) -> None:
-    drafter, table = medusa_of(model)
+    worker = make_engine(model, 8, spec=SETUPS["dflash-tree"], max_num_seqs=3).worker
+    [drafter], table = worker.drafters, worker.table
+    table.num_tokens[:], table.max_len[:], table.max_k[:] = 9, 60, 8
     table.tree_width[:] = torch.tensor([1, 2, 9])
-    drafter.ready.fill_(True)
-    result = drafter.propose(table, ROWS, 8)
+    result = drafter.propose(table, torch.arange(3, dtype=torch.int32), 8)
     assert result.parents is not None
-    assert result.num_drafts.tolist() == [3, 8, 8]
-    assert result.parents[0, :3].tolist() == [0, 1, 2]
+    assert result.num_drafts.tolist() == [5, 8, 8]  # blocks have five masks
+    assert result.parents[0, :5].tolist() == [0, 1, 2, 3, 4]
     assert [result.parents[b].tolist().count(0) for b in (1, 2)] == [2, 3]
 
 
@@ -290,17 +249,15 @@ def test_missing_and_unsuitable_weights_are_rejected(model: Model) -> None:
         make_engine(model, 4, spec=SETUPS["draft"], draft_model=short, max_model_len=128)
     fitted = make_engine(model, 4, spec=SETUPS["draft"], draft_model=short, max_model_len=None)
     assert fitted.max_model_len == 100
-    for target, method, heads, what in (
-        (model, "ngram+draft", None, "needs a draft model"),
-        (model, "medusa", None, "needs Medusa heads"),
-        (model, "medusa", random_heads(model, 2, 4), "tree_width=6 exceeds the 4 tokens"),
-        (few, "medusa", random_heads(few, 2), "tree_width=6 exceeds the 5 tokens"),
-    ):
-        with pytest.raises(ValueError, match=what):
-            make_engine(target, 3, spec={"method": method, "tree_width": 6}, heads=heads)
-    drafter, _ = medusa_of(model)
-    with pytest.raises(ValueError, match="medusa has runs_model=True, so it must be the last drafter"):
-        make_engine(model, 3, drafter=[drafter, "ngram"])
+    with pytest.raises(ValueError, match="needs a draft model"):
+        make_engine(model, 3, spec={"method": "ngram+draft"})
+    with pytest.raises(ValueError, match="method='eagle3' needs a drafter; set draft_model"):
+        Eagle3Drafter.load(SpecConfig("eagle3"), Target(model))
+    for target, vocab in ((model, 4), (few, None)):
+        with pytest.raises(ValueError, match=f"tree_width=6 exceeds the {vocab or 5} tokens"):
+            hidden_state_drafter("dflash", target, SpecConfig("dflash", tree_width=6), vocab=vocab)
+    with pytest.raises(ValueError, match="dflash has runs_model=True, so it must be the last drafter"):
+        make_engine(model, 3, drafter=[hidden_state_drafter("dflash", model), "ngram"])
 
 
 @pytest.mark.usefixtures("steady")

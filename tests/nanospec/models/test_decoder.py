@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanospec.drafters.medusa import lm_head_rows
+from nanospec.drafters.checkpoint import lm_head_rows
 from nanospec.models.weights import load_model
 from tests.tiny import VARIANTS, ModelRunner, checkpoint, num_parameters, reference_logits, tiny_model
 from tests.util import assert_close, error_ratio

@@ -70,11 +70,11 @@ def test_errors_become_exit_statuses(
 
 
 def test_options_become_settings() -> None:
-    given = "--spec ngram+medusa --heads FILE --tree-width 2 --num-speculative-tokens auto"
+    given = "--spec ngram+dflash --draft-model FILE --tree-width 2 --num-speculative-tokens auto"
     given += ' --stop a --stop b --top-k 3 --ignore-eos --seed 7 --stop-token-ids 5,6 --logit-bias {"3":1}'
     given += " --no-enable-prefix-caching --device cpu --kv-cache-memory 4G --demo"
     args = parser.parse(given.split())
-    spec = SpecConfig(method="ngram+medusa", heads="FILE", tree_width=2)
+    spec = SpecConfig(method="ngram+dflash", draft_model="FILE", tree_width=2)
     assert SpecConfig(**options.fields_set(args, "SpecConfig")) == spec
     assert SamplingParams(**options.fields_set(args, "SamplingParams")) == SamplingParams(
         stop=("a", "b"), top_k=3, ignore_eos=True, seed=7, stop_token_ids=(5, 6), logit_bias={3: 1}

@@ -13,7 +13,6 @@ from torch.distributed import HashStore
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.drafters import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.medusa import MedusaDrafter
 from nanospec.drafters.methods import NgramDrafter
 from nanospec.engine.engine import Engine
 from nanospec.extras import create_extensions
@@ -26,7 +25,6 @@ from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from tests import drive
 from tests.drive import MODES, Job, assert_same, drafters_of, make_spec, outcome, random_jobs, run, run_alone
-from tests.random_weights import random_heads
 from tests.ranks import MakeDrafter, Weights, groups_of, part_of, split_engine, together, weights_of
 from tests.tiny import tiny_config, tiny_model
 
@@ -52,8 +50,7 @@ def make_drafters(options: EngineConfig) -> MakeDrafter:
 
     def make(model: Model, group: Group) -> Sequence[Drafter]:
         draft = ModelDrafter(spec, tiny_model(num_layers=1, vocab_size=VOCAB), VOCAB)
-        heads = MedusaDrafter(spec, random_heads(model, 3, vocab=50), model)
-        return drafters_of(spec, Target(model), {"draft": draft, "medusa": heads})
+        return drafters_of(spec, Target(model), {"draft": draft})
 
     return make
 
@@ -79,7 +76,7 @@ def run_split(options: EngineConfig, whole: Full, jobs: list[Job], drafter: Make
     ("shape", "method", "width", "mode"),
     [
         ((2, 4, 2), "draft", 1, "as-on-gpu"),
-        ((4, 4, 2), "medusa", 3, "plain"),  # two ranks have one KV head
+        ((4, 4, 2), "eagle3", 3, "plain"),  # two ranks have one KV head
         ((2, 6, 3), "ngram", 3, "as-on-gpu"),  # padded with zeros
     ],
     ids=str,

@@ -30,7 +30,7 @@ def steps() -> list[StepRecord]:
         step([3, 4, 5], [3, 4, 9, 9], [1, 2]),
         step([6]),
         step([1, 2, 7], [0, 1, 2, 8], [2, 3], parents=[0, 0, 2, 1]),
-        step([8, 9], [8, 3], [1], method="medusa", match_len=0, sources=[-2, -2], reason="fixed"),
+        step([8, 9], [8, 3], [1], method="eagle3", match_len=0, sources=[-2, -2], reason="fixed"),
         step([0], [5, 5, 5], verified=0, reason="does not pay"),
         step([1, 2], [1, 2, 3], [1, 2], verified=2, reason="probe"),
     ]

@@ -52,7 +52,7 @@ def test_steps_show_accepted_and_rejected_drafts(show: Open) -> None:
     assert texts_of(page, "#step-2 .tree > .forks > .fork") == [" be or\u21b5", "to that"]
     assert texts_of(page, "#step-2 .tree > .forks > .kept") == [" be or\u21b5"]
     page.locator("#step-3 .g.predicted").hover()
-    assert "drafted by Medusa head 1; accepted" in page.inner_text("#tip")
+    assert "drafted by EAGLE-3; accepted" in page.inner_text("#tip")
 
 
 def test_keyboard_navigation_and_replay(show: Open) -> None:

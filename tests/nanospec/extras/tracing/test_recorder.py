@@ -11,12 +11,11 @@ from nanospec.extras.tracing.recorder import MAX_REQUESTS, Recorder, find_record
 from nanospec.outputs import RequestOutput
 from tests.drive import MODES, Job, cycle_model, finish, make_engine, random_jobs, run
 from tests.nanospec.extras.tracing.records import check, record_of
-from tests.random_weights import random_heads
 from tests.tiny import tiny_model
 
 SETUPS: list[dict[str, Any]] = [
     {"k": "auto", **MODES["as-on-gpu"]},
-    {"k": 5, "spec": {"method": "ngram+medusa", "tree_width": 2}, **MODES["plain"]},
+    {"k": 5, "spec": {"method": "ngram+eagle3", "tree_width": 2}, **MODES["plain"]},
     {"k": 3, "spec": {"method": "draft", "acceptance": "rejection"}, **MODES["as-on-gpu"]},
     {"k": 4, "num_blocks": 8, **MODES["plain"]},
 ]
@@ -26,9 +25,7 @@ SETUPS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("setup", SETUPS, ids=["auto", "tree", "rejection", "few-pages"])
 def test_steps_add_up_to_the_output_and_tracing_does_not_change_it(setup: dict[str, Any]) -> None:
     model, few, tree = tiny_model(), "num_blocks" in setup, "tree_width" in str(setup)
-    models: dict[str, Any] = {"heads": random_heads(model, 3, vocab=50)} if tree else {}
-    if "'draft'" in str(setup):
-        models["draft_model"] = tiny_model(num_layers=1)
+    models = {"draft_model": tiny_model(num_layers=1)} if "'draft'" in str(setup) else {}
     jobs = random_jobs(random.Random("few-pages" if few else "auto"), 64, 9 if few else 4, max_tokens=25)
     engine, untraced = (make_engine(model, trace=on, **setup, **models) for on in (True, False))
     requests = [engine.add(job.prompt, job.params) for job in (*jobs, jobs[0])]
