@@ -1,7 +1,7 @@
 // The settings: the options that the server offers, and the fields of the next request.
 
 const $ = (id) => document.getElementById(id);
-const METHODS = { ngram: "n-gram lookup", medusa: "Medusa heads", draft: "draft model", none: "no speculation" };
+const METHODS = { ngram: "n-gram lookup", dflash: "DFlash", eagle3: "EAGLE-3", draft: "draft model", none: "no speculation" };
 
 /** Fill the options from a model's entry in `/v1/models`. */
 export function offer(model) {

@@ -70,7 +70,7 @@ function play() {
 function drawHead() {
   const { about, lanes } = trace, tokens = sum(lanes.map((l) => l.token_ids.length)), steps = sum(lanes.map((l) => l.steps.length));
   const how = {
-    ngram: "n-gram lookup", none: "no speculation", medusa: "Medusa heads", draft: "draft model",
+    ngram: "n-gram lookup", none: "no speculation", dflash: "DFlash", eagle3: "EAGLE-3", draft: "draft model",
   };
   const run = `${about.dtype} on ${about.device}${about.by ? ` (${about.by})` : ""}`;
   const named = about.method.split("+").map((name) => how[name] ?? name).join(", then ");
