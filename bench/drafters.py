@@ -1,6 +1,6 @@
 """Compare all drafters: tokens per step and speedup by kind of text, on a CPU.
 
-    python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--systems ngram dflash]
+    python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--systems ngram eagle3]
                              [--name drafters] [--draft-model smollm2-135m-draft] [--out bench/results]
 
 One process with one copy of the weights runs every system on every prompt, alternating between kinds of text
@@ -40,17 +40,17 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "ngram K=8": {"num_speculative_tokens": 8},
     "ngram tree W=2 K=8": {"num_speculative_tokens": 8, "tree_width": 2},
     "ngram tree W=4 K=8": {"num_speculative_tokens": 8, "tree_width": 4},
-    "dflash": {"method": "dflash"},
-    "dflash K=4": {"method": "dflash", "num_speculative_tokens": 4},
-    "dflash tree W=3 K=8": {"method": "dflash", "num_speculative_tokens": 8, "tree_width": 3},
-    "ngram+dflash": {"method": "ngram+dflash"},
-    "ngram+dflash tree W=3 K=8": {"method": "ngram+dflash", "num_speculative_tokens": 8, "tree_width": 3},
+    "eagle3": {"method": "eagle3"},
+    "eagle3 K=4": {"method": "eagle3", "num_speculative_tokens": 4},
+    "eagle3 tree W=3 K=8": {"method": "eagle3", "num_speculative_tokens": 8, "tree_width": 3},
+    "ngram+eagle3": {"method": "ngram+eagle3"},
+    "ngram+eagle3 tree W=3": {"method": "ngram+eagle3", "tree_width": 3},
     "draft": {"method": "draft"},
     "draft K=2": {"method": "draft", "num_speculative_tokens": 2},
     "ngram+draft": {"method": "ngram+draft"},
 }
-SAMPLED = ("none", "ngram", "dflash", "ngram+dflash")
-RULES = {"dflash": ("exact", "typical"), "draft": ("exact", "rejection", "typical")}
+SAMPLED = ("none", "ngram", "eagle3", "ngram+eagle3")
+RULES = {"eagle3": ("exact", "typical"), "draft": ("exact", "rejection", "typical")}
 
 
 class Run(NamedTuple):

@@ -31,7 +31,7 @@ COMMANDS = {
     "fetch": ["-m", "nanospec", "fetch", MODEL],
     "prompt": [*STRICT, *ASK],
     "float32": [*STRICT, *ASK, "--dtype", "float32"],
-    "drafter": [*STRICT, *ASK, "--spec", "ngram+dflash"],
+    "drafter": [*STRICT, *ASK, "--spec", "ngram+eagle3"],
     "demo": ["-m", "nanospec", "--demo"],
 }
 EPOCH = "1577836800"  # 2020-01-01: time stamp of files in the wheel unless SOURCE_DATE_EPOCH is set

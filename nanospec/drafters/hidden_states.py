@@ -124,10 +124,15 @@ class HiddenStateDrafter(Drafter):
         """Return the W best tokens [B, n, W] int32 at positions [B, n] from hidden states [B * n, H]."""
         index = rows.clamp(min=0)[:, None]
         scores = self.head(hidden).float().unflatten(0, positions.shape)  # [B, n, Vd]
-        likely, place = scores.topk(min(max(CONTENDERS, self.width), scores.shape[2]))
+        temperature = table.temperature[index]
+        is_greedy = self.may_wait and not temperature.any()
+        number = self.width if is_greedy else max(CONTENDERS, self.width)
+        likely, place = scores.topk(min(number, scores.shape[2]))
         ids = (place if self.token_map is None else self.token_map[place]).int()
+        if is_greedy:
+            return ids
         log_e = noise.naive(table.seed[index], positions, ids)
-        best = (likely - table.temperature[index, None] * log_e).topk(self.width).indices
+        best = (likely - temperature[..., None] * log_e).topk(self.width).indices
         return ids.gather(2, best)
 
     def _trees_of(self, k: int) -> Trees:
