@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.batch import MAX_QUERIES
 from ..kernels.layer.linear import Linear, make_linear
 from ..models.config import ModelConfig
 from ..models.cpu import CompiledModel, model_class
@@ -121,6 +122,9 @@ def _read_config(
         )
         if is_eagle and config.num_layers != 1:
             raise ValueError(f"num_hidden_layers={config.num_layers} must be 1 for EAGLE-3.")
+        if not is_eagle:
+            check_number("mask_token_id", settings.get("mask_token_id"), 0, config.vocab_size - 1)
+            check_number("block_size", settings.get("block_size"), 2, MAX_QUERIES - 1)
         layers = _layers(given, target.num_layers)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

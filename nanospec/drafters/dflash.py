@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from ..config import SpecConfig
-from ..kernels.batch import MAX_QUERIES, Batch
+from ..kernels.batch import Batch
 from ..kernels.layer.residual import Norm, rms_norm
 from ..kernels.speculation.proposal import lay_out_text
 from ..kernels.table import Table
-from ..text import check_number
 from .checkpoint import DraftCheckpoint
 from .hidden_states import HiddenStateDrafter, Trees
 
@@ -31,18 +30,12 @@ class DFlashDrafter(HiddenStateDrafter):
     name = "dflash"
 
     def __init__(self, spec: SpecConfig, target_vocab: int, loaded: DraftCheckpoint) -> None:
-        """Raises ValueError if the block size or the mask token is missing or invalid."""
-        settings, config = loaded.settings, loaded.model.config
-        self.mask = check_number(
-            "mask_token_id of DFlash", settings.get("mask_token_id"), 0, config.vocab_size - 1
-        )
-        block = check_number("block_size of DFlash", settings.get("block_size"), 2, MAX_QUERIES - 1)
-        self.max_depth = block - 1
+        self.mask, self.max_depth = loaded.settings["mask_token_id"], loaded.settings["block_size"] - 1
         if spec.tree_width == 1:
             self.max_drafts = self.max_depth
         super().__init__(spec, target_vocab, loaded)
         assert loaded.hidden_norm is not None
-        self.hidden_norm = Norm(loaded.hidden_norm, config.rms_norm_eps)
+        self.hidden_norm = Norm(loaded.hidden_norm, self.model.config.rms_norm_eps)
 
     def read(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         self.model.write_kv_of(rms_norm(self.fc(hidden), self.hidden_norm), batch, self.kv)
@@ -55,7 +48,7 @@ class DFlashDrafter(HiddenStateDrafter):
         bound = int((first + count).max()) if self.may_wait else None
         block = as_block(lay_out_text(table, rows, first, count, depth + 1, bound))
         ids = block.input_ids.view(-1, depth + 1).clone()
-        ids[:, 1:] = self.mask
+        ids[:, 1:].fill_(self.mask)  # an assignment may copy the number from the host
         hidden = self.model.forward(replace(block, input_ids=ids.flatten()), self.kv)
         hidden = hidden.view(len(rows), depth + 1, -1)[:, 1:].flatten(0, 1)
         positions = first[:, None] + 1 + torch.arange(depth, device=rows.device)
