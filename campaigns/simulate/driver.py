@@ -10,7 +10,7 @@ from unittest import mock
 from campaigns.simulate.baton import Baton, Turns
 from campaigns.simulate.faults import RAISED, Faults
 from campaigns.simulate.invariants import BlockTexts, check, check_counters
-from campaigns.simulate.model import MockHeads
+from campaigns.simulate.model import MockReader
 from campaigns.simulate.oracle import Expected, limited, tokenizer
 from campaigns.simulate.scenario import CALLS, CUSTOM, TEXT_VOCAB, Scenario, model_of, oracle_of
 from campaigns.simulate.watch import Watch
@@ -21,8 +21,6 @@ from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.engine.request import Request
 from tests.drive import FunctionDrafter, assert_idle, make_engine
-
-NUM_HEADS = 3
 
 
 class Clock:
@@ -111,12 +109,12 @@ class Simulation:
         method, custom = settings["method"], settings["method"] in CUSTOM
         text = settings["vocab"] == TEXT_VOCAB
         spec = {name: settings[name] for name in ("tree_width", "acceptance")}
-        draft = heads = None
+        draft, given = None, self._drafter(method) if custom else None
         if "draft" in method:
             draft = model_of(settings, self.scenario.seed)
             draft.after = draft.after + settings["blur"] * draft.after.roll(1, 0)
-        if "medusa" in method:
-            heads = MockHeads(self.model, NUM_HEADS)
+        if "dflash" in method:
+            given, custom = [*method.split("+")[:-1], MockReader(self.model, spec["tree_width"])], True
         captured = {size: {k: 1 + 0.1 * k for k in range(64)} for size in (1, 2, 4, 8)}
         costs = StepCosts(captured) if settings["captured"] else StepCosts(packed={1: 1.0, 64: 2.0, 600: 9.0})
         with mock.patch.object(Worker, "measure", return_value=costs):
@@ -127,8 +125,7 @@ class Simulation:
                 min_n=settings["min_n"],
                 spec=spec if custom or method == "none" else {**spec, "method": method},
                 draft_model=draft,
-                heads=heads,  # type: ignore[arg-type]
-                drafter=self._drafter(method) if custom else None,
+                drafter=given,
                 tokenizer=tokenizer() if text else None,
                 max_num_seqs=settings["rows"],
                 max_model_len=settings["window"],

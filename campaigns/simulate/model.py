@@ -7,6 +7,7 @@ last token, which makes texts repetitive, and a row for a checksum of the whole 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanospec.drafters import Drafter, Memory, draft_limits, make_proposal
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.layer.linear import Linear
-from nanospec.models.decoder import Model
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.table import Table
+from nanospec.models.decoder import Model, States
 from tests.tiny import tiny_config
 
 BASE, SUMS, WIDTH = 64, 61, 16  # base of encoded digits, number of checksums, size of a cache entry
@@ -47,7 +51,9 @@ class Mock(Model):
         """Return the logits [N, V] after texts with the last tokens `last` [N] and checksums `total` [N]."""
         return (self.after[last] + self.whole[total]).to(self.dtype)
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(
+        self, batch: Batch, kv_cache: Tensor, states: States = (), inputs: Tensor | None = None
+    ) -> Tensor:
         cache, slots = _bits(kv_cache), batch.slots.numpy()
         entries, kept = _encode(batch.input_ids.numpy(), batch.positions.numpy()), slots >= 0
         bits = entries[kept].view(np.int32)
@@ -63,7 +69,10 @@ class Mock(Model):
                 text = _decode(cache[:, slots])
                 row_masks = None if masks is None else masks[start : start + count].tolist()
                 hidden[start : start + count, :4] = self._states(*text, base, row_masks)
-        return torch.from_numpy(hidden).to(self.dtype)
+        result = torch.from_numpy(hidden).to(self.dtype)
+        for _, to in states:
+            to.copy_(result)
+        return result
 
     def _states(self, ids: Any, positions: Any, base: int, masks: list[int] | None) -> Any:
         """Return the hidden states [n, 4] of the entries from `base` on. `masks`: ancestors in a tree."""
@@ -96,25 +105,42 @@ class Mock(Model):
         return logits if out is None else out[: len(logits)].copy_(logits)
 
 
-class MockHeads:
-    """Medusa heads of a `Mock`. Each head predicts the most likely successor of the previous head's token."""
+class MockReader(Drafter):
+    """A drafter that reads the hidden states of a `Mock`, and drafts the likeliest successors of each token.
+    Before it drafts, it checks that it has read the states of the whole text."""
 
-    token_map, weight_bytes = None, 0
+    name, layers, runs_model, makes_trees = "dflash", (1,), True, True
 
-    def __init__(self, model: Mock, num_heads: int) -> None:
-        self.model, self.num_heads = model, num_heads
+    def __init__(self, model: Mock, width: int) -> None:
+        self.after, self.width, self.memory = model.after.argsort(1, descending=True), width, Memory(0, 64)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [N, num_heads, V] for hidden states [N, H]."""
-        last = hidden[:, 0].long() * BASE + hidden[:, 1].long()
-        logits = []
-        for _ in range(self.num_heads):
-            last = self.model.after[last].argmax(1)
-            logits.append(self.model.after[last])
-        return torch.stack(logits, 1).to(self.model.dtype)
+    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+        self.read_ids = torch.full((num_blocks, table.block_size), -1)  # by slot
 
-    def tokens(self, index: Tensor) -> Tensor:
-        return index.int()
+    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
+        self.read_ids[blocks[num_kept:]] = -1
+
+    def read(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+        ids = hidden[:, 0].long() * BASE + hidden[:, 1].long()
+        rows = batch.rows.repeat_interleave(batch.q_len if batch.prefill else batch.max_q_len)
+        kept = (batch.slots >= 0) & (batch.positions < table.num_tokens[rows])  # others follow a stop token
+        assert torch.equal(ids[kept], batch.input_ids[kept].long()), "states belong to other tokens"
+        self.read_ids.view(-1)[batch.slots[kept].long()] = ids[kept]
+
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        drafts, parents = torch.zeros(2, len(rows), k, dtype=torch.int32)
+        limits = draft_limits(table, rows, k)
+        for b, row in enumerate(rows.tolist()):
+            if limits[b]:
+                ids = table.tokens[row, : int(table.num_tokens[row])]
+                known = self.read_ids[table.block_table[row].long()].flatten()[: len(ids) - 1]
+                assert torch.equal(known, ids[:-1].long()), f"read {known.tolist()} of {ids.tolist()}"
+                width, nodes = min(self.width, int(table.tree_width[row])), [int(ids[-1])]
+                for i in range(k):
+                    parents[b, i] = max(0, i + 1 - width)
+                    nodes.append(int(self.after[nodes[parents[b, i]], i % width]))
+                drafts[b] = torch.tensor(nodes[1:])
+        return make_proposal(drafts, limits, parents if self.width > 1 else None)
 
 
 def entries_of(kv_cache: Tensor) -> tuple[Any, Any]:

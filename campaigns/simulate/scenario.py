@@ -16,7 +16,7 @@ from nanospec.config import SamplingParams, SpecConfig
 from nanospec.drafters.methods import resolve_drafters
 from tests.nanospec.extras.grammar.guided import FORMATS
 
-METHODS = ("none", "ngram", "draft", "medusa", "ngram+draft", "ngram+medusa")
+METHODS = ("none", "ngram", "draft", "dflash", "ngram+draft", "ngram+dflash")
 CUSTOM = ("random", "mostly-correct")  # custom drafters: random drafts, and mostly correct drafts
 CALLS = ("admit", "prefill", "step", "fetch")
 
