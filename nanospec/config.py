@@ -53,7 +53,8 @@ class SpecConfig:
     Attributes:
         method: drafter to use. "ngram" looks up the last tokens in the request's own text and proposes what
             followed them; "draft" runs a small model with the same vocabulary; "dflash" (a block of tokens
-            per pass) and "eagle3" (a token per pass) run a model that reads the target's hidden states.
+            per pass) and "eagle3" (a token per pass, up to 8) run a model that reads the target's hidden
+            states.
             "ngram+draft" and so on run the model only where the lookup finds no match. "none" disables
             speculation.
         draft_model: model for "draft", "dflash" or "eagle3": a local folder, a name under `weights/`, or a
@@ -104,7 +105,8 @@ class SpecConfig:
         model, method = options.pop("model", None), options.pop("method", None)
         if model in ("ngram", "[ngram]"):  # the form of older versions
             model, method = None, "ngram"
-        method = "draft" if method == "draft_model" else method or ("draft" if model else "ngram")
+        named = next((name for name in ("dflash", "eagle3") if name in (model or "").lower()), "draft")
+        method = "draft" if method == "draft_model" else method or (named if model else "ngram")
         if model is not None:
             options["draft_model"] = model
         if "prompt_lookup_min" in options:  # in vLLM, the maximum defaults to the minimum

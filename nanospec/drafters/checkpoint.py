@@ -32,21 +32,18 @@ from ..text import check_number, read_json, shown
 
 PIECE = 64  # columns of a packed lm_head that are computed at a time
 INTEGERS = ("I32", "I64")
-# Tensors that only training needs, or that repeat those of the target.
+# Tensors that are ignored: only training needs them, or the target's embedding is used.
 UNUSED = ("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 
-# Keys of config.json, in addition to those of `transformer_layer_config`, by their use: the settings of a
-# drafter; settings of which only the default is supported; and those without effect.
+# Keys of config.json by their use: settings of a drafter, the layers to read, settings of the decoder layers,
+# and keys without effect. Others are refused unless their value is null or false.
 SETTINGS = {"block_size", "mask_token_id", "norm_before_residual"}
-DEFAULTS_ONLY: dict[str, Any] = {
-    "norm_before_fc": False, "fc_norm": False, "norm_output": False, "sample_from_anchor": False,
-    "use_sliding_window": False, "embed_requires_grad": False, "num_nextn_predict_layers": 1,
-}  # fmt: skip
-LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
+LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")  # numbers of layers
+TARGET_LAYER_IDS = "target_layer_ids"  # indices of layers, whose output is read
 DECODER = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
-    "rope_parameters", "attention_bias", "mlp_bias", "hidden_act", "layer_types", "dtype", "torch_dtype",
+    "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings", "attention_bias", "mlp_bias", "hidden_act", "layer_types", "dtype", "torch_dtype",
 }  # fmt: skip
 NO_EFFECT = {
     "architectures", "attention_dropout", "auto_map", "bos_token_id", "draft_vocab_size",
@@ -96,7 +93,10 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
         if len(distinct) < num_drafted or distinct[0] < 0 or distinct[-1] >= config.vocab_size:
             raise ValueError(f"d2t in {folder} must give distinct ids from 0 to {config.vocab_size - 1}.")
     fc, has_head = make_linear(get("fc.weight")), "lm_head.weight" in stored
-    head = make_linear(get("lm_head.weight")) if has_head else lm_head_for(target, token_map)
+    if has_head:
+        head = make_linear(get("lm_head.weight"))
+    else:
+        head = target.lm_head if token_map is None else make_linear(lm_head_rows(target, token_map))
     size = model.weight_bytes + fc.nbytes + (0 if head is target.lm_head else head.nbytes)
     hidden_norm = None if config.has_inputs else get("hidden_norm.weight")
     return DraftCheckpoint(model, settings, layers, fc, hidden_norm, head, token_map, size)
@@ -125,7 +125,8 @@ def _read_config(
         if not is_eagle:
             check_number("mask_token_id", settings.get("mask_token_id"), 0, config.vocab_size - 1)
             check_number("block_size", settings.get("block_size"), 2, MAX_QUERIES - 1)
-        layers = _layers(given, target.num_layers)
+        n = target.num_layers
+        layers = _layer_ids([2, n // 2, n - 3] if given is None and is_eagle else given, n)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
@@ -137,34 +138,32 @@ def _read_config(
 
 
 def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
-    """Return the keys of the decoder, the settings, and the hidden states to read. (In `dflash_config`, id i
-    is the output of layer i, so i + 1 layers have run.) Raises ValueError for keys that are not supported."""
+    """Return the keys of the decoder, the settings, and the hidden states to read. Raises ValueError for keys
+    that are not supported."""
     nested = "transformer_layer_config", "dflash_config"
     decoder, own = raw.get(nested[0], raw), raw.get(nested[1], {})
     for name, part in zip(nested, (decoder, own), strict=True):
         if not isinstance(part, dict):
             raise ValueError(f"{name}={shown(part)} must be an object.")
     architectures = shown(raw.get("speculators_model_type") or raw.get("architectures"))
-    if method not in architectures.lower():
+    is_eagle = method == "eagle3" and "draft_vocab_size" in raw  # the authors' name is LlamaForCausalLM
+    if method not in architectures.lower() and not (is_eagle and "dflash" not in architectures.lower()):
         raise ValueError(f"architectures={architectures} is not a drafter for method={method!r}.")
     merged = {key: value for key, value in {**decoder, **raw, **own}.items() if key not in nested}
-    known = DECODER | SETTINGS | set(DEFAULTS_ONLY) | set(LAYER_IDS) | NO_EFFECT
-    if unknown := {key for key in merged.keys() - known if not key.startswith("_")}:
+    known = {*DECODER, *SETTINGS, *LAYER_IDS, TARGET_LAYER_IDS, *NO_EFFECT}
+    given = {key for key, value in merged.items() if value not in (None, False) and not key.startswith("_")}
+    if unknown := given - known:
         raise ValueError(f"unknown keys: {listed(unknown)}; they may change the drafter's results.")
-    for key, default in DEFAULTS_ONLY.items():
-        if merged.get(key) not in (None, default):
-            raise ValueError(f"{key}={shown(merged[key])} is not supported; only {default} is.")
     if any(kind != "full_attention" for kind in merged.get("layer_types") or ()):
         raise ValueError(f"layer_types={shown(merged['layer_types'])} must all be 'full_attention'.")
     ids = next((merged[key] for key in LAYER_IDS if merged.get(key) is not None), None)
-    if "target_layer_ids" in own and isinstance(ids, list):
+    if ids is None and isinstance(ids := merged.get(TARGET_LAYER_IDS), list):
         ids = [each + 1 if isinstance(each, int) else each for each in ids]
     return decoder, {key: merged[key] for key in SETTINGS if key in merged}, ids
 
 
-def _layers(given: Any, num_layers: int) -> tuple[int, ...]:
-    """Return the hidden states to read; EAGLE-3's default is three."""
-    ids = [2, num_layers // 2, num_layers - 3] if given is None else given
+def _layer_ids(ids: Any, num_layers: int) -> tuple[int, ...]:
+    """Return the hidden states to read, checked."""
     if not isinstance(ids, list) or not ids:
         raise ValueError(f"the ids of the layers to read are {shown(ids)}; they must be a list.")
     return tuple(check_number("layer to read", each, 0, num_layers) for each in ids)
@@ -199,11 +198,6 @@ def _check(folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: 
         dtypes,
     )
     return int(num_drafted)
-
-
-def lm_head_for(model: Model, token_map: Tensor | None) -> Linear:
-    """Return the model's lm_head, or only its rows for the tokens of `token_map`."""
-    return model.lm_head if token_map is None else make_linear(lm_head_rows(model, token_map))
 
 
 def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:

@@ -18,21 +18,18 @@ from torch import Tensor
 from ..config import SpecConfig
 from ..kernels.batch import Batch
 from ..kernels.layer.residual import Norm, rms_norm
-from ..kernels.speculation.proposal import lay_out_text
 from ..kernels.table import Table
 from .checkpoint import DraftCheckpoint
 from .hidden_states import HiddenStateDrafter, Trees
 
 
 class DFlashDrafter(HiddenStateDrafter):
-    """See the module docstring."""
+    """Drafts a block per forward pass; see the module docstring."""
 
     name = "dflash"
 
     def __init__(self, spec: SpecConfig, target_vocab: int, loaded: DraftCheckpoint) -> None:
         self.mask, self.max_depth = loaded.settings["mask_token_id"], loaded.settings["block_size"] - 1
-        if spec.tree_width == 1:
-            self.max_drafts = self.max_depth
         super().__init__(spec, target_vocab, loaded)
         assert loaded.hidden_norm is not None
         self.hidden_norm = Norm(loaded.hidden_norm, self.model.config.rms_norm_eps)
@@ -43,10 +40,8 @@ class DFlashDrafter(HiddenStateDrafter):
     def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
         k = trees.depth.shape[1]
         depth = min(k, self.max_depth)
-        first, count = table.num_tokens[rows.clamp(min=0)] - 1, num_drafts.clamp(max=depth) + 1
-        count = torch.where(num_drafts > 0, count, 0)
-        bound = int((first + count).max()) if self.may_wait else None
-        block = as_block(lay_out_text(table, rows, first, count, depth + 1, bound))
+        first = table.num_tokens[rows.clamp(min=0)] - 1
+        block = as_block(self._lay_out(table, rows, first, num_drafts, depth + 1))
         ids = block.input_ids.view(-1, depth + 1).clone()
         ids[:, 1:].fill_(self.mask)  # an assignment may copy the number from the host
         hidden = self.model.forward(replace(block, input_ids=ids.flatten()), self.kv)

@@ -20,19 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.speculation.proposal import lay_out_text
 from ..kernels.table import Table
 from ..models.decoder import new_states
 from .hidden_states import HiddenStateDrafter, Trees
 
-MAX_DEPTH = 8  # forward passes per step: deeper drafts are rarely accepted
-
 
 class Eagle3Drafter(HiddenStateDrafter):
-    """See the module docstring."""
+    """Drafts a token per forward pass; see the module docstring."""
 
     name = "eagle3"
-    max_depth = MAX_DEPTH
+    max_depth = 8  # forward passes per step: deeper drafts are rarely accepted
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         S, H = table.num_rows, self.model.config.hidden_size
@@ -74,7 +71,7 @@ class Eagle3Drafter(HiddenStateDrafter):
         width = 0
         for level, nodes in enumerate(trees.ranges[:-1]):
             width = max(width, nodes.stop)  # nodes that have a token, and perhaps others
-            batch = self._layer_batch(table, rows, first, num_drafts, width)
+            batch = self._lay_out(table, rows, first, num_drafts, width)
             batch = replace(batch, input_ids=_flat(ids[:, :width]))
             if self.width > 1:
                 at = torch.where(batch.slots >= 0, positions[:, :width].flatten(), 0).int()
@@ -92,14 +89,6 @@ class Eagle3Drafter(HiddenStateDrafter):
             parent_of = parent.clamp(max=width - 1)[..., None].expand_as(inputs)
             inputs = torch.where(follows[..., None], outputs.view(B, width, -1).gather(1, parent_of), inputs)
         return ids[:, 1:]
-
-    def _layer_batch(
-        self, table: Table, rows: Tensor, first: Tensor, num_drafts: Tensor, width: int
-    ) -> Batch:
-        """Return the batch of the first `width` nodes, at entries `first` [B] and following."""
-        count = torch.where(num_drafts > 0, (num_drafts + 1).clamp(max=width), 0)
-        bound = int((first + count).max()) if self.may_wait else None
-        return lay_out_text(table, rows, first, count, width, bound)
 
 
 def _flat(nodes: Tensor) -> Tensor:

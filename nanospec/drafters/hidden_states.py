@@ -1,8 +1,8 @@
 """Base class of drafters that read the target's hidden states, DFlash and EAGLE-3.
 
-The target's forward pass keeps the hidden states of the layers that the drafter names. `fc` projects them to
-one vector per token, from which the drafter computes keys and values for each position of the text. They are
-in its own KV cache, with the blocks of the target's cache, and are written whenever the target writes its
+The target's forward pass keeps the residual stream after the layers that the drafter names. `fc` projects
+these hidden states to the features of a token, one vector, from which the drafter computes keys and values
+for each position of the text (EAGLE-3 also uses the next token's embedding). They are in its own KV cache, with the blocks of the target's cache, and are written whenever the target writes its
 own: for prompt chunks, and in every step for the tokens that it commits. So the cache holds the K/V of all
 positions before the last committed token, also after steps without drafts, preemption and prefix cache hits.
 
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ..config import SpecConfig
+from ..kernels.batch import Batch
 from ..kernels.sampling import noise
-from ..kernels.speculation.proposal import Proposal, depths_and_masks
+from ..kernels.speculation.proposal import Proposal, depths_and_masks, lay_out_text
 from ..kernels.table import Table
 from ..models import default_drafter, resolve_model
 from ..models.warm_up import warm_up
@@ -55,6 +56,8 @@ class HiddenStateDrafter(Drafter):
     def __init__(self, spec: SpecConfig, target_vocab: int, loaded: DraftCheckpoint) -> None:
         self.model, self.fc, self.head = loaded.model, loaded.fc, loaded.head
         self.layers, self.token_map, self.width = loaded.layers, loaded.token_map, spec.tree_width
+        if self.width == 1:
+            self.max_drafts = self.max_depth
         known = target_vocab if loaded.token_map is None else len(loaded.token_map)
         if self.width > known:
             raise ValueError(f"tree_width={self.width} exceeds the {known} tokens that are drafted.")
@@ -85,28 +88,21 @@ class HiddenStateDrafter(Drafter):
         self.model.zero_blocks(self.kv, blocks[num_kept:])
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        trees = self._trees_of(k)
-        limit = k if self.width > 1 else min(k, self.max_depth)
-        num_drafts = self._ready(table, rows, draft_limits(table, rows, limit))
-        if not self.may_wait:
-            return self._propose(table, rows, num_drafts, trees)
-        active = num_drafts.nonzero().squeeze(1)
-        if not len(active):
+        num_drafts = self._ready(table, rows, draft_limits(table, rows, min(k, self.max_drafts)))
+        active = num_drafts.nonzero().squeeze(1) if self.may_wait else slice(None)
+        some, counts = rows[active], num_drafts[active]
+        if not len(some):
             return no_drafts(rows, k)
-        found = self._propose(table, rows[active], num_drafts[active], trees)
-        drafts = found.drafts.new_zeros(len(rows), k).index_copy_(0, active, found.drafts)
-        counts = torch.zeros_like(num_drafts).index_copy_(0, active, found.num_drafts)
-        parents = None
-        if found.parents is not None:
-            parents = torch.zeros_like(drafts).index_copy_(0, active, found.parents)
-        return make_proposal(drafts, counts, parents)
+        width = (table.tree_width[some.clamp(min=0)] - 1).clamp(0, self.width - 1).long()
+        *columns, ranges = self._trees_of(k)
+        trees = Trees(*(column[width] for column in columns), ranges)
+        counts = torch.minimum(counts, trees.sizes)
+        drafts = self._draft(table, some, counts, trees)
 
-    def _propose(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Proposal:
-        width = (table.tree_width[rows.clamp(min=0)] - 1).clamp(0, self.width - 1).long()
-        trees = Trees._make((*(part[width] for part in trees[:-1]), trees.ranges))
-        num_drafts = torch.minimum(num_drafts, trees.sizes)
-        drafts = self._draft(table, rows, num_drafts, trees)
-        return make_proposal(drafts, num_drafts, trees.parents if self.width > 1 else None)
+        def fill(part: Tensor) -> Tensor:
+            return part.new_zeros(len(rows), *part.shape[1:]).index_put_((active,), part) if self.may_wait else part
+
+        return make_proposal(fill(drafts), fill(counts), fill(trees.parents) if self.width > 1 else None)
 
     # A subclass defines these.
 
@@ -119,6 +115,12 @@ class HiddenStateDrafter(Drafter):
         raise NotImplementedError
 
     # Helpers of subclasses.
+
+    def _lay_out(self, table: Table, rows: Tensor, first: Tensor, num_drafts: Tensor, width: int) -> Batch:
+        """Return a batch of up to `width` tokens per row from index `first` [B] on: one and its drafts."""
+        count = torch.where(num_drafts > 0, (num_drafts + 1).clamp(max=width), 0)
+        bound = int((first + count).max()) if self.may_wait else None
+        return lay_out_text(table, rows, first, count, width, bound)
 
     def _best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor) -> Tensor:
         """Return the W best tokens [B, n, W] int32 at positions [B, n] from hidden states [B * n, H]."""
@@ -136,6 +138,7 @@ class HiddenStateDrafter(Drafter):
         return ids.gather(2, best)
 
     def _trees_of(self, k: int) -> Trees:
+        """Return the trees of widths 1 .. W with up to k drafts."""
         if k not in self._trees:
             parents, depth, rank, sizes = [], [], [], []
             nodes: dict[int, set[int]] = {0: {0}}  # by depth
