@@ -92,8 +92,8 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
     token_map = None
     if "d2t" in stored:
         token_map = (read("d2t").long() + torch.arange(num_drafted)).to(target.device)
-        distinct = token_map.unique()  # sorted
-        if len(distinct) < num_drafted or distinct[0] < 0 or distinct[-1] >= config.vocab_size:
+        valid = token_map[(token_map >= 0) & (token_map < config.vocab_size)].unique()
+        if not 0 < len(valid) == num_drafted:
             raise ValueError(f"d2t in {folder} must give distinct ids from 0 to {config.vocab_size - 1}.")
     fc, has_head = make_linear(get("fc.weight")), "lm_head.weight" in stored
     head = make_linear(get("lm_head.weight")) if has_head else lm_head_for(target, token_map)
@@ -184,7 +184,7 @@ def _check(folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: 
     expected["fc.weight"] = (H, reads * H)
     if not config.has_inputs:
         expected["hidden_norm.weight"] = (H,)
-    num_drafted = slices["d2t"].get_shape()[0] if "d2t" in slices else V
+    num_drafted = (slices["d2t"].get_shape() or [V])[0] if "d2t" in slices else V
     if "d2t" in slices:
         expected["d2t"] = (num_drafted,)
     expected |= {"lm_head.weight": (num_drafted, H), "t2d": (V,), "verifier_norm.weight": (H,)}
