@@ -158,7 +158,7 @@ extern "C" void nanospec_forward(const Forward* args) {
             if (!m.inputs_norm) return;
             normalize(x[t], H, m.layers[0].input_norm, m.eps, normed[t]);
             normalize(args->inputs[t], H, m.inputs_norm, m.eps, normed[t] + H);
-            std::copy_n(m.norm_inputs ? normed[t] + H : args->inputs[t], H, x[t]);
+            std::copy_n(m.norm_before_residual ? normed[t] + H : args->inputs[t], H, x[t]);
         });
         for (long i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
@@ -179,7 +179,7 @@ extern "C" void nanospec_forward(const Forward* args) {
     });
 }
 
-// `Model.write_kv_of` of models/decoder.py
+// `Model.write_kv_from` of models/decoder.py
 extern "C" void nanospec_write_kv(const WriteKV* args) {
     const Model& m = *args->model;
     const long T = args->batch.num_tokens;

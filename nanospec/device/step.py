@@ -1,6 +1,6 @@
 """The complete speculative step:
 
-    propose -> lay out -> forward -> sample -> accept -> commit -> learn, read
+    propose -> lay out -> forward -> sample -> accept -> commit -> learn
 
 It reads and writes the request rows (`kernels/table.py`), the KV cache and the state of the drafters. The
 tokens of a row are its last committed token and its drafts. One forward pass scores them all. At each of
@@ -72,7 +72,7 @@ class Step:
         """Write the K/V of prompt chunks, the target's and those of the drafters that read its states."""
         kept, states = new_states(self.model, batch.num_tokens, self.layers)
         self.model.write_kv(batch, self.kv_cache, states)
-        methods.read(self.drafters, self.table, batch, kept)
+        methods.read_hidden_states(self.drafters, self.table, batch, kept)
 
     def share_logits(self, num_tokens: int) -> None:
         """Allocate a buffer for the logits of all steps of up to `num_tokens` tokens. Otherwise each captured
@@ -120,7 +120,7 @@ class Step:
             for extension in extensions if self.drafters else ():
                 proposal, learned = extension.for_drafters(proposal, learned)
             methods.learn(self.drafters, table, proposal, learned, verdict)
-            methods.read(self.drafters, table, batch, kept, verdict)
+            methods.read_hidden_states(self.drafters, table, batch, kept, verdict)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
 

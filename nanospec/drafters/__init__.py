@@ -1,9 +1,9 @@
 """Base classes of drafters: `Drafter` works on tensors of all rows, `SimpleDrafter` on one row in Python.
 
-A step calls `propose`, verifies the drafts, then calls `learn` and `read`. These calls may be captured in a
-CUDA graph, so they must not synchronize with the device unless `attach` got `may_wait=True`. Per-request
-state belongs in device tensors with one entry per request row, plus a last entry that padding rows may write
-to.
+A step calls `propose`, verifies the drafts, then calls `learn` and `read_hidden_states`. These calls may be
+captured in a CUDA graph, so they must not synchronize with the device unless `attach` got `may_wait=True`.
+Per-request state belongs in device tensors with one entry per request row, plus a last entry that padding
+rows may write to.
 
 Pass an instance to `LLM(model, drafter=...)`; `docs/extend-drafter.md` shows how to write a drafter.
 """
@@ -53,7 +53,9 @@ class Drafter:
     runs_model: bool = False  # whether drafting takes significant time; such a drafter must be the last
     reads_on_host: bool = False  # whether `propose` waits for the device, so that steps cannot be captured
     makes_trees: bool = False  # whether a tree width above 1 is supported
-    layers: tuple[int, ...] = ()  # hidden states of the target to read, as numbers of layers that have run
+    hidden_state_layers: tuple[
+        int, ...
+    ] = ()  # hidden states of the target to read, as numbers of layers that have run
     memory: Memory = Memory()  # the memory that it needs
 
     def __init_subclass__(cls) -> None:
@@ -93,9 +95,10 @@ class Drafter:
         """Update state after a step, from the verdict on `batch`. `proposal.drafter` is NO_DRAFTER for rows
         without drafts from this drafter."""
 
-    def read(self, table: Table, batch: Batch, hidden: Tensor) -> None:
-        """Update state from the target's hidden states [T, n * H] after each of the n `layers`. `batch` has
-        the tokens that they belong to, all committed: prompt chunks, and the tokens whose K/V a step kept."""
+    def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+        """Update state from hidden states [T, n * H] of the target, its residual stream (without the final
+        norm) after each of the n `hidden_state_layers`. `batch` has the tokens that they belong to, all
+        committed: prompt chunks, and the tokens whose K/V a step kept."""
 
 
 class SimpleDrafter(Drafter):

@@ -13,7 +13,7 @@ the target that are read, and Vd tokens that can be drafted, a folder has these 
     embed_tokens.weight  [V, H]        optional: the target's
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,14 +43,15 @@ TARGET_LAYER_IDS = "target_layer_ids"  # indices of layers, whose output is read
 DECODER = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
-    "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings", "attention_bias", "mlp_bias", "hidden_act", "layer_types", "dtype", "torch_dtype",
+    "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings", "attention_bias",
+    "mlp_bias", "hidden_act", "layer_types", "dtype", "torch_dtype",
 }  # fmt: skip
 NO_EFFECT = {
-    "architectures", "attention_dropout", "auto_map", "bos_token_id", "draft_vocab_size",
-    "eos_token_id", "has_no_defaults_at_init", "initializer_range", "max_window_layers", "model_type",
-    "num_target_layers", "pad_token_id", "pretraining_tp", "sliding_window", "sliding_window_non_causal",
-    "speculators_config", "speculators_model_type", "speculators_version", "target_hidden_size",
-    "tie_word_embeddings", "transformers_version", "use_cache",
+    "architectures", "attention_dropout", "auto_map", "bos_token_id", "draft_vocab_size", "eos_token_id",
+    "has_no_defaults_at_init", "initializer_range", "max_window_layers", "model_type", "num_target_layers",
+    "pad_token_id", "pretraining_tp", "sliding_window", "sliding_window_non_causal", "speculators_config",
+    "speculators_model_type", "speculators_version", "target_hidden_size", "tie_word_embeddings",
+    "transformers_version", "use_cache",
 }  # fmt: skip
 
 
@@ -62,7 +63,7 @@ class DraftCheckpoint(NamedTuple):
     layers: tuple[int, ...]  # hidden states to read, as numbers of layers that have run
     fc: Linear
     hidden_norm: Tensor | None  # [H] for DFlash
-    head: Linear  # [Vd, H]
+    lm_head: Linear  # [Vd, H]
     token_map: Tensor | None  # [Vd] int64, the id of each drafted token; None: its index
     weight_bytes: int
 
@@ -70,10 +71,14 @@ class DraftCheckpoint(NamedTuple):
 def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint:
     """Load the drafter in a folder for the target. `method` is "dflash" or "eagle3". Raises FileNotFoundError
     if a file is missing, ValueError if one is corrupt, not supported, or made for another target."""
-    config, settings, layers = _read_config(folder, target.config, method)
+    raw = read_json(folder / "config.json")
     files = [open_safetensors(file) for file in weight_files(folder)]
-    stored = {_name(name): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
-    num_drafted = _check(folder, config, stored, len(layers))
+    stored = {_own_name(name): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
+    try:
+        config, settings, layers = _read_config(raw, stored, target.config, method)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    num_drafted = _check_tensors(folder, config, stored, len(layers))
 
     def read(name: str) -> Tensor:
         file, stored_name = stored[name]
@@ -89,52 +94,50 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
     token_map = None
     if "d2t" in stored:
         token_map = (read("d2t").long() + torch.arange(num_drafted)).to(target.device)
-        distinct = token_map.unique()  # sorted
-        if len(distinct) < num_drafted or distinct[0] < 0 or distinct[-1] >= config.vocab_size:
+        valid = token_map[(token_map >= 0) & (token_map < config.vocab_size)].unique()
+        if not 0 < len(valid) == num_drafted:
             raise ValueError(f"d2t in {folder} must give distinct ids from 0 to {config.vocab_size - 1}.")
-    fc, has_head = make_linear(get("fc.weight")), "lm_head.weight" in stored
-    if has_head:
-        head = make_linear(get("lm_head.weight"))
+    fc, hidden_norm = make_linear(get("fc.weight")), None if config.has_inputs else get("hidden_norm.weight")
+    if "lm_head.weight" in stored:
+        lm_head = make_linear(get("lm_head.weight"))
     else:
-        head = target.lm_head if token_map is None else make_linear(lm_head_rows(target, token_map))
-    size = model.weight_bytes + fc.nbytes + (0 if head is target.lm_head else head.nbytes)
-    hidden_norm = None if config.has_inputs else get("hidden_norm.weight")
-    return DraftCheckpoint(model, settings, layers, fc, hidden_norm, head, token_map, size)
+        lm_head = target.lm_head if token_map is None else make_linear(lm_head_rows(target, token_map))
+    size = model.weight_bytes + fc.nbytes + (0 if lm_head is target.lm_head else lm_head.nbytes)
+    return DraftCheckpoint(model, settings, layers, fc, hidden_norm, lm_head, token_map, size)
 
 
 def _read_config(
-    folder: Path, target: ModelConfig, method: str
+    raw: Raw, stored: Collection[str], target: ModelConfig, method: str
 ) -> tuple[ModelConfig, dict[str, Any], tuple[int, ...]]:
     """Return the config of the drafter's layers, its settings, and the hidden states to read."""
-    path, is_eagle = folder / "config.json", method == "eagle3"
-    try:
-        decoder, settings, given = _read_settings(read_json(path), method)
-        bias = get_value(decoder, "attention_bias", bool, False)
-        config = build_config(
-            decoder,
-            qk_norm=not is_eagle or decoder.get("model_type") == "qwen3",
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=get_value(decoder, "mlp_bias", bool, False),
-            has_inputs=is_eagle,
-            norm_inputs=get_value(settings, "norm_before_residual", bool, False),
-            max_position_embeddings=target.max_position_embeddings,
-        )
-        if is_eagle and config.num_layers != 1:
-            raise ValueError(f"num_hidden_layers={config.num_layers} must be 1 for EAGLE-3.")
-        if not is_eagle:
-            check_number("mask_token_id", settings.get("mask_token_id"), 0, config.vocab_size - 1)
-            check_number("block_size", settings.get("block_size"), 2, MAX_QUERIES - 1)
-        n = target.num_layers
-        layers = _layer_ids([2, n // 2, n - 3] if given is None and is_eagle else given, n)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    decoder, settings, ids = _read_settings(raw, method)
+    is_eagle, bias = method == "eagle3", get_value(decoder, "attention_bias", bool, False)
+    config = build_config(
+        decoder,
+        qk_norm=not is_eagle or "layers.0.self_attn.q_norm.weight" in stored,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=get_value(decoder, "mlp_bias", bool, False),
+        has_inputs=is_eagle,
+        norm_before_residual=get_value(settings, "norm_before_residual", bool, False),
+        max_position_embeddings=target.max_position_embeddings,
+    )
     if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
         raise ValueError(
-            f"The drafter in {folder} is for a model with hidden size {config.hidden_size} and "
-            f"{config.vocab_size} tokens, but the target has {target.hidden_size} and {target.vocab_size}."
+            f"the drafter is for a model with hidden size {config.hidden_size} and {config.vocab_size} "
+            f"tokens, but the target has {target.hidden_size} and {target.vocab_size}."
         )
-    return config, settings, layers
+    if is_eagle:
+        if config.num_layers != 1:
+            raise ValueError(f"num_hidden_layers={config.num_layers} must be 1 for EAGLE-3.")
+        n = target.num_layers
+        ids = [2, n // 2, n - 3] if ids is None else ids
+    else:
+        check_number("mask_token_id", settings.get("mask_token_id"), 0, config.vocab_size - 1)
+        check_number("block_size", settings.get("block_size"), 2, MAX_QUERIES - 1)
+    if not isinstance(ids, list) or not ids:
+        raise ValueError(f"the layers to read are {shown(ids)}; they must be a list of ids.")
+    return config, settings, tuple(check_number("layer to read", n, 0, target.num_layers) for n in ids)
 
 
 def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
@@ -146,8 +149,8 @@ def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
         if not isinstance(part, dict):
             raise ValueError(f"{name}={shown(part)} must be an object.")
     architectures = shown(raw.get("speculators_model_type") or raw.get("architectures"))
-    is_eagle = method == "eagle3" and "draft_vocab_size" in raw  # the authors' name is LlamaForCausalLM
-    if method not in architectures.lower() and not (is_eagle and "dflash" not in architectures.lower()):
+    unnamed = "eagle3" if raw.get("draft_vocab_size") else None  # some are named LlamaForCausalLM
+    if method != next((m for m in ("dflash", "eagle3") if m in architectures.lower()), unnamed):
         raise ValueError(f"architectures={architectures} is not a drafter for method={method!r}.")
     merged = {key: value for key, value in {**decoder, **raw, **own}.items() if key not in nested}
     known = {*DECODER, *SETTINGS, *LAYER_IDS, TARGET_LAYER_IDS, *NO_EFFECT}
@@ -162,19 +165,12 @@ def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
     return decoder, {key: merged[key] for key in SETTINGS if key in merged}, ids
 
 
-def _layer_ids(ids: Any, num_layers: int) -> tuple[int, ...]:
-    """Return the hidden states to read, checked."""
-    if not isinstance(ids, list) or not ids:
-        raise ValueError(f"the ids of the layers to read are {shown(ids)}; they must be a list.")
-    return tuple(check_number("layer to read", each, 0, num_layers) for each in ids)
-
-
-def _name(stored: str) -> str:
+def _own_name(stored: str) -> str:
     """Return the name of a tensor in the module docstring."""
     return stored.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
-def _check(folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: int) -> int:
+def _check_tensors(folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: int) -> int:
     """Raise ValueError unless the tensors fit the config. Return the number of drafted tokens."""
     H, V = config.hidden_size, config.vocab_size
     slices = {name: file.get_slice(stored_name) for name, (file, stored_name) in stored.items()}
@@ -183,7 +179,7 @@ def _check(folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: 
     expected["fc.weight"] = (H, reads * H)
     if not config.has_inputs:
         expected["hidden_norm.weight"] = (H,)
-    num_drafted = slices["d2t"].get_shape()[0] if "d2t" in slices else V
+    num_drafted = (slices["d2t"].get_shape() or [V])[0] if "d2t" in slices else V
     if "d2t" in slices:
         expected["d2t"] = (num_drafted,)
     expected |= {"lm_head.weight": (num_drafted, H), "t2d": (V,), "verifier_norm.weight": (H,)}

@@ -34,8 +34,8 @@ class DFlashDrafter(HiddenStateDrafter):
         assert loaded.hidden_norm is not None
         self.hidden_norm = Norm(loaded.hidden_norm, self.model.config.rms_norm_eps)
 
-    def read(self, table: Table, batch: Batch, hidden: Tensor) -> None:
-        self.model.write_kv_of(rms_norm(self.fc(hidden), self.hidden_norm), batch, self.kv)
+    def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+        self.model.write_kv_from(rms_norm(self.fc(hidden), self.hidden_norm), batch, self.kv)
 
     def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
         k = trees.depth.shape[1]

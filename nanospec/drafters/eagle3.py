@@ -33,9 +33,9 @@ class Eagle3Drafter(HiddenStateDrafter):
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         S, H = table.num_rows, self.model.config.hidden_size
-        # [S + 1, H] and [S + 1]: the projected states of a row's last entry, and that entry; the last row of
+        # [S + 1, H] and [S + 1]: the features of a row's last entry, and that entry; the last row of
         # both is padding.
-        self.states = torch.zeros(S + 1, H, dtype=self.model.dtype, device=table.device)
+        self.features = torch.zeros(S + 1, H, dtype=self.model.dtype, device=table.device)
         self.entry = torch.full((S + 1,), -2, dtype=torch.int32, device=table.device)
         super().attach(table, num_blocks, max_tokens, may_wait)
 
@@ -46,15 +46,15 @@ class Eagle3Drafter(HiddenStateDrafter):
         index = rows.clamp(min=0)
         return torch.where(self.entry[index] == table.num_tokens[index] - 2, num_drafts, 0)
 
-    def read(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+    def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         T = batch.num_tokens
-        states = self.fc(hidden)
+        features = self.fc(hidden)
         row = torch.searchsorted(batch.q_start, torch.arange(T, device=hidden.device), right=True) - 1
         following = (batch.positions + 1).clamp(max=table.max_context - 1)
         ids = table.tokens[batch.rows.clamp(min=0)[row], following]
-        self.model.write_kv_of(self.model.wide_inputs(ids, states), batch, self.kv)
+        self.model.write_kv_from(self.model.wide_inputs(ids, features), batch, self.kv)
         rows = torch.where(batch.q_len > 0, batch.rows, -1)
-        self.states[rows] = states[(batch.q_start + batch.q_len - 1).clamp(0, T - 1)]
+        self.features[rows] = features[(batch.q_start + batch.q_len - 1).clamp(0, T - 1)]
         self.entry[rows] = batch.base_len + batch.q_len - 1
 
     def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
@@ -62,11 +62,10 @@ class Eagle3Drafter(HiddenStateDrafter):
         index = rows.clamp(min=0)
         first = (table.num_tokens[index] - 2).clamp(min=0)
         # Of each node [B, k + 1]: depth, parent, rank, token and input.
-        depth, parent, rank = (
-            F.pad(part, (1, 0)).long() for part in (trees.depth, trees.parents, trees.rank)
-        )
+        columns = trees.depth, trees.parents, trees.rank
+        depth, parent, rank = (F.pad(column, (1, 0)).long() for column in columns)
         ids = F.pad(table.tokens[index, first + 1][:, None], (0, k))
-        inputs = F.pad(self.states[index][:, None], (0, 0, 0, k))
+        inputs = F.pad(self.features[index][:, None], (0, 0, 0, k))
         positions = first[:, None] + depth
         width = 0
         for level, nodes in enumerate(trees.ranges[:-1]):

@@ -2,11 +2,11 @@
 
 The target's forward pass keeps the residual stream after the layers that the drafter names. `fc` projects
 these hidden states to the features of a token, one vector, from which the drafter computes keys and values
-for each position of the text (EAGLE-3 also uses the next token's embedding). They are in its own KV cache, with the blocks of the target's cache, and are written whenever the target writes its
-own: for prompt chunks, and in every step for the tokens that it commits. So the cache holds the K/V of all
-positions before the last committed token, also after steps without drafts, preemption and prefix cache hits.
-
-While it drafts, the drafter writes to the positions that follow; the next `read` overwrites them.
+for each position of the text (EAGLE-3 also uses the next token's embedding). They are in its own KV cache,
+with the blocks of the target's cache, and are written whenever the target writes its own: for prompt chunks,
+and in every step for the tokens that it commits. So the cache holds the K/V of all positions before the last
+committed token, also after steps without drafts, preemption and prefix cache hits. While it drafts, the
+drafter writes to the positions that follow, which `read_hidden_states` overwrites.
 
 Drafts of one position are ranked by the logits. For a request that samples, the `CONTENDERS` most likely
 tokens are ranked with the noise that the target will use at that position, so drafter and target draw the
@@ -16,7 +16,7 @@ combined into a tree of fixed shape.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +54,12 @@ class HiddenStateDrafter(Drafter):
     max_depth: int  # the largest depth of a draft
 
     def __init__(self, spec: SpecConfig, target_vocab: int, loaded: DraftCheckpoint) -> None:
-        self.model, self.fc, self.head = loaded.model, loaded.fc, loaded.head
-        self.layers, self.token_map, self.width = loaded.layers, loaded.token_map, spec.tree_width
+        self.model, self.fc, self.lm_head = loaded.model, loaded.fc, loaded.lm_head
+        self.hidden_state_layers, self.token_map, self.width = (
+            loaded.layers,
+            loaded.token_map,
+            spec.tree_width,
+        )
         if self.width == 1:
             self.max_drafts = self.max_depth
         known = target_vocab if loaded.token_map is None else len(loaded.token_map)
@@ -80,27 +84,33 @@ class HiddenStateDrafter(Drafter):
         self.may_wait = may_wait
         self.kv = self.model.allocate_kv_cache(num_blocks, table.block_size)
         if not may_wait:
-            width = len(self.layers) * self.model.config.hidden_size
+            width = len(self.hidden_state_layers) * self.model.config.hidden_size
             states = torch.zeros(max_tokens, width, dtype=self.model.dtype, device=table.device)
-            warm_up(self.model, table, max_tokens, lambda b: self.read(table, b, states[: b.num_tokens]))
+            warm_up(
+                self.model,
+                table,
+                max_tokens,
+                lambda b: self.read_hidden_states(table, b, states[: b.num_tokens]),
+            )
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         self.model.zero_blocks(self.kv, blocks[num_kept:])
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         num_drafts = self._ready(table, rows, draft_limits(table, rows, min(k, self.max_drafts)))
-        active = num_drafts.nonzero().squeeze(1) if self.may_wait else slice(None)
+        active: Any = num_drafts.nonzero().squeeze(1) if self.may_wait else slice(None)
         some, counts = rows[active], num_drafts[active]
         if not len(some):
             return no_drafts(rows, k)
         width = (table.tree_width[some.clamp(min=0)] - 1).clamp(0, self.width - 1).long()
         *columns, ranges = self._trees_of(k)
-        trees = Trees(*(column[width] for column in columns), ranges)
+        trees = Trees._make((*(column[width] for column in columns), ranges))
         counts = torch.minimum(counts, trees.sizes)
         drafts = self._draft(table, some, counts, trees)
 
         def fill(part: Tensor) -> Tensor:
-            return part.new_zeros(len(rows), *part.shape[1:]).index_put_((active,), part) if self.may_wait else part
+            whole = part.new_zeros(len(rows), *part.shape[1:])
+            return whole.index_copy_(0, active, part) if self.may_wait else part
 
         return make_proposal(fill(drafts), fill(counts), fill(trees.parents) if self.width > 1 else None)
 
@@ -125,7 +135,7 @@ class HiddenStateDrafter(Drafter):
     def _best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor) -> Tensor:
         """Return the W best tokens [B, n, W] int32 at positions [B, n] from hidden states [B * n, H]."""
         index = rows.clamp(min=0)[:, None]
-        scores = self.head(hidden).float().unflatten(0, positions.shape)  # [B, n, Vd]
+        scores = self.lm_head(hidden).float().unflatten(0, positions.shape)  # [B, n, Vd]
         temperature = table.temperature[index]
         is_greedy = self.may_wait and not temperature.any()
         number = self.width if is_greedy else max(CONTENDERS, self.width)

@@ -181,8 +181,8 @@ def propose(
 
 
 def layers_of(drafters: Sequence[Drafter]) -> list[int]:
-    """Return the `layers` of all drafters, one after the other."""
-    return [n for drafter in drafters for n in drafter.layers]
+    """Return the `hidden_state_layers` of all drafters, one after the other."""
+    return [n for drafter in drafters for n in drafter.hidden_state_layers]
 
 
 def learn(
@@ -196,21 +196,22 @@ def learn(
         drafter.learn(table, visible, batch, verdict)
 
 
-def read(
+def read_hidden_states(
     drafters: Sequence[Drafter], table: Table, batch: Batch, hidden: Tensor, verdict: Verdict | None = None
 ) -> None:
-    """Call `read` of each drafter that reads hidden states, with its columns of `hidden` [T, n * H], the
-    states of `layers_of`. After a step, these are of its drafts too, and `verdict` selects the tokens."""
+    """Call `read_hidden_states` of each drafter with its columns of `hidden` [T, n * H], the states of
+    `layers_of`. After a step, these are of its drafts too, and `verdict` selects the tokens."""
     if not (number := len(layers_of(drafters))):
         return
     if verdict is not None:
         index = (batch.q_start[:, None] + verdict.path).flatten()
         hidden, width = hidden[index.clamp(max=len(hidden) - 1)], verdict.path.shape[1]
         batch = lay_out_text(table, batch.rows, batch.base_len, verdict.num_emitted, width)
-    parts = hidden.split([len(drafter.layers) * hidden.shape[1] // number for drafter in drafters], 1)
+    size = hidden.shape[1] // number
+    parts = hidden.split([len(drafter.hidden_state_layers) * size for drafter in drafters], 1)
     for drafter, part in zip(drafters, parts, strict=True):
-        if drafter.layers:
-            drafter.read(table, batch, part.contiguous())
+        if drafter.hidden_state_layers:
+            drafter.read_hidden_states(table, batch, part.contiguous())
 
 
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:

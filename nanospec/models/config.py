@@ -75,10 +75,10 @@ class ModelConfig:
     logit_softcap: float | None = None  # the same for the logits
     embedding_scale: float = 1.0  # embeddings are multiplied by it, rounded to the compute dtype
     tie_word_embeddings: bool = False  # lm_head shares the weight of the embedding
-    # For a drafter of one layer (EAGLE-3): the residual stream begins with inputs [T, H] (with `norm_inputs`,
-    # their norm), and q, k and v are computed from the norms of both the embedding and these.
+    # For a drafter of one layer (EAGLE-3): the residual stream begins with inputs [T, H], or their norm if
+    # `norm_before_residual`, and q, k and v are computed from the norms of both the embedding and these.
     has_inputs: bool = False
-    norm_inputs: bool = False
+    norm_before_residual: bool = False
     dtype: str = "float32"  # one of `DTYPES`; that of the checkpoint, according to its config
 
     def __post_init__(self) -> None:

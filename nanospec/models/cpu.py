@@ -43,7 +43,7 @@ class CompiledModel(Model):
             c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
             *map(packed.double, (c.rms_norm_eps, scalar, c.attention_softcap or 0, self.embedding_scale)),
             c.gate == "gelu", *embedding.words(), self._norm(self.norm), self._norm(self.inputs_norm),
-            c.norm_inputs, self._layers.buffer_info()[0],
+            c.norm_before_residual, self._layers.buffer_info()[0],
         )  # fmt: skip
 
     def forward(
@@ -59,7 +59,7 @@ class CompiledModel(Model):
         else:  # without an output, the last layer stops after its keys and values
             self._run(batch, kv_cache, None, states)
 
-    def write_kv_of(self, x: Tensor, batch: Batch, kv_cache: Tensor) -> None:
+    def write_kv_from(self, x: Tensor, batch: Batch, kv_cache: Tensor) -> None:
         call(
             "nanospec_write_kv", self._model.buffer_info()[0], *batch.native_args,
             *packed.cache_words(kv_cache), *packed.row_words(x), torch.get_num_threads(),

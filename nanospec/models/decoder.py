@@ -159,7 +159,7 @@ class Model:
             residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
         else:
             wide = self.wide_inputs(batch.input_ids, inputs)
-            start = wide[:, inputs.shape[1] :].contiguous() if self.config.norm_inputs else inputs
+            start = wide[:, inputs.shape[1] :].contiguous() if self.config.norm_before_residual else inputs
             residual = Residual(start, norms[0])
         for n, (layer, cache, norm) in enumerate(zip(self.layers, kv_cache, norms[1:], strict=True)):
             _keep(residual, n, states)
@@ -179,7 +179,7 @@ class Model:
         last layer."""
         self.forward(batch, kv_cache, states)
 
-    def write_kv_of(self, x: Tensor, batch: Batch, kv_cache: Tensor) -> None:
+    def write_kv_from(self, x: Tensor, batch: Batch, kv_cache: Tensor) -> None:
         """Write the keys and values that each layer computes from x [T, H], or [T, 2 H] in models with
         `config.has_inputs`, instead of from its own normalized input."""
         angles = self._angles(batch)

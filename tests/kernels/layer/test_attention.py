@@ -3,17 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from nanospec.drafters.dflash import as_block
 from nanospec.kernels.launch import GPUS, counters, forced
 from nanospec.kernels.layer import attention, split_kv
 from nanospec.kernels.layer.attention import AttentionMetadata
-from tests.kernels.texts import Part, Texts, divide, random_trees
+from tests.kernels.texts import Part, Texts, divide, random_trees, scored
 from tests.util import assert_close, error_ratio
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -92,6 +93,32 @@ def compare_with_naive(case: Case, tolerance: float, device: str | torch.device 
 def test_kernels_match_naive(name: str) -> None:
     with forced(gpu=GPUS[CASES[name].target]):
         compare_with_naive(CASES[name], {FP16: 1e-3, FP32: 1e-6}[CASES[name].dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["naive", "triton"])
+@pytest.mark.parametrize(
+    ("shape", "heads"), [([(70, 20), (0, 1), (505, 9)], (9, 1, 64)), ([(3, 63)], (4, 2, 80))]
+)
+def test_blocks_attend_to_the_whole_row(backend: Any, shape: Shape, heads: Heads) -> None:
+    """Compare with dense attention, with more queries than a tile of columns and across spans."""
+    texts, parts = requests(shape, heads)
+    batch, q = texts.batch(parts)
+    if backend == "naive":  # reads whole blocks
+        texts, q = (
+            replace(texts, cache=texts.cache.nan_to_num(), block_table=texts.block_table.clamp(min=0)),
+            q.nan_to_num(),
+        )
+        batch = replace(batch, block_table=texts.block_table)
+    with forced(backend):
+        out = scored(batch, attention.attention(q, texts.cache, AttentionMetadata(as_block(batch)), 0.1))
+    for r, base, n in parts:
+        j, size = torch.arange(base + n), texts.cache.shape[3]
+        keys, values = texts.cache[:, :, texts.block_table[r, j // size].long(), j % size].double()
+        keys, values = (part.repeat_interleave(heads[0] // heads[1], 0) for part in (keys, values))
+        weights = (torch.einsum("qhd,hkd->hqk", texts.q[r, base : base + n].double(), keys) * 0.1).softmax(-1)
+        assert_close(out[:n], torch.einsum("hqk,hkd->qhd", weights, values), 1e-6, f"row {r}")
+        out = out[n:]
 
 
 def check_independence(

@@ -32,7 +32,9 @@ def test_output_is_independent_of_drafts_and_batch() -> None:
             assert outcome(request) == wanted, (k, job)
 
 
-@pytest.mark.parametrize(("method", "eager"), [("ngram", True), ("ngram+dflash", False), ("ngram+eagle3", True)])
+@pytest.mark.parametrize(
+    ("method", "eager"), [("ngram", True), ("ngram+dflash", False), ("ngram+eagle3", True)]
+)
 def test_trees_do_not_change_tokens_or_logprobs(method: str, eager: bool) -> None:
     """Some requests are longer than one span of attention, which would reveal a change of summation order."""
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "num_heads": 8}

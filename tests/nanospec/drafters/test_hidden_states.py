@@ -56,7 +56,7 @@ class Checked:
         drafter.propose, drafter._best = self.propose, self.best  # type: ignore[method-assign]
 
     def best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor) -> Tensor:
-        logits = self.drafter.head(hidden).float().unflatten(0, positions.shape)
+        logits = self.drafter.lm_head(hidden).float().unflatten(0, positions.shape)
         self.calls.append((rows.clone(), positions.clone(), logits.clone()))
         return self._best(hidden, table, rows, positions)
 
@@ -161,7 +161,7 @@ def test_drafts_follow_the_reference(case: str, mode: str, tmp_path: Path) -> No
         drafter: Any = engine.worker.drafters[-1]
         reference = Reference(
             folder, weights["model.embed_tokens.weight"], weights["lm_head.weight"],
-            lambda text: states_of(model, text, drafter.layers),
+            lambda text: states_of(model, text, drafter.hidden_state_layers),
         )  # fmt: skip
         checked = Checked(drafter, reference, 0.2 if dtype == torch.bfloat16 else 1e-4)
         choose, rng = engine.policy.choose, random.Random(0)

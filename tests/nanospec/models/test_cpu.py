@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanospec.drafters.dflash import as_block
 from nanospec.kernels import native
+from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.quantized import Quantized, quantize
 from nanospec.kernels.speculation.proposal import Proposal, lay_out
@@ -24,6 +27,7 @@ from nanospec.models.cpu import CompiledModel, computed_by, model_class
 from nanospec.models.decoder import GetWeight, Model
 from tests.random_weights import random_weights
 from tests.tiny import GEMMA, ModelRunner, tiny_config, tiny_model
+from tests.util import assert_close
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler: install g++")
 
@@ -95,6 +99,18 @@ def tokens(model: Model, count: int, seed: int = 0) -> Tensor:
     return torch.randint(model.config.vocab_size, (count,), generator=generator)
 
 
+def exact(model: Model) -> Model:
+    """Return the model in float64 and PyTorch."""
+    get = weights(model.config)
+
+    def get_exact(name: str) -> Tensor:
+        weight = get(name)
+        return (weight.dequantize() if isinstance(weight, Quantized) else weight).double()
+
+    with forced("naive"):
+        return Model(model.config, torch.float64, "cpu", get_exact)
+
+
 def test_logits_are_close_to_float64(model: Model) -> None:
     """Test prompts longer than a span, one and several tokens, packed and padded."""
     steps: list[dict[str, Any]] = [
@@ -103,15 +119,7 @@ def test_logits_are_close_to_float64(model: Model) -> None:
         {"chunks": {1: tokens(model, 2, 6), 0: tokens(model, 7, 7)}, "pad_to": 9},
     ]
     runner, other = ModelRunner(model, 3, 640, 16), ModelRunner(model, 3, 640, 64)
-    get = weights(model.config)
-
-    def get_exact(name: str) -> Tensor:
-        weight = get(name)
-        return (weight.dequantize() if isinstance(weight, Quantized) else weight).double()
-
-    with forced("naive"):
-        exact = Model(model.config, torch.float64, "cpu", get_exact)
-    wanted = ModelRunner(exact, 3, 640)
+    wanted = ModelRunner(exact(model), 3, 640)
     for step in steps:
         actual, same = runner.step(**step), other.step(**step)
         with forced("naive"):
@@ -167,6 +175,22 @@ def poisoned(model: Model, block_size: int) -> ModelRunner:
     runner.cache[:, :, :, 0] = torch.nan
     runner.cache[:, :, :, 1] = torch.finfo(BF16).max
     return runner
+
+
+@pytest.mark.parametrize("name", ["gqa", "mqa-d80-biases", "group20-d256"])
+def test_blocks_are_close_to_float64(name: str) -> None:
+    """Queries of a block attend to later ones, also with more queries than a tile of attention."""
+    model, base, count = build_model(name), (250, 0, 61), (20, 3, 1)
+    outputs, rows = [], torch.arange(3, dtype=torch.int32)
+    for runner in (ModelRunner(exact(model), 3, 640), poisoned(model, 16), poisoned(model, 64)):
+        runner.step({row: tokens(model, n, row) for row, n in enumerate(base) if n})
+        batch = as_block(Batch.from_grid(runner.table, rows, torch.tensor(base), torch.tensor(count), 20))
+        ids = torch.where(batch.slots >= 0, torch.arange(60) % 9, 0).int()
+        with forced("naive" if runner.model.dtype == torch.float64 else "auto"), threads(len(outputs) + 1):
+            hidden = runner.model.forward(replace(batch, input_ids=ids), runner.cache)
+        outputs.append(hidden[batch.slots >= 0].double())
+    assert_close(outputs[1], outputs[0], 0.03 if "biases" in name else TOLERANCE)
+    assert torch.equal(outputs[1], outputs[2])
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:
