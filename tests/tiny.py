@@ -150,15 +150,20 @@ def checkpoint(
     return folder
 
 
-def reference_logits(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return the logits [T, V] of transformers for one sequence ids [T], by default in float64."""
+def reference(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """Return the output of transformers for one sequence ids [T], by default in float64."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
     )
     with torch.no_grad():
-        logits: Tensor = model(ids[None].long()).logits[0]
+        return model(ids[None].long(), **options)
+
+
+def reference_logits(folder: Path, ids: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the logits [T, V] of transformers for one sequence ids [T]."""
+    logits: Tensor = reference(folder, ids, dtype).logits[0]
     return logits
 
 

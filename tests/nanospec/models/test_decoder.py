@@ -10,8 +10,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanospec.drafters.checkpoint import lm_head_rows
+from nanospec.kernels.batch import Batch, Chunk
+from nanospec.kernels.launch import forced
+from nanospec.kernels.layer.residual import rms_norm
+from nanospec.models.cpu import CompiledModel
+from nanospec.models.decoder import new_states
 from nanospec.models.weights import load_model
-from tests.tiny import VARIANTS, ModelRunner, checkpoint, num_parameters, reference_logits, tiny_model
+from tests.tiny import (
+    VARIANTS,
+    ModelRunner,
+    checkpoint,
+    num_parameters,
+    reference,
+    reference_logits,
+    tiny_model,
+)
 from tests.util import assert_close, error_ratio
 
 
@@ -32,6 +45,33 @@ def test_logits_match_transformers_in_any_chunks(variant: str, tmp_path: Path) -
                 wanted = expected[row][starts[row] : runner.length[row]]
                 assert assert_close(logits, wanted, 1e-5, f"row {row} from {starts[row]}") < 1e-4
         assert tuple(runner.length) == (100, 37)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["naive", "native", "triton"])
+def test_kept_states_match_transformers(backend: Any, tmp_path: Path) -> None:
+    """Keep the states after each number of layers, in a forward pass and when a prompt is only written."""
+    dtype = torch.bfloat16 if backend == "native" else torch.float32
+    folder, ids = checkpoint(tmp_path, "gemma2-caps", dtype), tokens(37)
+    expected = reference(folder, ids, output_hidden_states=True).hidden_states
+    with forced(backend):
+        model = load_model(folder, dtype, "cpu")
+        assert isinstance(model, CompiledModel) == (backend == "native")
+        runner, last = ModelRunner(model, 1, 48), model.config.num_layers
+        runner.table.tokens[0, :37] = ids
+        batch = Batch.from_chunks(runner.table, [Chunk(0, 0, 37)])
+        for layers, run in (
+            ([0, last, 2, 1], model.forward),
+            ([2, 0], model.write_kv),
+            ([last], model.write_kv),
+        ):
+            kept, states = new_states(model, 37, layers)
+            run(batch, runner.cache, states)
+            for n, state in zip(layers, kept.unflatten(1, (-1, model.config.hidden_size)).unbind(1)):
+                wanted = expected[n][0]
+                if n == last:  # transformers normalizes it
+                    state = rms_norm(state.contiguous(), model.norm)
+                assert_close(state, wanted, 1e-5 if dtype == torch.float32 else 0.02, f"{n} layers, {run}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
