@@ -91,7 +91,7 @@ def write_drafter(
         "rope_theta": 300.0, "max_position_embeddings": layers.max_position_embeddings,
     }  # fmt: skip
     if is_eagle:
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": reads}
+        config |= {"architectures": ["LlamaForCausalLM"], "eagle_aux_hidden_state_layer_ids": reads}
     else:
         nested = {"mask_token_id": 3, "target_layer_ids": [n - 1 for n in reads]}
         config |= {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": nested}

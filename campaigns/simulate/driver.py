@@ -10,13 +10,14 @@ from unittest import mock
 from campaigns.simulate.baton import Baton, Turns
 from campaigns.simulate.faults import RAISED, Faults
 from campaigns.simulate.invariants import BlockTexts, check, check_counters
-from campaigns.simulate.model import MockReader
+from campaigns.simulate.model import Mock, MockReader
 from campaigns.simulate.oracle import Expected, limited, tokenizer
 from campaigns.simulate.scenario import CALLS, CUSTOM, TEXT_VOCAB, Scenario, model_of, oracle_of
 from campaigns.simulate.watch import Watch
 from nanospec.config import SamplingParams
 from nanospec.device.worker import Worker
 from nanospec.drafters.estimates import StepCosts
+from nanospec.drafters.methods import Drafters
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.engine.request import Request
@@ -109,7 +110,8 @@ class Simulation:
         method, custom = settings["method"], settings["method"] in CUSTOM
         text = settings["vocab"] == TEXT_VOCAB
         spec = {name: settings[name] for name in ("tree_width", "acceptance")}
-        draft, given = None, self._drafter(method) if custom else None
+        draft: Mock | None = None
+        given: Drafters | None = self._drafter(method) if custom else None
         if "draft" in method:
             draft = model_of(settings, self.scenario.seed)
             draft.after = draft.after + settings["blur"] * draft.after.roll(1, 0)

@@ -116,10 +116,11 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 ERRORS: dict[str, list[tuple[dict[str, Any], Callable[[Tensors], object], str]]] = {
     "eagle3": [
         ({"logit_scale": 2}, len, "unknown keys: logit_scale; they may change the drafter's results"),
-        ({"norm_before_fc": True, "fc_norm": False}, len, "unknown keys: norm_before_fc;"),
+        ({"norm_before_fc": True, "fc_norm": False}, len, "unknown keys: norm_before_fc; they may"),
         ({"hidden_act": "gelu"}, len, "hidden_act='gelu' is not supported"),
         ({"layer_types": ["sliding_attention"]}, len, "must all be 'full_attention'"),
-        ({"architectures": ["Llama"], "draft_vocab_size": None}, len, "is not a drafter for method='eagle3'"),
+        ({"architectures": ["DFlashDraftModel"]}, len, "is not a drafter for method='eagle3'"),
+        ({"draft_vocab_size": None}, len, "architectures=.'LlamaForCausalLM'. is not a drafter"),
         ({"transformer_layer_config": 3}, len, "transformer_layer_config=3 must be an object"),
         ({"num_hidden_layers": 2}, len, "num_hidden_layers=2 must be 1 for EAGLE-3"),
         ({"norm_before_residual": "yes"}, len, "norm_before_residual='yes' must be true or false"),

@@ -181,7 +181,7 @@ def poisoned(model: Model, block_size: int) -> ModelRunner:
 def test_blocks_are_close_to_float64(name: str) -> None:
     """Queries of a block attend to later ones, also with more queries than a tile of attention."""
     model, base, count = build_model(name), (250, 0, 61), (20, 3, 1)
-    outputs, rows = [], torch.arange(3, dtype=torch.int32)
+    outputs, rows = list[Tensor](), torch.arange(3, dtype=torch.int32)
     for runner in (ModelRunner(exact(model), 3, 640), poisoned(model, 16), poisoned(model, 64)):
         runner.step({row: tokens(model, n, row) for row, n in enumerate(base) if n})
         batch = as_block(Batch.from_grid(runner.table, rows, torch.tensor(base), torch.tensor(count), 20))

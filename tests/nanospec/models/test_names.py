@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanospec import models
-from nanospec.models import available_models, default_heads, download, resolve_model
+from nanospec.models import available_models, default_drafter, download, resolve_model
 
 
 @pytest.fixture
@@ -44,12 +44,11 @@ def test_search_order(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("NANOSPEC_WEIGHTS")
     (folders["checkout"].parent / "run.py").unlink()  # an installed package
     assert models.weights_folders() == [folders["here"], folders["cache"]]
-    with pytest.raises(FileNotFoundError, match="train them with: nanospec train --model MODEL --text"):
-        default_heads(Path("mine"))
-    for folder in (models.PACKAGE, folders["cache"], folders["here"]):
-        (folder / "heads").mkdir(parents=True)
-        (folder / "heads" / "mine.safetensors").touch()
-        assert default_heads(Path("mine")) == folder / "heads" / "mine.safetensors"
+    with pytest.raises(FileNotFoundError, match="train one with: nanospec train --model MODEL --text"):
+        default_drafter(Path("mine"))
+    for folder in (models.PACKAGE / "weights", folders["cache"] / "drafters", folders["here"] / "drafters"):
+        drafter = put(folder, "mine")
+        assert default_drafter(Path("mine")) == drafter
 
 
 def test_download_from_the_hub(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

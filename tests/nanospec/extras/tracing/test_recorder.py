@@ -25,7 +25,7 @@ SETUPS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("setup", SETUPS, ids=["auto", "tree", "rejection", "few-pages"])
 def test_steps_add_up_to_the_output_and_tracing_does_not_change_it(setup: dict[str, Any]) -> None:
     model, few, tree = tiny_model(), "num_blocks" in setup, "tree_width" in str(setup)
-    models = {"draft_model": tiny_model(num_layers=1)} if "'draft'" in str(setup) else {}
+    models: dict[str, Any] = {"draft_model": tiny_model(num_layers=1)} if "'draft'" in str(setup) else {}
     jobs = random_jobs(random.Random("few-pages" if few else "auto"), 64, 9 if few else 4, max_tokens=25)
     engine, untraced = (make_engine(model, trace=on, **setup, **models) for on in (True, False))
     requests = [engine.add(job.prompt, job.params) for job in (*jobs, jobs[0])]
