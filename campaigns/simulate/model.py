@@ -109,7 +109,7 @@ class MockReader(Drafter):
     """A drafter that reads the hidden states of a `Mock`, and drafts the likeliest successors of each token.
     Before it drafts, it checks that it has read the states of the whole text."""
 
-    name, layers, runs_model, makes_trees = "dflash", (1,), True, True
+    name, hidden_state_layers, runs_model, makes_trees = "dflash", (1,), True, True
 
     def __init__(self, model: Mock, width: int) -> None:
         self.after, self.width, self.memory = model.after.argsort(1, descending=True), width, Memory(0, 64)
@@ -120,7 +120,7 @@ class MockReader(Drafter):
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         self.read_ids[blocks[num_kept:]] = -1
 
-    def read(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+    def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         ids = hidden[:, 0].long() * BASE + hidden[:, 1].long()
         rows = batch.rows.repeat_interleave(batch.q_len if batch.prefill else batch.max_q_len)
         kept = (batch.slots >= 0) & (batch.positions < table.num_tokens[rows])  # others follow a stop token
