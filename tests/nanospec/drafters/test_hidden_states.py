@@ -66,46 +66,35 @@ class Checked:
         limits = draft_limits(table, rows, k)
         for b, n in enumerate(proposal.num_drafts.tolist()):
             assert n <= limits[b]
+            self.unready += int(limits[b] > n == 0)
             if n:
-                self.check(
-                    table,
-                    int(rows[b]),
-                    proposal.drafts[b, :n].tolist(),
-                    parents_of(proposal)[b, :n].tolist(),
-                    k,
-                )
-            else:
-                self.unready += int(limits[b] > 0)
+                drafts, parents = (part[b, :n].tolist() for part in (proposal.drafts, parents_of(proposal)))
+                self.check(table, int(rows[b]), drafts, parents, self.drafter._trees_of(k).ranges)
         return proposal
 
-    def check(self, table: Table, row: int, drafts: list[int], parents: list[int], k: int) -> None:
-        text = table.tokens[row, : int(table.num_tokens[row])].tolist()
-        paths: list[list[int]] = [[]]
+    def check(
+        self, table: Table, row: int, drafts: list[int], parents: list[int], ranges: Sequence[range]
+    ) -> None:
+        text, paths = table.tokens[row, : int(table.num_tokens[row])].tolist(), [list[int]()]
         for draft, parent in zip(drafts, parents, strict=True):
             paths.append([*paths[parent], draft])
-        ranges = self.drafter._trees_of(k).ranges
-        block = min(len(drafts), self.drafter.max_depth)
-        whole = self.reference.dflash(text, block) if self.drafter.name == "dflash" else None
-        for node, path in enumerate(paths):
-            children = [draft for draft, parent in zip(drafts, parents, strict=True) if parent == node]
-            if not children:
-                continue
-            depth = len(path)
-            wanted = self.reference.eagle3(text, path) if whole is None else whole[depth]
-            rows, positions, logits = self.calls[0 if whole is not None else depth]
-            at = rows.tolist().index(row), depth if whole is not None else node - ranges[depth].start
+        block = None
+        if self.drafter.name == "dflash":
+            block = self.reference.dflash(text, min(len(drafts), self.drafter.max_depth))
+        for node in {*parents}:
+            depth = len(paths[node])
+            wanted = self.reference.eagle3(text, paths[node]) if block is None else block[depth]
+            rows, positions, logits = self.calls[depth if block is None else 0]
+            at = rows.tolist().index(row), node - ranges[depth].start if block is None else depth
             assert int(positions[at]) == len(text) + depth
-            error = float((logits[at] - wanted).abs().max())
-            assert error < self.tolerance, (len(text), path)
+            assert float((logits[at] - wanted).abs().max()) < self.tolerance, (len(text), paths[node])
             likely, place = logits[at].topk(min(CONTENDERS, logits.shape[2]))
             ids = self.reference.ids[place].int()
-            scores = likely - table.temperature[row] * noise.naive(
-                int(table.seed[row]), len(text) + depth, ids
-            )
-            score_of = dict(zip(ids.tolist(), scores.tolist(), strict=True))  # logits may be equal
-            assert [score_of[draft] for draft in children] == scores.sort().values.flip(0)[
-                : len(children)
-            ].tolist()
+            log_e = noise.naive(int(table.seed[row]), len(text) + depth, ids)
+            scores = (likely - table.temperature[row] * log_e).tolist()
+            score_of = dict(zip(ids.tolist(), scores, strict=True))  # some may be equal
+            chosen = [score_of[d] for d, parent in zip(drafts, parents, strict=True) if parent == node]
+            assert chosen == sorted(scores, reverse=True)[: len(chosen)]
             self.compared += 1
 
 
@@ -114,11 +103,12 @@ def jobs_of(rng: random.Random, longest: int) -> list[Job]:
     common, jobs = rng.choices(range(VOCAB), k=33), []
     for i, k in enumerate((None, None, 2, 0, None)):
         prompt = common * (i % 2) + rng.choices(range(VOCAB), k=(1, 2, 16, 17, 7)[i])
-        limit = longest - 2 * (i % 3)
-        params = SamplingParams(
-            temperature=(0, 1, 6)[i % 3], seed=i, max_tokens=limit, num_speculative_tokens=k
-        )
-        jobs.append(Job(prompt, params))
+        given: dict[str, Any] = {
+            "temperature": (0, 1, 6)[i % 3],
+            "max_tokens": longest - 2 * (i % 3),
+            "seed": i,
+        }
+        jobs.append(Job(prompt, SamplingParams(num_speculative_tokens=k, **given)))
     return jobs
 
 
