@@ -134,7 +134,7 @@ extern "C" void nanospec_forward(const Forward* args) {
     const long T = batch.num_tokens, H = m.hidden, D = m.head_dim;
     const Buffer x(T, H), normed(T, m.inputs_norm ? 2 * H : H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
     const Plan plan(m, batch, args->threads);
-    const Buffer quantized(T, std::max({H, m.heads * D, m.inner}));
+    const Buffer quantized(T, std::max({m.inputs_norm ? 2 * H : H, m.heads * D, m.inner}));
     const auto embed = [&](long t, bf16* to) {
         const long id = batch.input_ids[t];
         if (m.embedding.bits < 16) return dequantize_row(m.embedding, id, m.embedding_scale, to);

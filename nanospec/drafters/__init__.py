@@ -97,8 +97,9 @@ class Drafter:
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         """Update state from hidden states [T, n * H] of the target, its residual stream (without the final
-        norm) after each of the n `hidden_state_layers`. `batch` has the tokens that they belong to, all
-        committed: prompt chunks, and the tokens whose K/V a step kept."""
+        norm) after each of the n `hidden_state_layers`. `batch` has the tokens that they belong to:
+        prompt chunks, and the accepted tokens of a step (of a row that has ended, also those after its end).
+        """
 
 
 class SimpleDrafter(Drafter):
