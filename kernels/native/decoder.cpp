@@ -145,12 +145,16 @@ extern "C" void nanospec_forward(const Forward* args) {
         }
     };
     const auto keep = [&](Team& team, long num_layers) {
-        for (const State* state = args->states; state != args->states + args->num_states; state++)
-            if (state->num_layers == num_layers)
-                team.each(T, [&](long t, long) { std::copy_n(x[t], H, state->rows[t]); });
+        const State *states = args->states, *end = states + args->num_states;
+        const auto wanted = [=](const State& state) { return state.num_layers == num_layers; };
+        if (std::none_of(states, end, wanted)) return;
+        team.each(T, [&](long t, long) {
+            for (const State* state = states; state != end; state++)
+                if (wanted(*state)) std::copy_n(x[t], H, state->rows[t]);
+        });
     };
     const std::unique_ptr<Partial[]> parts(plan.split_spans ? new Partial[plan.pieces.size() * plan.rows] : nullptr);
-    run(args->threads, PHASES * m.num_layers + 2, [&](Team& team) {
+    run(args->threads, PHASES * m.num_layers + 3, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
         const FpuMode mode;
         team.each(T, [&](long t, long) {

@@ -62,7 +62,9 @@ class Step:
         """`exact`: all requests use the acceptance rule "exact", so `accept` is skipped."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafters, self.extensions, self.exact = drafters, extensions, exact
-        self.layers = methods.layers_of(drafters)  # whose hidden states the drafters read
+        self.layers = methods.layers_of(
+            drafters, model.config.num_layers
+        )  # whose hidden states the drafters read
         self.draft_times = DraftTimes()
         self.stages = {name: Stopwatch() for name in STAGES}
         self._logits = torch.empty(0)

@@ -13,7 +13,8 @@ the target that are read, and Vd tokens that can be drafted, a folder has these 
     embed_tokens.weight  [V, H]        optional: the target's
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,13 +72,16 @@ class DraftCheckpoint(NamedTuple):
 def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint:
     """Load the drafter in a folder for the target. `method` is "dflash" or "eagle3". Raises FileNotFoundError
     if a file is missing, ValueError if one is corrupt, not supported, or made for another target."""
-    raw = read_json(folder / "config.json")
+    path = folder / "config.json"
+    with _errors_in(path):
+        decoder, settings, ids = _read_settings(read_json(path), method)
     files = [open_safetensors(file) for file in weight_files(folder)]
-    stored = {_own_name(name): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
-    try:
-        config, settings, layers = _read_config(raw, stored, target.config, method)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    names = [(_own_name(name), file, name) for file in files for name in file.keys()]  # noqa: SIM118
+    stored = {own: (file, name) for own, file, name in names}
+    if len(stored) < len(names):
+        raise ValueError(f"The drafter in {folder} has several tensors with one meaning, such as midlayer.")
+    with _errors_in(path):
+        config, layers = _read_config(decoder, settings, ids, stored, target.config, method == "eagle3")
     num_drafted = _check_tensors(folder, config, stored, len(layers))
 
     def read(name: str) -> Tensor:
@@ -106,12 +110,20 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
     return DraftCheckpoint(model, settings, layers, fc, hidden_norm, lm_head, token_map, size)
 
 
+@contextmanager
+def _errors_in(path: Path) -> Iterator[None]:
+    """Add the path of the config to errors."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def _read_config(
-    raw: Raw, stored: Collection[str], target: ModelConfig, method: str
-) -> tuple[ModelConfig, dict[str, Any], tuple[int, ...]]:
-    """Return the config of the drafter's layers, its settings, and the hidden states to read."""
-    decoder, settings, ids = _read_settings(raw, method)
-    is_eagle, bias = method == "eagle3", get_value(decoder, "attention_bias", bool, False)
+    decoder: Raw, settings: Raw, ids: Any, stored: Collection[str], target: ModelConfig, is_eagle: bool
+) -> tuple[ModelConfig, tuple[int, ...]]:
+    """Return the config of the drafter's layers and the hidden states to read."""
+    bias = get_value(decoder, "attention_bias", bool, False)
     config = build_config(
         decoder,
         qk_norm=not is_eagle or "layers.0.self_attn.q_norm.weight" in stored,
@@ -137,7 +149,7 @@ def _read_config(
         check_number("block_size", settings.get("block_size"), 2, MAX_QUERIES - 1)
     if not isinstance(ids, list) or not ids:
         raise ValueError(f"the layers to read are {shown(ids)}; they must be a list of ids.")
-    return config, settings, tuple(check_number("layer to read", n, 0, target.num_layers) for n in ids)
+    return config, tuple(check_number("layer to read", n, 0, target.num_layers) for n in ids)
 
 
 def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
@@ -157,11 +169,12 @@ def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
     given = {key for key, value in merged.items() if value not in (None, False) and not key.startswith("_")}
     if unknown := given - known:
         raise ValueError(f"unknown keys: {listed(unknown)}; they may change the drafter's results.")
-    if any(kind != "full_attention" for kind in merged.get("layer_types") or ()):
+    kinds = merged.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise ValueError(f"layer_types={shown(merged['layer_types'])} must all be 'full_attention'.")
     ids = next((merged[key] for key in LAYER_IDS if merged.get(key) is not None), None)
     if ids is None and isinstance(ids := merged.get(TARGET_LAYER_IDS), list):
-        ids = [each + 1 if isinstance(each, int) else each for each in ids]
+        ids = [each + 1 if type(each) is int else each for each in ids]
     return decoder, {key: merged[key] for key in SETTINGS if key in merged}, ids
 
 

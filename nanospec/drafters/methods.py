@@ -91,6 +91,10 @@ def _check_drafter(drafter: Any) -> Drafter | type[Drafter]:
     """Check an entry of `Drafters`: a drafter, or a method without weights, whose class is returned."""
     if isinstance(drafter, Drafter):
         check_number(f"{drafter.name}.max_drafts", drafter.max_drafts, 0)
+        layers: Any = drafter.hidden_state_layers
+        if not isinstance(layers, tuple | list):
+            name = f"{drafter.name}.hidden_state_layers"
+            raise ValueError(f"{name}={shown(layers)} must be a tuple of numbers of layers.")
         if not isinstance(drafter.memory, Memory):
             raise ValueError(f"{drafter.name}.memory={shown(drafter.memory)} must be a Memory.")
         return drafter
@@ -180,9 +184,11 @@ def propose(
     return no_drafts(rows, k) if merged is None else merged
 
 
-def layers_of(drafters: Sequence[Drafter]) -> list[int]:
-    """Return the `hidden_state_layers` of all drafters, one after the other."""
-    return [n for drafter in drafters for n in drafter.hidden_state_layers]
+def layers_of(drafters: Sequence[Drafter], num_layers: int) -> list[int]:
+    """Return the `hidden_state_layers` of all drafters, one after the other. Raises ValueError unless they
+    are numbers of layers of a target with `num_layers`."""
+    names = [(f"{each.name}.hidden_state_layers", n) for each in drafters for n in each.hidden_state_layers]
+    return [check_number(name, n, 0, num_layers) for name, n in names]
 
 
 def learn(
@@ -201,16 +207,16 @@ def read_hidden_states(
 ) -> None:
     """Call `read_hidden_states` of each drafter with its columns of `hidden` [T, n * H], the states of
     `layers_of`. After a step, these are of its drafts too, and `verdict` selects the tokens."""
-    if not (number := len(layers_of(drafters))):
+    counts = [len(drafter.hidden_state_layers) for drafter in drafters]
+    if not any(counts):
         return
     if verdict is not None:
         index = (batch.q_start[:, None] + verdict.path).flatten()
         hidden, width = hidden[index.clamp(max=len(hidden) - 1)], verdict.path.shape[1]
         batch = lay_out_text(table, batch.rows, batch.base_len, verdict.num_emitted, width)
-    size = hidden.shape[1] // number
-    parts = hidden.split([len(drafter.hidden_state_layers) * size for drafter in drafters], 1)
-    for drafter, part in zip(drafters, parts, strict=True):
-        if drafter.hidden_state_layers:
+    parts = hidden.split([count * hidden.shape[1] // sum(counts) for count in counts], 1)
+    for drafter, count, part in zip(drafters, counts, parts, strict=True):
+        if count:
             drafter.read_hidden_states(table, batch, part.contiguous())
 
 

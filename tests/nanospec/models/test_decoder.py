@@ -61,7 +61,7 @@ def test_kept_states_match_transformers(backend: Any, tmp_path: Path) -> None:
         runner.table.tokens[0, :37] = ids
         batch = Batch.from_chunks(runner.table, [Chunk(0, 0, 37)])
         for layers, run in (
-            ([0, last, 2, 1], model.forward),
+            ([0, last, 2, 1, *[1] * 90], model.forward),
             ([2, 0], model.write_kv),
             ([last], model.write_kv),
         ):
