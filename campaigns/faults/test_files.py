@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from nanospec.apps.batch.run import Batch, indices_done, result_prefix, results_file
 from nanospec.apps.cli.main import main
 from nanospec.apps.tasks import Task
-from nanospec.apps.training import HeadsInTraining, Settings
+from nanospec.apps.training import DrafterInTraining, Settings, compute_data
 from nanospec.config import SamplingParams
 from nanospec.extras.tracing.trace import Trace
 from nanospec.kernels import native
@@ -78,15 +77,16 @@ def test_trace_is_written_atomically(tmp_path: Path) -> None:
             assert len(os.listdir(tmp_path)) == int(before is not None)
 
 
-def test_heads_are_written_atomically(tmp_path: Path) -> None:
+def test_drafters_are_written_atomically(tmp_path: Path) -> None:
     """Every error of safetensors becomes an OSError."""
-    path, heads = tmp_path / "heads", HeadsInTraining(tiny_model(), Settings(vocab=9), torch.zeros(9).long())
+    model, path = tiny_model(), tmp_path / "model.safetensors"
+    drafter = DrafterInTraining(model, Settings(vocab=9), compute_data(model, [[1, 2, 3, 4, 5]]))
     path.write_bytes(b"those before")
     for size in (0, 9, 100, 2000, 3900):
         with file_size_limit(size), pytest.raises(OSError):
-            heads.save(path, {})
+            drafter.save(tmp_path, {})
         assert path.read_bytes() == b"those before"
-        assert os.listdir(tmp_path) == ["heads"]
+        assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 def test_standard_output_on_a_full_disk(

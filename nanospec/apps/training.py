@@ -1,15 +1,19 @@
-"""Train Medusa heads (Cai et al., 2024, arXiv 2401.10774) for a model, whose own weights do not change.
+"""Train an EAGLE-3 drafter (Li et al., 2025, arXiv 2503.01840) for a model, whose own weights do not change.
 
-    nanospec train --model NAME --text FILE.jsonl [--out FILE.safetensors] [--epochs N] ...
+    nanospec train --model NAME --text FILE.jsonl [--out FOLDER] [--epochs N] ...
 
 A line of the text is {"text": ...} or {"messages": [...]}, a conversation including the answers. Answers
-written by the model itself work best, because these are what the heads have to predict.
+written by the model itself work best, because these are what the drafter has to predict.
 
-Head i learns to predict, from the hidden state at position t, the model's distribution of the token at
-t + 2 + i (distillation: Hinton et al., 2015, arXiv 1503.02531). That is computed from the hidden state at
-t + 1 + i, so the model runs only once over the text. A head starts as the identity (W = 0) and uses the
-model's lm_head, restricted to the most frequent tokens of the text. The file (see `drafters/medusa.py`) is
-written after every epoch; its metadata contains the settings and the accuracy on held-out texts.
+From entry t (see `drafters/eagle3.py`), the drafter learns the model's distribution of token t + 2 over the
+most frequent tokens of the text. In pass j > 0, its own output takes the place of the model's hidden states,
+as when it drafts, and it learns that of token t + 2 + j. Training starts with a single pass.
+
+With the lm_head's rows W [Vd, H] and the model's distribution p, the cross-entropy of the output h is
+log(sum(exp(W h))) - h . (p W), so p W [H] is computed once for each token. The hidden states are whitened,
+because some of their directions are far larger than others; the folder has the product of both matrices. `fc`
+starts as the linear regression of the model's next hidden state. The folder is written after every epoch; the
+metadata of its weights contains the settings, and how many drafts match held-out texts.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -31,15 +35,18 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from ..device.resources import resolve_device
-from ..drafters.medusa import TOKEN_MAP, Heads, lm_head_rows
+from ..drafters.checkpoint import lm_head_rows
 from ..kernels.batch import Batch, Chunk
+from ..kernels.layer.residual import look_up
 from ..kernels.table import Table
-from ..models import program, resolve_model, weights_folders
-from ..models.decoder import Model
+from ..models import DRAFTERS, program, resolve_model, weights_folders
+from ..models.config import Rope, cos_sin_table
+from ..models.decoder import Model, new_states
 from ..models.families import read_config
 from ..models.weights import load_model
 from ..text import bounded_field, check_fields
@@ -53,32 +60,40 @@ WINDOW = 1024  # tokens; longer texts are truncated
 HELD_OUT = 16  # one of this many texts is held out for measuring
 FORWARD_TOKENS = 2048  # per forward pass of the model
 BLOCK_SIZE = 16
-RUN = 32  # consecutive positions trained together, as neighbouring positions share the model's distributions
-LOSS_RUNS = {"cpu": 8, "cuda": 128}  # runs whose logits are in memory at once
-DECAY = 0.8  # weight of head i in the loss: DECAY ** i, as in the paper
-BETAS, WARMUP, MAX_NORM = (0.9, 0.95), 0.05, 1.0  # of AdamW, share of all steps, of the gradient
+ROWS = 512  # rows of logits that are in memory at once
+DEPTH = 7  # drafts per step when measuring
+DECAY = 0.8  # weight of pass j in the loss: DECAY ** j
+STAGE = 0.4  # share of all steps with a single pass
+JITTER = 40  # texts of similar length, up to this many tokens, are batched in random order
+RIDGE = 3e-3  # least variance of a direction that is whitened, relative to the mean
+BETAS, WARMUP, MAX_NORM = (0.9, 0.95), 0.05, 1.0  # WARMUP: share of all steps
+
+
+Draft = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Training settings. With the text and the number of threads, they determine the heads.
+    """Training settings. With the text and the number of threads, they determine the drafter.
 
     Attributes:
-        num_heads: number of heads, that is, tokens to predict ahead.
-        num_layers: number of residual blocks per head.
-        vocab: number of tokens that can be predicted, the most frequent ones; 0 for all.
+        vocab: number of tokens that can be drafted, the most frequent ones.
+        intermediate: size of the drafter's MLP.
+        passes: forward passes of the drafter per position, which train as many consecutive drafts.
+        noise: standard deviation of the noise on whitened hidden states, against overfitting.
         epochs: number of passes over the text.
-        batch: number of positions per optimizer step.
+        batch: approximate number of positions per optimizer step.
         lr: peak learning rate.
-        seed: seed for the order of the batches.
+        seed: seed for initial weights, noise and the order of the batches.
     """
 
-    num_heads: int = bounded_field(4, 1, 16)
-    num_layers: int = bounded_field(2, 1, 8)
-    vocab: int = bounded_field(8192, 0)
-    epochs: int = bounded_field(4, 1)
-    batch: int = bounded_field(1024, RUN)
-    lr: float = bounded_field(3e-3, 0, 1)
+    vocab: int = bounded_field(8192, 1)
+    intermediate: int = bounded_field(864, 1)
+    passes: int = bounded_field(4, 1, 16)
+    noise: float = bounded_field(0.2, 0)
+    epochs: int = bounded_field(6, 1)
+    batch: int = bounded_field(1024, 1)
+    lr: float = bounded_field(1e-3, 0, 1)
     seed: int = bounded_field(0, 0, 2**31 - 1)
 
     def __post_init__(self) -> None:
@@ -86,12 +101,29 @@ class Settings:
 
 
 class Data(NamedTuple):
-    """R positions of concatenated texts: hidden states [R, H] on the CPU, the token at each position [R]
-    int64, and the number of positions that follow it in the same text [R] int64."""
+    """T positions of concatenated texts, on the CPU: hidden states of `layers(model)` [T, n * H], the final
+    hidden states [T, H], the tokens [T] int64, and the length of each text."""
 
+    states: Tensor
     hidden: Tensor
     tokens: Tensor
-    num_following: Tensor
+    lengths: list[int]
+
+
+class TextBatch(NamedTuple):
+    """B padded texts on the device: whitened states [B, L, n * H], labels [B, L, H], tokens [B, L], lengths
+    [B]."""
+
+    states: Tensor
+    labels: Tensor
+    tokens: Tensor
+    lengths: Tensor
+
+
+def layers(model: Model) -> list[int]:
+    """Return the hidden states that a drafter reads, as numbers of layers that have run."""
+    n = model.config.num_layers
+    return [min(3, n), n // 2, max(n - 3, 0)]
 
 
 def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]:
@@ -111,7 +143,7 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
         except ValueError as error:
             raise LineError(f"{line_name(str(file), number)}: {error}") from None
         texts.append(ids[:window])
-    return [ids for ids in texts if len(ids) > 1]
+    return [ids for ids in texts if len(ids) > 2]  # the shortest that have a label
 
 
 @torch.inference_mode()
@@ -123,129 +155,266 @@ def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
             passes.append([])
         passes[-1].append(ids)
     parts = [_forward(model, each) for each in tqdm(passes, unit="pass", desc="hidden states", disable=None)]
-    following = [torch.arange(len(ids)).flip(0) for ids in texts]
-    return Data(torch.cat(parts), torch.tensor(list(chain.from_iterable(texts))), torch.cat(following))
+    states, hidden = map(torch.cat, zip(*parts, strict=True))
+    return Data(states, hidden, torch.tensor(list(chain.from_iterable(texts))), list(map(len, texts)))
 
 
-def _forward(model: Model, texts: Sequence[list[int]]) -> Tensor:
+def _forward(model: Model, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
     table = Table.empty(len(texts), max(map(len, texts)), BLOCK_SIZE, 0, model.device)
     num_blocks = table.block_table.numel()
     table.block_table.copy_(torch.arange(num_blocks).view_as(table.block_table))
     for row, ids in enumerate(texts):
         table.tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
     batch = Batch.from_chunks(table, [Chunk(row, 0, len(ids)) for row, ids in enumerate(texts)])
-    return model.forward(batch, model.allocate_kv_cache(num_blocks, BLOCK_SIZE)).cpu()
+    whole, states = new_states(model, batch.num_tokens, layers(model))
+    hidden = model.forward(batch, model.allocate_kv_cache(num_blocks, BLOCK_SIZE), states)
+    return whole.cpu(), hidden.cpu()
 
 
-class HeadsInTraining:
-    """Trainable float32 weights [num_heads, num_layers, H, H] and biases [num_heads, num_layers, H], and the
-    predicted tokens [Vd] int64, in ascending order."""
+class SoftCrossEntropy(torch.autograd.Function):
+    """The sum of the cross-entropies of h [N, H]; see the module docstring. `labels` [N, H] are p W."""
 
-    def __init__(self, model: Model, settings: Settings, tokens: Tensor) -> None:
-        self.settings, self.device, self.dtype = settings, model.device, model.dtype  # dtype of the matmuls
-        hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
-        shape = (settings.num_heads, settings.num_layers, hidden)
-        self.weight = torch.zeros(*shape, hidden, device=self.device, requires_grad=True)
-        self.bias = torch.zeros(shape, device=self.device, requires_grad=True)
-        counts = torch.bincount(tokens, minlength=vocab_size)
-        frequent = counts.argsort(descending=True, stable=True)[: settings.vocab or vocab_size]
-        self.token_map = frequent.sort().values
-        self.projection = lm_head_rows(model, self.token_map.to(self.device)).contiguous()  # [Vd, H]
-
-    def states(self, hidden: Tensor) -> Tensor:
-        """Return the heads' states before the projection: [N, H] -> [num_heads, N, H] float32."""
-        x = hidden.float().expand(self.settings.num_heads, -1, -1)
-        weight = self.weight.to(self.dtype)
-        for layer in range(self.settings.num_layers):
-            update = x.to(self.dtype) @ weight[:, layer].mT
-            x = x + F.silu(update.float() + self.bias[:, layer, None])
-        return x
-
-    def backward(self, data: Data, starts: Tensor) -> float:
-        """Add the gradient of the loss over the runs that start at `starts` [C] int64; return the loss."""
-        n = self.settings.num_heads
-        rows = starts[:, None] + torch.arange(RUN + n)  # [C, RUN + n]
-        ahead = 1 + torch.arange(n)[:, None, None]
-        valid = (data.num_following[rows[:, :RUN]] >= ahead).float()  # [n, C, RUN]
-        decay = DECAY ** torch.arange(n)
-        weights = valid * (decay / valid.sum((1, 2)).clamp(min=1))[:, None, None] / decay.sum()
-        total, size = 0.0, LOSS_RUNS[self.device.type]
-        for part, weight in zip(rows.split(size), weights.to(self.device).split(size, 1)):
-            hidden = data.hidden[part].to(self.device)  # [c, RUN + n, H]
-            with torch.no_grad():
-                p = (hidden[:, 1:].to(self.dtype) @ self.projection.T).float().softmax(-1)
-            labels = torch.stack([p[:, i : i + RUN].flatten(0, 1) for i in range(n)])  # [n, c * RUN, Vd]
-            states = self.states(hidden[:, :RUN].flatten(0, 1)).to(self.dtype)
-            log_p = (states @ self.projection.T).float().log_softmax(-1)
-            loss = -((labels * log_p).sum(-1) * weight.flatten(1)).sum()
-            loss.backward()
-            total += float(loss.detach())
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
+        total, gradients = h.new_zeros((), dtype=torch.float32), []
+        for part, label in zip(h.split(ROWS), labels.float().split(ROWS), strict=True):
+            logits = (part @ rows.T).float()
+            total += logits.logsumexp(-1).sum() - (part.float() * label).sum()
+            gradients.append((logits.softmax(-1).to(rows.dtype) @ rows).float() - label)
+        ctx.save_for_backward(torch.cat(gradients).to(h.dtype))
         return total
 
-    def save(self, path: Path, metadata: dict[str, Any]) -> None:
-        """Write the heads in bf16 atomically, without the projections (the target's). Raises OSError."""
-        tensors = {TOKEN_MAP: self.token_map.int()} if self.settings.vocab else {}
-        for name, values in (("weight", self.weight), ("bias", self.bias)):
-            for head, layers in enumerate(values.detach().to("cpu", torch.bfloat16)):
-                for layer, part in enumerate(layers):
-                    tensors[f"{head}.{layer}.linear.{name}"] = part.clone()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.part")
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0] * outputs[0].to(ctx.saved_tensors[0].dtype), None, None
+
+
+class DrafterInTraining:
+    """Trainable float32 `weights` by their names in the folder, and the tokens that the drafter proposes,
+    `token_map` [Vd] int64 in ascending order. `whitening` [n * H, n * H] whitens hidden states."""
+
+    def __init__(self, model: Model, settings: Settings, data: Data) -> None:
+        self.settings, self.config, c = settings, model.config, model.config
+        self.dtype, self.device, self.layers = model.dtype, model.device, layers(model)
+        self.embedding = model.embedding
+        counts = torch.bincount(data.tokens, minlength=c.vocab_size)
+        frequent = counts.argsort(descending=True, stable=True)[: settings.vocab]
+        self.token_map = frequent.sort().values.to(self.device)
+        self.rows = lm_head_rows(model, self.token_map).contiguous()  # [Vd, H]
+        self.cos_sin = cos_sin_table(Rope(theta=c.rope.theta), c.head_dim, WINDOW + DEPTH, self.device)
+        self.whitening, fc = whiten(data, model.norm.weight.float().cpu())
+        H, I = c.hidden_size, settings.intermediate  # noqa: E741
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        shapes = {
+            "self_attn.q_proj": (q, 2 * H), "self_attn.k_proj": (kv, 2 * H), "self_attn.v_proj": (kv, 2 * H),
+            "self_attn.o_proj": (H, q), "mlp.gate_proj": (I, H), "mlp.up_proj": (I, H),
+            "mlp.down_proj": (H, I),
+        }  # fmt: skip
+        weights = {"fc": fc, "norm": model.norm.weight}
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            weights[f"midlayer.{name}"] = torch.ones(H)
+        generator = torch.Generator().manual_seed(settings.seed)
+        for name, shape in shapes.items():  # at first, the layer hardly changes the regression
+            std = 0.002 if name.endswith(("o_proj", "down_proj")) else 0.02
+            weights[f"midlayer.{name}"] = torch.randn(shape, generator=generator) * std
+        self.weights = {n: w.detach().float().to(self.device).requires_grad_() for n, w in weights.items()}
+
+    def outputs(self, batch: TextBatch, passes: int, draft: Draft | None = None) -> Iterator[Tensor]:
+        """Yield the outputs [B, L - 1, H] of each pass. The next pass gets the tokens of the text, or those
+        that `draft` returns for the outputs."""
+        w = {
+            name.removeprefix("midlayer."): weight.to(self.dtype) if weight.dim() == 2 else weight
+            for name, weight in self.weights.items()
+        }
+        L, D, Hkv = batch.tokens.shape[1] - 1, self.config.head_dim, self.config.num_kv_heads
+        at = torch.arange(L, device=self.device)
+        ids, padded = batch.tokens[:, 1:], F.pad(batch.tokens, (0, passes))
+        x = batch.states[:, :L] @ w["fc"].T
+        own: list[tuple[Tensor, Tensor]] = []  # keys and values of each entry's drafts
+        for j in range(passes):
+            embedded = look_up(ids.flatten(), self.embedding).view_as(x)
+            wide = (self._norm(embedded, w["input_layernorm"]), self._norm(x, w["hidden_norm"]))
+            q, k, v = (
+                (torch.cat(wide, -1) @ w[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, D)).transpose(1, 2)
+                for name in "qkv"
+            )  # [B, heads, L, D]
+            q, k = self._rotate(q, at + j).unflatten(1, (Hkv, -1)) * D**-0.5, self._rotate(k, at + j)
+            if j == 0:
+                keys, values = k[:, :, None], v[:, :, None]
+            else:
+                own.append((k[:, :, None], v[:, :, None]))
+            scores = [(q @ keys.mT).masked_fill(at > at[:, None], -math.inf)]
+            scores += [(q * key).sum(-1, keepdim=True) for key, _ in own]
+            p = torch.cat(scores, -1).float().softmax(-1).to(self.dtype)  # [B, Hkv, heads of each, L, L + j]
+            out = p[..., :L] @ values
+            for i, (_, value) in enumerate(own):
+                out = out + p[..., L + i, None] * value
+            x = x + out.flatten(1, 2).transpose(1, 2).flatten(2) @ w["self_attn.o_proj"].T
+            h = self._norm(x, w["post_attention_layernorm"])
+            h = F.silu(h @ w["mlp.gate_proj"].T) * (h @ w["mlp.up_proj"].T)
+            x = x + h @ w["mlp.down_proj"].T
+            output = self._norm(x, w["norm"])
+            yield output
+            ids = draft(output) if draft else padded[:, 2 + j : 2 + j + L]
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.float()
+        variance = x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps
+        return (x * variance.rsqrt() * weight).to(self.dtype)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        (cos, sin), (a, b) = self.cos_sin[positions].chunk(2, -1), x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(self.dtype)
+
+    def loss(self, batch: TextBatch, passes: int) -> Tensor:
+        """Return the loss over a batch of texts."""
+        total = torch.zeros((), device=self.device)
+        for j, output in enumerate(self.outputs(batch, passes)):
+            label = 1 + j + torch.arange(output.shape[1], device=self.device)  # its position, for each entry
+            valid = label < batch.lengths[:, None]
+            wanted = F.pad(batch.labels[:, 1 + j :], (0, 0, 0, j))[valid]
+            loss = SoftCrossEntropy.apply(output[valid], self.rows, wanted)
+            total = total + DECAY**j * loss / max(len(wanted), 1)
+        return total / sum(DECAY**j for j in range(passes))
+
+    def save(self, folder: Path, metadata: dict[str, Any]) -> None:
+        """Write the drafter in bf16, each file atomically, without what it shares with the model. Raises
+        OSError."""
+        c, weights = self.config, {name: weight.detach().cpu() for name, weight in self.weights.items()}
+        weights["fc"] = weights["fc"] @ self.whitening
+        tensors = {f"{name}.weight": weight.bfloat16() for name, weight in weights.items()}
+        tensors["d2t"] = self.token_map.cpu() - torch.arange(len(self.token_map))
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu",
+            "hidden_size": c.hidden_size, "intermediate_size": self.settings.intermediate,
+            "num_hidden_layers": 1, "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads,
+            "head_dim": c.head_dim, "max_position_embeddings": c.max_position_embeddings,
+            "rms_norm_eps": c.rms_norm_eps, "rope_theta": c.rope.theta, "vocab_size": c.vocab_size,
+            "draft_vocab_size": len(self.token_map), "torch_dtype": "bfloat16",
+            "eagle_aux_hidden_state_layer_ids": self.layers,
+        }  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            save_file(tensors, new, {"nanospec": json.dumps(metadata)})
-            new.chmod(0o644)  # safetensors creates files that only the owner can read
-            os.replace(new, path)
+            file = folder / ".model.safetensors.part"
+            save_file(tensors, file, {"nanospec": json.dumps(metadata)})
+            file.chmod(0o644)  # safetensors creates files that only the owner can read
+            (folder / ".config.json.part").write_text(json.dumps(config, indent=2) + "\n")
+            for name in ("model.safetensors", "config.json"):
+                os.replace(folder / f".{name}.part", folder / name)
         except SafetensorError as error:
-            raise OSError(f"could not write {path} ({error}); check the free disk space.") from None
+            raise OSError(f"could not write {folder} ({error}); check the free disk space.") from None
         finally:
-            new.unlink(missing_ok=True)
+            for part in folder.glob(".*.part"):
+                part.unlink()
+
+
+def whiten(data: Data, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the matrix that whitens hidden states, and the regression of the next position's final hidden
+    state, before the norm with this weight, on whitened states: [n * H, n * H] and [H, n * H]."""
+    size = data.states.shape[1]
+    moments, products, count = torch.zeros(size, size), torch.zeros(size, len(norm)), 0
+    for states, hidden in zip(data.states.split(data.lengths), data.hidden.split(data.lengths), strict=True):
+        x, y = states[1:-1].float(), hidden[2:].float() / norm  # not position 0, whose states are extreme
+        moments, products, count = moments + x.T @ x, products + x.T @ y, count + len(x)
+    scale = (moments.diagonal() / count).clamp(min=1e-12).rsqrt()  # first scale each value, then rotate
+    values, vectors = torch.linalg.eigh(moments / count * scale * scale[:, None])
+    least = values.clamp(min=RIDGE)
+    whitening = (vectors * least.rsqrt()) @ vectors.T * scale
+    return whitening, (whitening @ products / count).T @ (vectors * (least / (values + RIDGE))) @ vectors.T
+
+
+class Texts:
+    """Texts as padded batches for a drafter; computes the labels."""
+
+    def __init__(self, data: Data, drafter: DrafterInTraining) -> None:
+        self.device, self.whitening = drafter.device, drafter.whitening.T.to(drafter.device, drafter.dtype)
+        parts = []
+        for hidden in tqdm(data.hidden.split(ROWS), unit="part", desc="labels", disable=None):
+            p = (hidden.to(self.device) @ drafter.rows.T).float().softmax(-1)
+            parts.append((p.to(drafter.dtype) @ drafter.rows).cpu())
+        columns = data.states, torch.cat(parts), data.tokens
+        self.texts = list(zip(*(column.split(data.lengths) for column in columns), strict=True))
+        self.lengths = data.lengths
+
+    def batches(self, size: int, generator: torch.Generator) -> list[list[int]]:
+        """Return the texts by index in random batches of similar lengths, of at most `size` positions if
+        padded."""
+        jitter, result = torch.rand(len(self.lengths), generator=generator) * JITTER, list[list[int]]()
+        for i in (torch.tensor(self.lengths) + jitter).argsort().tolist():
+            if not result or max(self.lengths[j] for j in (*result[-1], i)) * (len(result[-1]) + 1) > size:
+                result.append([])
+            result[-1].append(i)
+        return [result[i] for i in torch.randperm(len(result), generator=generator).tolist()]
+
+    def batch(self, indices: Sequence[int]) -> TextBatch:
+        """Return these texts, padded, on the device."""
+        columns = zip(*(self.texts[i] for i in indices), strict=True)
+        states, labels, tokens = (pad_sequence(list(c), batch_first=True).to(self.device) for c in columns)
+        lengths = torch.tensor([self.lengths[i] for i in indices], device=self.device)
+        return TextBatch(states @ self.whitening, labels, tokens, lengths)
 
 
 @torch.inference_mode()
-def measure(heads: Heads, data: Data, device: torch.device) -> dict[str, Any]:
-    """Return the top-1 accuracy of each head, and the mean tokens per step with chains of their top-1 drafts,
-    including the target's own token."""
-    best = [heads.logits(hidden.to(device)).argmax(-1) for hidden in data.hidden.split(512)]
-    drafts = heads.tokens(torch.cat(best)).cpu()
-    ahead, last = 2 + torch.arange(heads.num_heads), len(data.tokens) - 1
-    labels = data.tokens[(torch.arange(last + 1)[:, None] + ahead).clamp(max=last)]  # [R, num_heads]
-    exists = data.num_following[:, None] >= ahead
-    correct = (drafts == labels) & exists
-    gained = correct[exists[:, -1]].cumprod(1).sum(1).float().mean()
-    accuracy = (correct.sum(0) / exists.sum(0).clamp(min=1)).tolist()
-    return {"accuracy": [round(a, 4) for a in accuracy], "tokens_per_step": round(1 + float(gained), 3)}
+def measure(drafter: DrafterInTraining, texts: Texts) -> dict[str, Any]:
+    """Return the share of positions whose first 1, 2, ... drafts all match the text, and the mean tokens per
+    step, including the target's own token."""
+    matched, counted = torch.zeros(DEPTH), torch.zeros(DEPTH)
+
+    def draft(output: Tensor) -> Tensor:
+        best = torch.cat([(part @ drafter.rows.T).argmax(-1) for part in output.flatten(0, 1).split(ROWS)])
+        drafts.append(drafter.token_map[best].view(output.shape[:2]))
+        return drafts[-1]
+
+    for indices in texts.batches(FORWARD_TOKENS, torch.Generator()):
+        batch, drafts = texts.batch(indices), list[Tensor]()
+        for _ in drafter.outputs(batch, DEPTH, draft):
+            pass
+        # Positions that lie beyond a text have the token -1, which no draft matches.
+        at = torch.arange(batch.tokens.shape[1], device=drafter.device)
+        tokens = torch.where(at < batch.lengths[:, None], batch.tokens, -1)
+        target = F.pad(tokens, (0, DEPTH - 1), value=-1)[:, 2:].unfold(1, DEPTH, 1)  # [B, L - 2, DEPTH]
+        exists = target >= 0
+        right = (torch.stack(drafts, -1)[:, :-1] == target).cumprod(-1)
+        matched, counted = matched + right.sum((0, 1)).cpu(), counted + exists.sum((0, 1)).cpu()
+    shares = (matched / counted.clamp(min=1)).tolist()
+    return {"accepted": [round(share, 4) for share in shares], "tokens_per_step": round(1 + sum(shares), 3)}
 
 
 def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) -> dict[str, Any]:
-    """Train heads on the first of the `data`; after every epoch, measure them on the second and write them to
-    `out`. Return the metadata of that file."""
-    training, held_out = data
-    heads = HeadsInTraining(model, settings, training.tokens)
-    optimizer = torch.optim.AdamW([heads.weight, heads.bias], settings.lr, BETAS, weight_decay=0.0)
-    runs = (len(training.tokens) - settings.num_heads) // RUN - 1  # leaves room for a random shift
-    if runs < 1:
-        raise ValueError(f"the text has {len(training.tokens)} tokens, too few to train on.")
-    per_step = settings.batch // RUN
-    steps = math.ceil(runs / per_step)
-    rate = LambdaLR(optimizer, partial(schedule, settings.epochs * steps))
+    """Train a drafter on the first of the `data`; after every epoch, measure it on the second and write it to
+    `out`. Return the metadata of its weights."""
+    drafter = DrafterInTraining(model, settings, data[0])
+    training, held_out = (Texts(each, drafter) for each in data)
+    matrices = [w for w in drafter.weights.values() if w.dim() == 2]
+    norms = [w for w in drafter.weights.values() if w.dim() == 1]
+    # Muon (Jordan et al., 2024) with updates of the size of AdamW's (Liu et al., 2025, arXiv 2502.16982).
+    muon = torch.optim.Muon(matrices, settings.lr, 0.0, adjust_lr_fn="match_rms_adamw")
+    optimizers: list[Any] = [muon, torch.optim.AdamW(norms, 2 * settings.lr, BETAS, weight_decay=0)]
     generator = torch.Generator().manual_seed(settings.seed)
-    figures: dict[str, Any] = {"settings": asdict(settings), "positions": len(training.tokens), "history": []}
-    with tqdm(total=settings.epochs * steps, unit="step", desc="training", disable=None) as bar:
+    steps = settings.epochs * len(training.batches(settings.batch, generator))
+    rates = [LambdaLR(optimizer, partial(schedule, steps)) for optimizer in optimizers]
+    figures: dict[str, Any] = {"settings": asdict(settings), "positions": len(data[0].tokens), "history": []}
+    with tqdm(total=steps, unit="step", desc="training", disable=None) as bar:
         for epoch in range(1, settings.epochs + 1):
-            starts = torch.randperm(runs, generator=generator) * RUN
-            starts += torch.randint(RUN, (1,), generator=generator)
             losses = []
-            for batch in starts.split(per_step):
-                optimizer.zero_grad()
-                losses.append(heads.backward(training, batch))
-                torch.nn.utils.clip_grad_norm_([heads.weight, heads.bias], MAX_NORM)
-                optimizer.step()
-                rate.step()
+            for indices in training.batches(settings.batch, generator):
+                batch = training.batch(indices)
+                noise = torch.randn(batch.states.shape, generator=generator).to(batch.states)
+                batch = batch._replace(states=batch.states + settings.noise * noise)
+                passes = 1 if rates[0].last_epoch < STAGE * steps else settings.passes
+                loss = drafter.loss(batch, passes)
+                for weight in drafter.weights.values():
+                    weight.grad = None
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(norms, MAX_NORM)
+                for optimizer, rate in zip(optimizers, rates, strict=True):
+                    optimizer.step()
+                    rate.step()
+                losses.append(loss.detach())
                 bar.update()
-            heads.save(out, figures)
-            accuracy = measure(Heads.load(out, model), held_out, model.device)  # measures the saved weights
-            figures["history"].append({"epoch": epoch, "loss": round(sum(losses) / steps, 4), **accuracy})
-            heads.save(out, figures)
+            figures["history"].append({"epoch": epoch, "loss": round(float(sum(losses) / len(losses)), 4)})
+            figures["history"][-1] |= measure(drafter, held_out)
+            drafter.save(out, figures)
             tqdm.write(json.dumps(figures["history"][-1]), file=sys.stderr)
     return figures
 
@@ -259,13 +428,15 @@ def schedule(steps: int, step: int) -> float:
 
 
 def run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    """Read the text, compute hidden states and train heads; return the metadata."""
+    """Read the text, compute hidden states and train a drafter; return its metadata."""
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"training needs PyTorch 2.9 or newer, not {torch.__version__}.")
     folder = resolve_model(args.model)
-    folders = weights_folders()  # heads are searched in all of these; write to the first that exists
+    folders = weights_folders()  # drafters are searched in all of these; write to the first that exists
     weights = next((folder for folder in folders if folder.is_dir()), folders[-1])
-    out = args.out or weights / "heads" / f"{folder.name}.safetensors"
-    if out.suffix != ".safetensors":
-        raise ValueError(f"--out {out} must have the suffix .safetensors.")
+    out = args.out or weights / DRAFTERS / folder.name
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} must be a folder.")
     (_, config), device = read_config(folder), resolve_device(args.device)
     texts = read_texts(args.text, Tokenizer(folder), min(WINDOW, config.max_position_embeddings))
     training = [ids for i, ids in enumerate(texts) if i % HELD_OUT]
@@ -273,16 +444,16 @@ def run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
         raise ValueError(f"{args.text} has {len(texts)} texts, too few for training and held-out texts.")
     model = load_model(folder, "auto", device)
     data = compute_data(model, training), compute_data(model, texts[::HELD_OUT])
-    return {"model": folder.name, **train(model, settings, data, out), "file": str(out)}
+    return {"model": folder.name, **train(model, settings, data, out), "folder": str(out)}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `nanospec train`. Raises ValueError or OSError with a one-sentence message."""
-    text = "Train Medusa heads, which predict several of a model's next tokens at once."
+    text = "Train an EAGLE-3 drafter, which predicts a model's next tokens from its hidden states."
     parser = Parser(prog=f"{program()} train", description=text)
     parser.add_argument("--model", required=True, help="local folder, GGUF file, name or hub id")
     parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="training data, JSON Lines")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: weights/heads/NAME.safetensors")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: weights/drafters/NAME")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add_settings(parser, Settings, "training", full=True, defaults={})
     args = parser.parse_args(argv)

@@ -1,8 +1,7 @@
-"""Training Medusa heads: initialization, loss, learning, measurement, saving, and the command."""
+"""Training an EAGLE-3 drafter: data, initialization, loss, drafting, learning, saving, and the command."""
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,10 +13,11 @@ from safetensors import safe_open
 from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.apps import training
 from nanospec.apps.cli.main import main as command_line
-from nanospec.apps.training import Data, HeadsInTraining, Settings, compute_data, main, train
-from nanospec.drafters.medusa import Heads
+from nanospec.apps.training import Data, DrafterInTraining, Settings, Texts, compute_data, main, train
+from nanospec.drafters.checkpoint import lm_head_rows
 from nanospec.models.decoder import Model
 from nanospec.text.tokenizer import Tokenizer
+from tests.nanospec.drafters.draft_reference import Reference
 from tests.tiny import ModelRunner, tiny_model
 from tests.util import assert_close
 
@@ -43,67 +43,99 @@ def test_compute_data_is_independent_of_batching(model: Model, monkeypatch: pyte
     monkeypatch.setattr(training, "FORWARD_TOKENS", 100)  # several forward passes
     texts = counting(5)
     data = compute_data(model, texts)
-    for ids, states in zip(texts, data.hidden.split(list(map(len, texts))), strict=True):
+    parts = (column.split(data.lengths) for column in (data.states, data.hidden))
+    for ids, states, hidden in zip(texts, *parts, strict=True):
         expected = ModelRunner(model, 1, 64).step({0: torch.tensor(ids)})[0]
-        assert_close(model.logits(states), expected, 1e-5)
+        assert_close(model.logits(hidden), expected, 1e-5)
+        assert_close(states, compute_data(model, [ids]).states, 1e-5)
     assert data.tokens.tolist() == [token for ids in texts for token in ids]
-    assert data.num_following.tolist() == [left for ids in texts for left in reversed(range(len(ids)))]
+    assert data.lengths == [len(ids) for ids in texts]
 
 
-def test_heads_start_as_the_target_lm_head(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:
-    HeadsInTraining(model, Settings(3, 2, vocab=0), data[0].tokens).save(tmp_path / "heads.safetensors", {})
-    saved = Heads.load(tmp_path / "heads.safetensors", model)
-    own = model.logits(data[1].hidden)
-    assert all(torch.equal(head, own) for head in saved.logits(data[1].hidden).unbind(1))
+def test_drafter_starts_as_regression_on_white_states(model: Model, data: tuple[Data, Data]) -> None:
+    drafter = DrafterInTraining(model, Settings(vocab=40), data[0])
+    states, hidden = (column.split(data[0].lengths) for column in (data[0].states, data[0].hidden))
+    white = torch.cat([part[1:-1] for part in states]) @ drafter.whitening.T
+    variances = torch.linalg.eigvalsh(white.T @ white / len(white))
+    assert 0.99 < variances[-1] < 1.01  # those of rare directions are below 1
+    wanted = torch.cat([part[2:] for part in hidden]) / model.norm.weight
+    error = (white @ drafter.weights["fc"].detach().T - wanted).square().mean()
+    best = torch.linalg.lstsq(white, wanted).solution
+    assert error < 1.1 * (white @ best - wanted).square().mean() + 0.01 * wanted.square().mean()
 
 
-def test_loss_is_cross_entropy_with_target_distribution(model: Model, data: tuple[Data, Data]) -> None:
-    """Positions whose target lies beyond the end of their text do not count."""
-    heads = HeadsInTraining(model, Settings(2, 1, vocab=40), data[0].tokens)
-    assert heads.token_map.tolist() == list(range(40))  # all tokens that occur
-    with torch.no_grad():
-        heads.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
-    loss = heads.backward(data[0], torch.tensor([0, 64]))
-    rows = torch.cat([torch.arange(32), torch.arange(64, 96)])
-    expected = []
-    for i in range(2):
-        kept = rows[data[0].num_following[rows] >= 1 + i]
-        wanted = (data[0].hidden[kept + 1 + i] @ heads.projection.T).softmax(-1)
-        logits = heads.states(data[0].hidden[kept])[i] @ heads.projection.T
-        expected.append(F.cross_entropy(logits, wanted) * (1, 0.8)[i] / 1.8)
-    assert_close(torch.tensor(loss), torch.stack(expected).sum().detach(), 1e-5)
+def test_loss_and_gradient_are_those_of_cross_entropy(
+    model: Model, data: tuple[Data, Data], tmp_path: Path
+) -> None:
+    """Compared with the drafter in the folder, which computes each distribution from the whole text."""
+    drafter = DrafterInTraining(model, Settings(vocab=40), data[0])
+    assert drafter.token_map.tolist() == list(range(40))  # all tokens that occur
+    for weight in drafter.weights.values():
+        weight.data.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+        weight.data.copy_(weight.bfloat16())
+    text = counting(1)[0][:12]
+    short = compute_data(model, [text])
+    batch = Texts(short, drafter).batch([0])
+    loss = drafter.loss(batch, 3)
+    drafter.save(tmp_path, {})
+    embedding = lm_head_rows(model, torch.arange(model.config.vocab_size))
+    reference = Reference(tmp_path, embedding, embedding, lambda ids: short.states[: len(ids)].double())
+    reference.weights["fc.weight"] = (drafter.weights["fc"] @ drafter.whitening).detach().double()
+    labels = (short.hidden @ drafter.rows.T).double().softmax(-1)
+    expected = 0.0
+    for j in range(3):
+        ends = range(2, len(text) - j + 1)  # entry end - 2 gives the distribution of token end + j
+        logits = torch.stack([reference.eagle3(text[:end], text[end : end + j]) for end in ends])
+        wanted = labels[1 + j : 1 + j + len(ends)]
+        expected += training.DECAY**j * float(F.cross_entropy(logits, wanted))
+    assert loss.item() == pytest.approx(expected / sum(training.DECAY**j for j in range(3)), rel=1e-4)
+    h = torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    logits, p = h @ drafter.rows.T, labels[:9].float()
+    [gradient] = torch.autograd.grad(F.cross_entropy(logits, p, reduction="sum"), h)
+    [own] = torch.autograd.grad(training.SoftCrossEntropy.apply(h, drafter.rows, p @ drafter.rows), h)
+    assert_close(own, gradient, 1e-5)
 
 
-def test_measured_drafts_lie_within_their_text() -> None:
-    drafts = torch.tensor([[3, 0], [4, 5], [5, 6], [6, 6], [0, 0], [0, 0]])  # 2 and 3 tokens ahead
-    heads: Any = SimpleNamespace(num_heads=2, logits=F.one_hot, tokens=lambda ids: ids)
-    data = Data(drafts, torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([3, 2, 1, 0, 1, 0]))
-    figures = training.measure(heads, data, torch.device("cpu"))
-    assert figures == {"accuracy": [1.0, 0.0], "tokens_per_step": 2.0}
+def test_measured_drafts_lie_within_their_text(model: Model, data: tuple[Data, Data]) -> None:
+    """Of a text of 5 tokens, 3 can be drafted."""
+    drafter: Any = DrafterInTraining(model, Settings(vocab=40), data[0])
+    texts = Texts(compute_data(model, [[1, 2, 3, 4, 5], [6, 7, 8, 7, 9, 9]]), drafter)
+    drafter.rows, embedding = torch.eye(40), torch.eye(40)
+
+    def outputs(batch: Any, passes: int, draft: Any) -> Any:  # counts upwards
+        ids = batch.tokens[:, 1:]
+        for _ in range(passes):
+            yield embedding[ids]
+            ids = draft(embedding[(ids + 1) % 40])
+
+    drafter.outputs = outputs
+    figures = training.measure(drafter, texts)
+    # First drafts: 3, 4, 5 match; of 8, 9, 8, 10, the first. Then 4, 5 match; of 9, 10, 9, none. Then 5.
+    assert figures["accepted"][:4] == [0.5714, 0.4, 0.3333, 0.0]
 
 
-def test_train_learns_and_saves_heads(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:
+def test_train_learns_and_saves_a_drafter(tmp_path: Path) -> None:
     """The target predicts counting, which a random model does not."""
-    target, file = tiny_model(tie_word_embeddings=True), tmp_path / "new" / "heads.safetensors"
-    states = torch.randn(40, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    target.embedding[:40] = states.roll(1, 0)  # a token's state has the largest product with the next token
-    known = tuple(part._replace(hidden=states[part.tokens]) for part in data)
-    figures = train(target, Settings(2, 1, 40, 30, 64, 0.02), known, file)  # type: ignore[arg-type]
+    target, folder = tiny_model(tie_word_embeddings=True), tmp_path / "new" / "drafter"
+    states = torch.randn(64, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    target.embedding[:40] = 2 * states[:40].roll(1, 0)  # a state has the largest product with the next token
+    parts = compute_data(target, counting(62)), compute_data(target, counting(3))
+    known = tuple(part._replace(hidden=states[part.tokens]) for part in parts)
+    figures = train(target, Settings(40, 64, 3, 0.1, 14, 128, 0.02), known, folder)  # type: ignore[arg-type]
     first, last = figures["history"][0], figures["history"][-1]
-    assert last["loss"] < 0.5 * first["loss"]
-    assert min(last["accuracy"]) > 0.9
-    assert last["tokens_per_step"] > 2.5
-    with safe_open(file, "pt") as handle:
+    assert first["accepted"][:2] == [1.0, 0.0]  # the regression suffices for first drafts
+    assert last["loss"] < 0.1
+    assert last["accepted"][2] > 0.9
+    assert last["tokens_per_step"] > 3.5
+    with safe_open(folder / "model.safetensors", "pt") as handle:
         assert json.loads(handle.metadata()["nanospec"]) == figures
-        assert all(handle.get_tensor(name).any() for name in handle.keys())  # noqa: SIM118
-    with pytest.raises(ValueError, match="the text has 34 tokens, too few to train on"):
-        train(model, Settings(), (data[0]._replace(tokens=data[0].tokens[:34]), data[1]), file)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_train_command_writes_working_heads(
+def test_train_command_writes_a_working_drafter(
     folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, out = tmp_path / "text.jsonl", tmp_path / "heads.safetensors"
+    text, out = tmp_path / "text.jsonl", tmp_path / "drafter"
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     lines = [{"text": f"abc\u2028 {'def' * i}"} for i in range(17)]  # U+2028 does not end a line
     every = *lines, {"text": "a"}, {"messages": messages}
@@ -114,12 +146,12 @@ def test_train_command_writes_working_heads(
     assert tokenizer.encode.call_args.kwargs == {"add_special_tokens": False}  # type: ignore[attr-defined]
     assert [tokenizer.decode(ids) for ids in texts] == [*(f"abc {'def' * i}" for i in range(17)), "abcd"]
     assert training.read_texts(text, tokenizer, 30) == [ids[:30] for ids in texts]
-    options = ["--num-heads", "2", "--vocab", "20", "--epochs", "2", "--batch", "64"]
+    options = ["--vocab", "20", "--intermediate", "32", "--passes", "2", "--epochs", "2", "--batch", "64"]
     assert main(["--model", str(folder), "--text", str(text), "--out", str(out), *options]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert (figures["file"], figures["model"]) == (str(out), folder.name)
+    assert (figures["folder"], figures["model"]) == (str(out), folder.name)
     assert figures["positions"] == sum(map(len, texts[1:16] + texts[17:]))  # every 16th text is held out
-    spec = SpecConfig(method="medusa", heads=str(out), num_speculative_tokens=2)
+    spec = SpecConfig(method="eagle3", draft_model=str(out), num_speculative_tokens=2)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     plain, speculative = (
         LLM(folder, spec=each, dtype="float32").generate("ab", params)[0]
@@ -133,13 +165,13 @@ def test_invalid_input_is_reported_in_one_line(folder: Path, tmp_path: Path, cap
     text = tmp_path / "text.jsonl"
     for line, sentence, *options in (
         ("", "unknown model 'nothing'", "--model", "nothing"),
-        ("", "--out heads.bin must have the suffix .safetensors.", "--out", "heads.bin"),
+        ("", f"--out {text} must be a folder.", "--out", str(text)),
         ('{"text": "abc"}', "has 1 texts, too few for training and held-out texts."),
         ("{", "line 1: Expecting property name"),
         ('{"prompt": "a"}', 'line 1: a line must be {"text": "..."} or {"messages": [...]}.'),
     ):
         text.write_text(line)
-        arguments = ["--model", str(folder), "--text", str(text), "--out", str(tmp_path / "h.safetensors")]
+        arguments = ["--model", str(folder), "--text", str(text), "--out", str(tmp_path / "drafter")]
         assert command_line(["train", *arguments, *options]) == 2
         [error] = capsys.readouterr().err.strip().splitlines()
         assert sentence in error
