@@ -47,6 +47,6 @@ struct Model {
     Weight embedding;        // [vocabulary, hidden], not packed in bfloat16
     Norm norm;               // final norm
     Norm inputs_norm;        // of inputs, if the model has them, else null
-    long norm_before_residual;        // whether the residual stream begins with their norm
+    long norm_before_residual;  // whether the residual stream begins with their norm
     const Layer* layers;
 };

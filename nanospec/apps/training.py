@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 drafter (Li et al., 2025, arXiv 2503.01840) for a model, whose own weights do not change.
+"""Train an EAGLE-3 drafter (Li et al., 2025, arXiv 2503.01840) without changing the target's weights.
 
     nanospec train --model NAME --text FILE.jsonl [--out FOLDER] [--epochs N] ...
 

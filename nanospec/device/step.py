@@ -62,9 +62,8 @@ class Step:
         """`exact`: all requests use the acceptance rule "exact", so `accept` is skipped."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafters, self.extensions, self.exact = drafters, extensions, exact
-        self.layers = methods.layers_of(
-            drafters, model.config.num_layers
-        )  # whose hidden states the drafters read
+        # The hidden states that the drafters read, as numbers of layers.
+        self.layers = methods.layers_of(drafters, model.config.num_layers)
         self.draft_times = DraftTimes()
         self.stages = {name: Stopwatch() for name in STAGES}
         self._logits = torch.empty(0)

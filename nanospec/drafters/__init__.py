@@ -53,9 +53,8 @@ class Drafter:
     runs_model: bool = False  # whether drafting takes significant time; such a drafter must be the last
     reads_on_host: bool = False  # whether `propose` waits for the device, so that steps cannot be captured
     makes_trees: bool = False  # whether a tree width above 1 is supported
-    hidden_state_layers: tuple[
-        int, ...
-    ] = ()  # hidden states of the target to read, as numbers of layers that have run
+    # Hidden states of the target to read: its residual stream after each of these numbers of layers.
+    hidden_state_layers: tuple[int, ...] = ()
     memory: Memory = Memory()  # the memory that it needs
 
     def __init_subclass__(cls) -> None:
@@ -96,10 +95,9 @@ class Drafter:
         without drafts from this drafter."""
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
-        """Update state from hidden states [T, n * H] of the target, its residual stream (without the final
-        norm) after each of the n `hidden_state_layers`. `batch` has the tokens that they belong to:
-        prompt chunks, and the accepted tokens of a step (of a row that has ended, also those after its end).
-        """
+        """Update state from hidden states [T, n * H] of the target, without the final norm, after each of the
+        n `hidden_state_layers`. `batch` has the tokens that they belong to: prompt chunks, and the accepted
+        tokens of a step (of a row that has ended, also those after its end)."""
 
 
 class SimpleDrafter(Drafter):

@@ -40,7 +40,7 @@ UNUSED = ("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_hea
 # and keys without effect. Others are refused unless their value is null or false.
 SETTINGS = {"block_size", "mask_token_id", "norm_before_residual"}
 LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")  # numbers of layers
-TARGET_LAYER_IDS = "target_layer_ids"  # indices of layers, whose output is read
+TARGET_LAYER_IDS = "target_layer_ids"  # indices of layers; their outputs are read
 DECODER = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
@@ -198,14 +198,8 @@ def _check_tensors(folder: Path, config: ModelConfig, stored: Mapping[str, Any],
     expected |= {"lm_head.weight": (num_drafted, H), "t2d": (V,), "verifier_norm.weight": (H,)}
     expected["verifier_lm_head.weight"] = (num_drafted, H)
     dtypes = {"d2t": INTEGERS, "t2d": (*INTEGERS, "BOOL", "U8")}
-    optional = ["lm_head.weight", *UNUSED]
-    check_fit(
-        slices,
-        expected,
-        f"The weights of the drafter in {folder} do not fit its config.json",
-        optional,
-        dtypes,
-    )
+    problem = f"The weights of the drafter in {folder} do not fit its config.json"
+    check_fit(slices, expected, problem, ["lm_head.weight", *UNUSED], dtypes)
     return int(num_drafted)
 
 

@@ -47,7 +47,7 @@ class Trees(NamedTuple):
 
 
 class HiddenStateDrafter(Drafter):
-    """A subclass defines `max_depth`, `read` and `_draft`."""
+    """A subclass defines `max_depth`, `read_hidden_states` and `_draft`."""
 
     runs_model = True
     makes_trees = True
@@ -55,11 +55,8 @@ class HiddenStateDrafter(Drafter):
 
     def __init__(self, spec: SpecConfig, target_vocab: int, loaded: DraftCheckpoint) -> None:
         self.model, self.fc, self.lm_head = loaded.model, loaded.fc, loaded.lm_head
-        self.hidden_state_layers, self.token_map, self.width = (
-            loaded.layers,
-            loaded.token_map,
-            spec.tree_width,
-        )
+        self.hidden_state_layers, self.token_map = loaded.layers, loaded.token_map
+        self.width = spec.tree_width
         if self.width == 1:
             self.max_drafts = self.max_depth
         known = target_vocab if loaded.token_map is None else len(loaded.token_map)

@@ -104,6 +104,7 @@ FROM_VLLM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"method": "draft_model", "model": "small"}, {"method": "draft", "draft_model": "small"}),
     ({"model": "small"}, {"method": "draft", "draft_model": "small"}),
     ({"method": "eagle3", "model": "small"}, {"method": "eagle3", "draft_model": "small"}),
+    ({"model": "a/Qwen3-DFlash"}, {"method": "dflash", "draft_model": "a/Qwen3-DFlash"}),
 ]
 
 

@@ -24,7 +24,7 @@ Tensors = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def target() -> Model:
-    return tiny_model(vocab_size=VOCAB, num_layers=8, dtype=torch.float16)  # whose weights are not packed
+    return tiny_model(vocab_size=VOCAB, num_layers=8, dtype=torch.float16)  # float16 weights are not packed
 
 
 def rewrite(folder: Path, config: dict[str, Any], change: Callable[[Tensors], object] = len) -> None:
