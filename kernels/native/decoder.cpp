@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "forward.h"
 
 namespace {
 
@@ -80,35 +81,12 @@ struct Buffer : Rows {
     }
 };
 
-// A copy of the residual stream after a number of layers.
-struct State {
-    long num_layers;
-    Rows rows;
-};
-
-struct Forward {
-    const Model* model;
-    Batch batch;
-    Cache cache;
-    Rows hidden;  // output after the final norm; null to compute keys and values only
-    Rows inputs;  // null if the model has none
-    const State* states;
-    long num_states;
-    long threads;
-};
-
 struct WriteKV {
     const Model* model;
     Batch batch;
     Cache cache;
     Rows x;
     long threads;
-};
-
-struct Linear {
-    Weight weight;
-    Rows x, out;
-    long tokens, threads;
 };
 
 struct Lookup {

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..kernels.batch import Batch
 from ..kernels.table import Table
+from ..models.cpu import CompiledModel
 from ..models.decoder import new_states
-from .hidden_states import HiddenStateDrafter, Trees
+from .hidden_states import CONTENDERS, HiddenStateDrafter, Trees
 
 
 class Eagle3Drafter(HiddenStateDrafter):
@@ -61,6 +62,21 @@ class Eagle3Drafter(HiddenStateDrafter):
         B, k = trees.depth.shape
         index = rows.clamp(min=0)
         first = (table.num_tokens[index] - 2).clamp(min=0)
+        if isinstance(self.model, CompiledModel) and self.width == 1 and self.may_wait:
+            batch = self._lay_out(table, rows, first, num_drafts, 1)
+            batch = replace(batch, input_ids=table.tokens[index, first + 1])
+            sampling = table.seed[index], table.temperature[index]
+            return self.model.draft_chains(
+                batch,
+                self.kv,
+                self.features[index],
+                self.lm_head,
+                self.token_map,
+                num_drafts,
+                sampling,
+                k,
+                CONTENDERS,
+            )
         # Of each node [B, k + 1]: depth, parent, rank, token and input.
         columns = trees.depth, trees.parents, trees.rank
         depth, parent, rank = (F.pad(column, (1, 0)).long() for column in columns)
