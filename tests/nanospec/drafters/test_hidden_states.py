@@ -84,6 +84,10 @@ class Checked:
         for node in {*parents}:
             depth = len(paths[node])
             wanted = self.reference.eagle3(text, paths[node]) if block is None else block[depth]
+            if not self.calls:  # all passes are in one C++ call
+                self.check_choice(table, row, len(text) + depth, wanted.float(), drafts[node])
+                self.compared += 1
+                continue
             rows, positions, logits = self.calls[depth if block is None else 0]
             at = rows.tolist().index(row), node - ranges[depth].start if block is None else depth
             assert int(positions[at]) == len(text) + depth
@@ -96,6 +100,14 @@ class Checked:
             chosen = [score_of[d] for d, parent in zip(drafts, parents, strict=True) if parent == node]
             assert chosen == sorted(scores, reverse=True)[: len(chosen)]
             self.compared += 1
+
+    def check_choice(self, table: Table, row: int, position: int, wanted: Tensor, draft: int) -> None:
+        """Check that no token that surely contends is better than a draft."""
+        error = 2 * self.tolerance
+        log_e = noise.naive(int(table.seed[row]), position, self.reference.ids.int())
+        scores = wanted - table.temperature[row] * log_e
+        surely = wanted > wanted.topk(min(CONTENDERS, len(wanted))).values[-1] + error
+        assert scores[self.reference.ids == draft] > scores[surely].max() - error
 
 
 def jobs_of(rng: random.Random, longest: int) -> list[Job]:
