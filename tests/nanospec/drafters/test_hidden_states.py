@@ -135,6 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dflash-tree-bfloat16": {"width": 3, "num_layers": 2, "attention_bias": True},
     "eagle3-tree-bfloat16": {"width": 3, "vocab": 20},
     "eagle3-bfloat16": {"norm_before_residual": True, "own_head": True},
+    "ngram+eagle3-bfloat16": {"vocab": 20},
     "dflash-triton": {"vocab": 20},
     "eagle3-tree-triton": {"width": 2, "norm_before_residual": True, "own_head": True},
 }  # fmt: skip
