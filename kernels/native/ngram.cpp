@@ -43,9 +43,7 @@ extern "C" void nanospec_ngram(const Lookup* args) {
         const int *text = table.tokens + s * table.max_context, length = table.num_tokens[s];
         const int *reference = table.reference + s * table.max_context, size = table.num_reference[s];
         const int min_n = table.min_n[s], max_n = table.max_n[s];
-        const int left = std::min(table.max_k[s], table.max_len[s] - length - 1);
-        const bool active = args->rows[b] >= 0 && table.finished[s] == RUNNING;
-        const int limit = active ? std::clamp<int>(left, 0, k) : 0;
+        const int limit = std::min<long>(draft_limit(table, args->rows[b]), k);
         out.num_drafts[b] = out.match_len[b] = out.drafter[b] = 0;
         used.clear();
         for (int begin = 0, width = std::max(table.tree_width[s], 1); int(used.size()) < width && begin < limit;) {

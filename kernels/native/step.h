@@ -2,6 +2,7 @@
 // speculation/proposal.py. Each is an 8-byte word, the address of a tensor or a number.
 
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 constexpr int RUNNING = 0, STOPPED = 1, LENGTH = 2, NOT_A_NUMBER = 3;  // as in kernels/__init__.py
@@ -37,6 +38,12 @@ struct Proposal {
     int* parents;  // null: chains
     int64_t num_rows, k;
 };
+
+// Returns how many drafts request row s can use, as `draft_limits` of speculation/proposal.py.
+inline int draft_limit(const Table& table, long s) {
+    if (s < 0 || table.finished[s] != RUNNING) return 0;
+    return std::max(std::min(table.max_k[s], table.max_len[s] - table.num_tokens[s] - 1), 0);
+}
 
 // A row of a batch: node 0 is the last committed token, the other nodes are the drafts. See kernels/batch.py.
 struct Row {

@@ -178,9 +178,10 @@ class SoftCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
         total, gradients = h.new_zeros((), dtype=torch.float32), []
         for part, label in zip(h.split(ROWS), labels.float().split(ROWS), strict=True):
-            logits = (part @ rows.T).float()
-            total += logits.logsumexp(-1).sum() - (part.float() * label).sum()
-            gradients.append((logits.softmax(-1).to(rows.dtype) @ rows).float() - label)
+            logits = part @ rows.T
+            p = logits.softmax(-1)
+            total += (logits.amax(-1).float() - p.amax(-1).float().log()).sum() - (part.float() * label).sum()
+            gradients.append((p @ rows).float() - label)
         ctx.save_for_backward(torch.cat(gradients).to(h.dtype))
         return total
 
@@ -361,7 +362,9 @@ def measure(drafter: DrafterInTraining, texts: Texts) -> dict[str, Any]:
     matched, counted = torch.zeros(DEPTH), torch.zeros(DEPTH)
 
     def draft(output: Tensor) -> Tensor:
-        best = torch.cat([(part @ drafter.rows.T).argmax(-1) for part in output.flatten(0, 1).split(ROWS)])
+        best = torch.cat(
+            [(part @ drafter.rows.T).max(-1).indices for part in output.flatten(0, 1).split(ROWS)]
+        )
         drafts.append(drafter.token_map[best].view(output.shape[:2]))
         return drafts[-1]
 

@@ -14,7 +14,7 @@ the target that are read, and Vd tokens that can be drafted, a folder has these 
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..kernels.batch import MAX_QUERIES
 from ..kernels.layer.linear import Linear, make_linear
+from ..kernels.layer.quantized import Quantized, quantize
 from ..models.config import ModelConfig
 from ..models.cpu import CompiledModel, model_class
 from ..models.decoder import Model
@@ -89,8 +90,16 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
         tensor: Tensor = file.get_tensor(stored_name)
         return tensor
 
-    def get(name: str) -> Tensor:
-        return read(name.removeprefix("model.")).to(target.device, target.dtype, copy=True)
+    def get(name: str) -> Tensor | Quantized:
+        weight = read(name.removeprefix("model.")).to(target.device, target.dtype, copy=True)
+        return compress(weight) if weight.dim() == 2 else weight
+
+    def compress(weight: Tensor) -> Tensor | Quantized:
+        """Quantize a matrix to 8 bits on a CPU, where reading it takes most of the time of a pass."""
+        if isinstance(target, CompiledModel):
+            with suppress(ValueError):  # columns that are not supported
+                return quantize(weight, 8)
+        return weight
 
     # The embedding of a target that is split across devices is not for C++.
     kind = model_class(config, target.dtype, target.device) if isinstance(target, CompiledModel) else Model
@@ -101,11 +110,12 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
         valid = token_map[(token_map >= 0) & (token_map < config.vocab_size)].unique()
         if not 0 < len(valid) == num_drafted:
             raise ValueError(f"d2t in {folder} must give distinct ids from 0 to {config.vocab_size - 1}.")
-    fc, hidden_norm = make_linear(get("fc.weight")), None if config.has_inputs else get("hidden_norm.weight")
+    hidden_norm = None if config.has_inputs else read("hidden_norm.weight").to(target.device, target.dtype)
+    fc, lm_head = make_linear(get("fc.weight")), target.lm_head
     if "lm_head.weight" in stored:
         lm_head = make_linear(get("lm_head.weight"))
-    else:
-        lm_head = target.lm_head if token_map is None else make_linear(lm_head_rows(target, token_map))
+    elif token_map is not None:
+        lm_head = make_linear(compress(lm_head_rows(target, token_map)))
     size = model.weight_bytes + fc.nbytes + (0 if lm_head is target.lm_head else lm_head.nbytes)
     return DraftCheckpoint(model, settings, layers, fc, hidden_norm, lm_head, token_map, size)
 

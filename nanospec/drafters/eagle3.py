@@ -20,9 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.batch import Batch
+from ..kernels.native import NativeArg, call, packed
+from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
 from ..models.cpu import CompiledModel
 from ..models.decoder import new_states
+from . import make_proposal
 from .hidden_states import CONTENDERS, HiddenStateDrafter, Trees
 
 
@@ -40,6 +43,13 @@ class Eagle3Drafter(HiddenStateDrafter):
         self.entry = torch.full((S + 1,), -2, dtype=torch.int32, device=table.device)
         super().attach(table, num_blocks, max_tokens, may_wait)
 
+    def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
+        if not isinstance(self.model, CompiledModel) or self.width > 1:
+            return super().propose(table, rows, k)
+        drafts, count = rows.new_zeros(len(rows), k), torch.full_like(rows, min(k, self.max_drafts))
+        self._call("nanospec_draft_chains", table, rows, drafts, count, *drafts.shape)
+        return make_proposal(drafts, count)
+
     def release(self, row: int) -> None:
         self.entry[row].fill_(-2)
 
@@ -48,6 +58,9 @@ class Eagle3Drafter(HiddenStateDrafter):
         return torch.where(self.entry[index] == table.num_tokens[index] - 2, num_drafts, 0)
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
+        if isinstance(self.model, CompiledModel):
+            words = *batch.native_args, *packed.row_words(hidden)
+            return self._call("nanospec_read_hidden_states", table, *words)
         T = batch.num_tokens
         features = self.fc(hidden)
         row = torch.searchsorted(batch.q_start, torch.arange(T, device=hidden.device), right=True) - 1
@@ -58,25 +71,17 @@ class Eagle3Drafter(HiddenStateDrafter):
         self.features[rows] = features[(batch.q_start + batch.q_len - 1).clamp(0, T - 1)]
         self.entry[rows] = batch.base_len + batch.q_len - 1
 
+    def _call(self, name: str, table: Table, *values: NativeArg) -> None:
+        """Call a function of `kernels/native/drafting.cpp`."""
+        assert isinstance(self.model, CompiledModel)
+        weights = *self.fc.weight.words(), *self.lm_head.weight.words(), self.token_map
+        last = *packed.row_words(self.features), self.entry, CONTENDERS, torch.get_num_threads()
+        call(name, *self.model.words(self.kv), *weights, *last, *table, *values)
+
     def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
         B, k = trees.depth.shape
         index = rows.clamp(min=0)
         first = (table.num_tokens[index] - 2).clamp(min=0)
-        if isinstance(self.model, CompiledModel) and self.width == 1 and self.may_wait:
-            batch = self._lay_out(table, rows, first, num_drafts, 1)
-            batch = replace(batch, input_ids=table.tokens[index, first + 1])
-            sampling = table.seed[index], table.temperature[index]
-            return self.model.draft_chains(
-                batch,
-                self.kv,
-                self.features[index],
-                self.lm_head,
-                self.token_map,
-                num_drafts,
-                sampling,
-                k,
-                CONTENDERS,
-            )
         # Of each node [B, k + 1]: depth, parent, rank, token and input.
         columns = trees.depth, trees.parents, trees.rank
         depth, parent, rank = (F.pad(column, (1, 0)).long() for column in columns)

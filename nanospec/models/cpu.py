@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..kernels.batch import Batch
 from ..kernels.launch import use_native, use_triton
-from ..kernels.layer.linear import Linear, NativeLinear
+from ..kernels.layer.linear import NativeLinear
 from ..kernels.layer.residual import Norm
 from ..kernels.native import NativeArg, call, packed, target, words
 from .config import ModelConfig
@@ -74,28 +74,9 @@ class CompiledModel(Model):
     def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
         """Do nothing: this model never writes NaN to its cache."""
 
-    def draft_chains(
-        self,
-        batch: Batch,
-        kv_cache: Tensor,
-        features: Tensor,
-        lm_head: Linear,
-        token_map: Tensor | None,
-        num_drafts: Tensor,
-        sampling: tuple[Tensor, Tensor],
-        k: int,
-        contenders: int,
-    ) -> Tensor:
-        """Return chains of up to `num_drafts` [B] drafts, [B, k] int32, of a model with `config.has_inputs`.
-        `batch` has the first entry of each row, with inputs `features` [B, H]; `sampling` are the seeds [B]
-        int64 and temperatures [B] float32."""
-        drafts = torch.zeros(len(num_drafts), k, dtype=torch.int32)
-        call(
-            "nanospec_draft_chains", self._model.buffer_info()[0], *batch.native_args,
-            *packed.cache_words(kv_cache), *packed.row_words(features), *lm_head.weight.words(),
-            token_map, num_drafts, *sampling, drafts, k, contenders, torch.get_num_threads(),
-        )  # fmt: skip
-        return drafts
+    def words(self, kv_cache: Tensor) -> tuple[NativeArg, ...]:
+        """Return this model and a KV cache of it as the first arguments of C++ functions of a drafter."""
+        return self._model.buffer_info()[0], *packed.cache_words(kv_cache)
 
     def _run(
         self,

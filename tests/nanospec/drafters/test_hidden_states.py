@@ -166,7 +166,7 @@ def test_drafts_follow_the_reference(case: str, mode: str, tmp_path: Path) -> No
             folder, weights["model.embed_tokens.weight"], weights["lm_head.weight"],
             lambda text: states_of(model, text, drafter.hidden_state_layers),
         )  # fmt: skip
-        checked = Checked(drafter, reference, 0.2 if dtype == torch.bfloat16 else 1e-4)
+        checked = Checked(drafter, reference, 0.3 if dtype == torch.bfloat16 else 1e-4)  # 8-bit products
         choose, rng = engine.policy.choose, random.Random(0)
         engine.policy.choose = lambda *args: choose(*args) if rng.random() < 0.7 else (0, 0)  # type: ignore
         if few:
