@@ -10,7 +10,8 @@ the compiler, which may be removed afterwards.
 
 Reading order: this file; `step.h`, the types at the beginning of `arithmetic.h`, and `structs.h` (the
 arguments); `packed.py` (layouts and memory of weights and KV cache); `models/cpu.py` (the caller);
-`decoder.cpp` (the forward pass) and its headers; then `sampling.cpp`, `step.cpp`, `ngram.cpp` and `drafting.cpp`.
+`decoder.cpp` (the forward pass) and its headers; then `sampling.cpp`, `step.cpp`, `ngram.cpp` and
+`eagle3.cpp`.
 """
 
 import ctypes

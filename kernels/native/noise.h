@@ -5,8 +5,6 @@
 #include <cmath>
 #include <cstdint>
 
-constexpr float LEAST_NOISE = -22.3f;
-
 inline uint32_t mix(uint32_t x) {
     x = (x ^ x >> 16) * 0x7FEB352Du;
     x = (x ^ x >> 15) * 0x846CA68Bu;

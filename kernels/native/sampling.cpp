@@ -21,6 +21,7 @@ namespace {
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr long BLOCK = 64;
+constexpr float LEAST_NOISE = -22.3f;
 
 struct Best {
     float score;

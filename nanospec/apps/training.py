@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -58,7 +57,7 @@ from .options import Parser, add_settings, fields_set, in_flags
 
 WINDOW = 1024  # tokens; longer texts are truncated
 HELD_OUT = 16  # one of this many texts is held out for measuring
-FORWARD_TOKENS = 2048  # per forward pass of the model
+MEASURED = 2048  # positions per batch when measuring
 BLOCK_SIZE = 16
 ROWS = 512  # rows of logits that are in memory at once
 DEPTH = 7  # drafts per step when measuring
@@ -101,8 +100,8 @@ class Settings:
 
 
 class Data(NamedTuple):
-    """T positions of concatenated texts, on the CPU: hidden states of `layers(model)` [T, n * H], the final
-    hidden states [T, H], the tokens [T] int64, and the length of each text."""
+    """T positions of concatenated texts, on the CPU: hidden states after `layers_to_read(model)` [T, n * H],
+    the final hidden states [T, H], the tokens [T] int64, and the length of each text."""
 
     states: Tensor
     hidden: Tensor
@@ -120,7 +119,7 @@ class TextBatch(NamedTuple):
     lengths: Tensor
 
 
-def layers(model: Model) -> list[int]:
+def layers_to_read(model: Model) -> list[int]:
     """Return the hidden states that a drafter reads, as numbers of layers that have run."""
     n = model.config.num_layers
     return [min(3, n), n // 2, max(n - 3, 0)]
@@ -148,27 +147,17 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
 
 @torch.inference_mode()
 def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
-    """Compute the hidden states of texts, in forward passes of about `FORWARD_TOKENS` tokens."""
-    passes: list[list[list[int]]] = []
-    for ids in texts:
-        if not passes or sum(map(len, passes[-1])) + len(ids) > FORWARD_TOKENS:
-            passes.append([])
-        passes[-1].append(ids)
-    parts = [_forward(model, each) for each in tqdm(passes, unit="pass", desc="hidden states", disable=None)]
-    states, hidden = map(torch.cat, zip(*parts, strict=True))
-    return Data(states, hidden, torch.tensor(list(chain.from_iterable(texts))), list(map(len, texts)))
-
-
-def _forward(model: Model, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    table = Table.empty(len(texts), max(map(len, texts)), BLOCK_SIZE, 0, model.device)
-    num_blocks = table.block_table.numel()
-    table.block_table.copy_(torch.arange(num_blocks).view_as(table.block_table))
-    for row, ids in enumerate(texts):
-        table.tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-    batch = Batch.from_chunks(table, [Chunk(row, 0, len(ids)) for row, ids in enumerate(texts)])
-    whole, states = new_states(model, batch.num_tokens, layers(model))
-    hidden = model.forward(batch, model.allocate_kv_cache(num_blocks, BLOCK_SIZE), states)
-    return whole.cpu(), hidden.cpu()
+    """Compute the hidden states of texts, one text per forward pass."""
+    table, parts = Table.empty(1, max(map(len, texts)), BLOCK_SIZE, 0, model.device), []
+    table.block_table.copy_(torch.arange(table.max_blocks))
+    cache = model.allocate_kv_cache(table.max_blocks, BLOCK_SIZE)
+    for ids in tqdm(texts, unit="text", desc="hidden states", disable=None):
+        table.tokens[0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        whole, states = new_states(model, len(ids), layers_to_read(model))
+        hidden = model.forward(Batch.from_chunks(table, [Chunk(0, 0, len(ids))]), cache, states)
+        parts.append((whole.cpu(), hidden.cpu()))
+    whole, hidden = map(torch.cat, zip(*parts, strict=True))
+    return Data(whole, hidden, torch.tensor(list(chain.from_iterable(texts))), list(map(len, texts)))
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -180,6 +169,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         for part, label in zip(h.split(ROWS), labels.float().split(ROWS), strict=True):
             logits = part @ rows.T
             p = logits.softmax(-1)
+            # logsumexp: the largest logit minus the logarithm of its probability
             total += (logits.amax(-1).float() - p.amax(-1).float().log()).sum() - (part.float() * label).sum()
             gradients.append((p @ rows).float() - label)
         ctx.save_for_backward(torch.cat(gradients).to(h.dtype))
@@ -196,7 +186,7 @@ class DrafterInTraining:
 
     def __init__(self, model: Model, settings: Settings, data: Data) -> None:
         self.settings, self.config, c = settings, model.config, model.config
-        self.dtype, self.device, self.layers = model.dtype, model.device, layers(model)
+        self.dtype, self.device, self.layers = model.dtype, model.device, layers_to_read(model)
         self.embedding = model.embedding
         counts = torch.bincount(data.tokens, minlength=c.vocab_size)
         frequent = counts.argsort(descending=True, stable=True)[: settings.vocab]
@@ -279,7 +269,7 @@ class DrafterInTraining:
         return total / sum(DECAY**j for j in range(passes))
 
     def save(self, folder: Path, metadata: dict[str, Any]) -> None:
-        """Write the drafter in bf16, each file atomically, without what it shares with the model. Raises
+        """Write the drafter in bf16, the weights atomically, without what it shares with the model. Raises
         OSError."""
         c, weights = self.config, {name: weight.detach().cpu() for name, weight in self.weights.items()}
         weights["fc"] = weights["fc"] @ self.whitening
@@ -295,23 +285,21 @@ class DrafterInTraining:
             "eagle_aux_hidden_state_layer_ids": self.layers,
         }  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
+        part = folder / ".model.safetensors.part"
         try:
-            file = folder / ".model.safetensors.part"
-            save_file(tensors, file, {"nanospec": json.dumps(metadata)})
-            file.chmod(0o644)  # safetensors creates files that only the owner can read
-            (folder / ".config.json.part").write_text(json.dumps(config, indent=2) + "\n")
-            for name in ("model.safetensors", "config.json"):
-                os.replace(folder / f".{name}.part", folder / name)
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            save_file(tensors, part, {"nanospec": json.dumps(metadata)})
+            part.chmod(0o644)  # safetensors creates files that only the owner can read
+            part.replace(folder / "model.safetensors")
         except SafetensorError as error:
             raise OSError(f"could not write {folder} ({error}); check the free disk space.") from None
         finally:
-            for part in folder.glob(".*.part"):
-                part.unlink()
+            part.unlink(missing_ok=True)
 
 
 def whiten(data: Data, norm: Tensor) -> tuple[Tensor, Tensor]:
     """Return the matrix that whitens hidden states, and the regression of the next position's final hidden
-    state, before the norm with this weight, on whitened states: [n * H, n * H] and [H, n * H]."""
+    state, divided by the weight of its norm, on whitened states: [n * H, n * H] and [H, n * H]."""
     size = data.states.shape[1]
     moments, products, count = torch.zeros(size, size), torch.zeros(size, len(norm)), 0
     for states, hidden in zip(data.states.split(data.lengths), data.hidden.split(data.lengths), strict=True):
@@ -362,13 +350,10 @@ def measure(drafter: DrafterInTraining, texts: Texts) -> dict[str, Any]:
     matched, counted = torch.zeros(DEPTH), torch.zeros(DEPTH)
 
     def draft(output: Tensor) -> Tensor:
-        best = torch.cat(
-            [(part @ drafter.rows.T).max(-1).indices for part in output.flatten(0, 1).split(ROWS)]
-        )
-        drafts.append(drafter.token_map[best].view(output.shape[:2]))
+        drafts.append(drafter.token_map[(output @ drafter.rows.T).max(-1).indices])
         return drafts[-1]
 
-    for indices in texts.batches(FORWARD_TOKENS, torch.Generator()):
+    for indices in texts.batches(MEASURED, torch.Generator()):
         batch, drafts = texts.batch(indices), list[Tensor]()
         for _ in drafter.outputs(batch, DEPTH, draft):
             pass

@@ -14,7 +14,7 @@ the target that are read, and Vd tokens that can be drafted, a folder has these 
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..kernels.batch import MAX_QUERIES
 from ..kernels.layer.linear import Linear, make_linear
-from ..kernels.layer.quantized import Quantized, quantize
+from ..kernels.layer.quantized import GROUP, Quantized, quantize
 from ..models.config import ModelConfig
 from ..models.cpu import CompiledModel, model_class
 from ..models.decoder import Model
@@ -90,32 +90,29 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
         tensor: Tensor = file.get_tensor(stored_name)
         return tensor
 
-    def get(name: str) -> Tensor | Quantized:
-        weight = read(name.removeprefix("model.")).to(target.device, target.dtype, copy=True)
-        return compress(weight) if weight.dim() == 2 else weight
+    def plain(name: str) -> Tensor:
+        return read(name.removeprefix("model.")).to(target.device, target.dtype, copy=True)
 
-    def compress(weight: Tensor) -> Tensor | Quantized:
-        """Quantize a matrix to 8 bits on a CPU, where reading it takes most of the time of a pass."""
-        if isinstance(target, CompiledModel):
-            with suppress(ValueError):  # columns that are not supported
-                return quantize(weight, 8)
-        return weight
+    def in_8_bits(weight: Tensor) -> Tensor | Quantized:
+        """Quantize a matrix for a target in C++: a pass takes as long as reading its weights."""
+        fits = isinstance(target, CompiledModel) and weight.dim() == 2 and weight.shape[1] % GROUP == 0
+        return quantize(weight, 8) if fits else weight
 
     # The embedding of a target that is split across devices is not for C++.
     kind = model_class(config, target.dtype, target.device) if isinstance(target, CompiledModel) else Model
-    model = kind(config, target.dtype, target.device, get, vocabulary=target)
+    model = kind(config, target.dtype, target.device, lambda n: in_8_bits(plain(n)), vocabulary=target)
     token_map = None
     if "d2t" in stored:
         token_map = (read("d2t").long() + torch.arange(num_drafted)).to(target.device)
         valid = token_map[(token_map >= 0) & (token_map < config.vocab_size)].unique()
         if not 0 < len(valid) == num_drafted:
             raise ValueError(f"d2t in {folder} must give distinct ids from 0 to {config.vocab_size - 1}.")
-    hidden_norm = None if config.has_inputs else read("hidden_norm.weight").to(target.device, target.dtype)
-    fc, lm_head = make_linear(get("fc.weight")), target.lm_head
+    hidden_norm = None if config.has_inputs else plain("hidden_norm.weight")
+    fc, lm_head = make_linear(plain("fc.weight")), target.lm_head  # hidden states need the range of bf16
     if "lm_head.weight" in stored:
-        lm_head = make_linear(get("lm_head.weight"))
+        lm_head = make_linear(in_8_bits(plain("lm_head.weight")))
     elif token_map is not None:
-        lm_head = make_linear(compress(lm_head_rows(target, token_map)))
+        lm_head = make_linear(in_8_bits(lm_head_rows(target, token_map)))
     size = model.weight_bytes + fc.nbytes + (0 if lm_head is target.lm_head else lm_head.nbytes)
     return DraftCheckpoint(model, settings, layers, fc, hidden_norm, lm_head, token_map, size)
 
@@ -215,7 +212,7 @@ def _check_tensors(folder: Path, config: ModelConfig, stored: Mapping[str, Any],
 
 def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
     """Return the target's lm_head rows for the tokens [n] int64, as a plain tensor [n, H]. A packed lm_head
-    has no readable rows, but its product with unit vectors gives its columns exactly."""
+    has no readable rows, but its product with unit vectors gives its columns."""
     table = model.embedding if model.config.tie_word_embeddings else model.lm_head.unpacked_weight
     if isinstance(table, Tensor):
         return table[tokens]

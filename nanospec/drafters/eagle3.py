@@ -1,7 +1,7 @@
 """EAGLE-3: a drafter of one layer, which proposes a token per forward pass (Li et al., arXiv 2503.01840).
 
 Entry t of the text combines the `fc` of the target's hidden states at position t with the embedding of token
-t + 1, which the target drew from them. The query of entry n - 2 gives the distribution of token n, the first
+t + 1. The query of entry n - 2 gives the distribution of token n, the first
 draft. For the next entries, which the target has not computed, the layer's own output takes the place of the
 hidden states.
 
@@ -28,6 +28,9 @@ from ..models.decoder import new_states
 from . import make_proposal
 from .hidden_states import CONTENDERS, HiddenStateDrafter, Trees
 
+# In C++, a chain ends before a draft if the drafter gives it and those before it a probability below this.
+LEAST_CHANCE = 0.12
+
 
 class Eagle3Drafter(HiddenStateDrafter):
     """Drafts a token per forward pass; see the module docstring."""
@@ -47,7 +50,7 @@ class Eagle3Drafter(HiddenStateDrafter):
         if not isinstance(self.model, CompiledModel) or self.width > 1:
             return super().propose(table, rows, k)
         drafts, count = rows.new_zeros(len(rows), k), torch.full_like(rows, min(k, self.max_drafts))
-        self._call("nanospec_draft_chains", table, rows, drafts, count, *drafts.shape)
+        self._call("nanospec_eagle3_draft", table, rows, drafts, count, *drafts.shape)
         return make_proposal(drafts, count)
 
     def release(self, row: int) -> None:
@@ -60,7 +63,7 @@ class Eagle3Drafter(HiddenStateDrafter):
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         if isinstance(self.model, CompiledModel):
             words = *batch.native_args, *packed.row_words(hidden)
-            return self._call("nanospec_read_hidden_states", table, *words)
+            return self._call("nanospec_eagle3_read", table, *words)
         T = batch.num_tokens
         features = self.fc(hidden)
         row = torch.searchsorted(batch.q_start, torch.arange(T, device=hidden.device), right=True) - 1
@@ -72,11 +75,12 @@ class Eagle3Drafter(HiddenStateDrafter):
         self.entry[rows] = batch.base_len + batch.q_len - 1
 
     def _call(self, name: str, table: Table, *values: NativeArg) -> None:
-        """Call a function of `kernels/native/drafting.cpp`."""
+        """Call a function of `kernels/native/eagle3.cpp`."""
         assert isinstance(self.model, CompiledModel)
         weights = *self.fc.weight.words(), *self.lm_head.weight.words(), self.token_map
-        last = *packed.row_words(self.features), self.entry, CONTENDERS, torch.get_num_threads()
-        call(name, *self.model.words(self.kv), *weights, *last, *table, *values)
+        state = *packed.row_words(self.features), self.entry
+        numbers = CONTENDERS, packed.double(LEAST_CHANCE), torch.get_num_threads()
+        call(name, *self.model.drafter_words(self.kv), *weights, *state, *numbers, *table, *values)
 
     def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
         B, k = trees.depth.shape

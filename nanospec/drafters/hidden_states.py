@@ -2,11 +2,11 @@
 
 The target's forward pass keeps the residual stream after the layers that the drafter names. `fc` projects
 these hidden states to the features of a token, one vector, from which the drafter computes keys and values
-for each position of the text (EAGLE-3 also uses the next token's embedding). They are in its own KV cache,
-with the blocks of the target's cache, and are written whenever the target writes its own: for prompt chunks,
-and in every step for the tokens that it commits. So the cache holds the K/V of all positions before the last
-committed token, also after steps without drafts, preemption and prefix cache hits. While it drafts, the
-drafter writes to the positions that follow, which `read_hidden_states` overwrites.
+for each position of the text (EAGLE-3 also uses the next token's embedding). They are stored in the drafter's
+own KV cache, which has the blocks of the target's cache, whenever the target stores its own: for prompt
+chunks, and in every step for the tokens that it commits. So the cache holds the K/V of all positions before
+the last committed token, also after steps without drafts, preemption and prefix cache hits. While it drafts,
+the drafter writes to the positions that follow, which `read_hidden_states` overwrites.
 
 Drafts of one position are ranked by the logits. For a request that samples, the `CONTENDERS` most likely
 tokens are ranked with the noise that the target will use at that position, so drafter and target draw the
@@ -111,7 +111,7 @@ class HiddenStateDrafter(Drafter):
 
         return make_proposal(fill(drafts), fill(counts), fill(trees.parents) if self.width > 1 else None)
 
-    # A subclass defines these.
+    # A subclass defines these; `_ready` is optional.
 
     def _ready(self, table: Table, rows: Tensor, num_drafts: Tensor) -> Tensor:
         """Return the number of drafts [B], 0 for the rows that cannot draft yet."""

@@ -74,7 +74,7 @@ class CompiledModel(Model):
     def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
         """Do nothing: this model never writes NaN to its cache."""
 
-    def words(self, kv_cache: Tensor) -> tuple[NativeArg, ...]:
+    def drafter_words(self, kv_cache: Tensor) -> tuple[NativeArg, ...]:
         """Return this model and a KV cache of it as the first arguments of C++ functions of a drafter."""
         return self._model.buffer_info()[0], *packed.cache_words(kv_cache)
 

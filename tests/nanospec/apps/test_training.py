@@ -39,8 +39,7 @@ def data(model: Model) -> tuple[Data, Data]:
     return compute_data(model, counting(31)), compute_data(model, counting(2))
 
 
-def test_compute_data_is_independent_of_batching(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "FORWARD_TOKENS", 100)  # several forward passes
+def test_compute_data(model: Model) -> None:
     texts = counting(5)
     data = compute_data(model, texts)
     parts = (column.split(data.lengths) for column in (data.states, data.hidden))

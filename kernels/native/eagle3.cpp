@@ -1,0 +1,142 @@
+// EAGLE-3 on a CPU: reading hidden states and drafting chains, each in one call. The specification is in
+// drafters/eagle3.py.
+
+#include <functional>
+#include <vector>
+
+#include "forward.h"
+#include "noise.h"
+
+namespace {
+
+struct Drafter {
+    const Model* model;
+    Cache cache;
+    Weight fc, lm_head;
+    const int64_t* token_map;  // [lm_head.rows], null: the index
+    Rows features;             // [S + 1, H], of the last entry of each request row
+    int* entry;                // [S + 1], the index of that entry
+    long contenders;
+    double least;              // a chain ends before a draft that is less likely to be accepted
+    long threads;
+    Table table;
+};
+
+struct ReadArgs {
+    Drafter drafter;
+    Batch batch;
+    Rows hidden;
+};
+
+struct DraftArgs {
+    Drafter drafter;
+    const int* rows;
+    int *drafts, *num_drafts;  // [rows, k] and [rows]; num_drafts: the maximum, replaced by the number
+    long num_rows, k;
+};
+
+struct Choice {
+    long token;
+    float probability;  // of the largest logit
+};
+
+// Returns the token with the largest of n logits, or at a temperature above 0 the one with the largest sum of logit and
+// noise among the `contenders` with the largest logits.
+Choice choose(const Drafter& d, const bf16* logits, long n, long row, int position) {
+    const auto token = [&](long i) { return d.token_map ? d.token_map[i] : i; };
+    long best = 0, i = 0;
+    float largest = to_float(logits[0]);
+    for (long j = 1; j < n; j++)
+        if (const float x = to_float(logits[j]); x > largest) largest = x, best = j;
+    Floats sums{};
+    for (; i + LANES <= n; i += LANES) sums += exp2_of((load(logits + i) - largest) * LOG2_E);
+    float total = sum(sums);
+    for (; i < n; i++) total += std::exp(to_float(logits[i]) - largest);
+    const float temperature = d.table.temperature[row];
+    if (temperature <= 0) return {token(best), 1 / total};
+    std::vector<std::pair<float, long>> top;  // a heap, the smallest in front
+    for (long j = 0; j < n; j++) {
+        const bool is_full = long(top.size()) == d.contenders;
+        const float x = to_float(logits[j]);
+        if (!(x > (is_full ? top.front().first : -INFINITY))) continue;
+        if (is_full) std::pop_heap(top.begin(), top.end(), std::greater{}), top.pop_back();
+        top.push_back({x, token(j)}), std::push_heap(top.begin(), top.end(), std::greater{});
+    }
+    const Noise noise(d.table.seed[row], position);
+    for (auto& [score, id] : top) score -= temperature * noise.log_exponential(noise.bits(id));
+    return {top.empty() ? token(best) : std::max_element(top.begin(), top.end())->second, 1 / total};
+}
+
+}  // namespace
+
+extern "C" void nanospec_eagle3_read(const ReadArgs* args) {
+    const Drafter& d = args->drafter;
+    Batch batch = args->batch;
+    const long T = batch.num_tokens, H = d.model->hidden, last = d.table.max_context - 1;
+    std::vector<bf16> features(T * H);
+    std::vector<int> following(T);
+    const Rows inputs{features.data(), H};
+    const Linear product{d.fc, args->hidden, inputs, T, d.threads};
+    nanospec_linear(&product);
+    for (long b = 0; b < batch.num_rows; b++) {
+        const int* tokens = d.table.tokens + batch.rows[b] * d.table.max_context;
+        for (int t = batch.q_start[b], end = t + batch.q_len[b]; t < end; t++)
+            following[t] = tokens[std::min<long>(batch.positions[t] + 1, last)];
+    }
+    batch.input_ids = following.data();
+    const Forward pass{d.model, batch, d.cache, {}, inputs, nullptr, 0, d.threads};
+    nanospec_forward(&pass);
+    for (long b = 0; b < batch.num_rows; b++) {
+        const int row = batch.rows[b], n = batch.q_len[b];
+        if (!n) continue;
+        std::copy_n(inputs[batch.q_start[b] + n - 1], H, d.features[row]);
+        d.entry[row] = batch.base_len[b] + n - 1;
+    }
+}
+
+extern "C" void nanospec_eagle3_draft(const DraftArgs* args) {
+    const Drafter& d = args->drafter;
+    const Table& table = d.table;
+    const long H = d.model->hidden, V = d.lm_head.rows, size = table.block_size, width = table.max_blocks;
+    std::vector<long> active;  // indices of the rows that draft
+    for (long b = 0; b < args->num_rows; b++) {
+        const long s = args->rows[b];
+        const bool ready = s >= 0 && d.entry[s] == table.num_tokens[s] - 2;
+        args->num_drafts[b] = ready ? std::min(args->num_drafts[b], draft_limit(table, s)) : 0;
+        if (args->num_drafts[b]) active.push_back(b);
+    }
+    const long B = active.size();
+    std::vector<int> ids(B), at(B), slots(B), q_start(B), q_len(B), blocks(B * width);
+    std::vector<bf16> inputs(B * H), outputs(B * H), hidden(B * H), logits(B * V);
+    std::vector<float> chance(B, 1);
+    for (long i = 0; i < B; i++) {
+        const long s = args->rows[active[i]];
+        ids[i] = table.tokens[s * table.max_context + table.num_tokens[s] - 1];
+        std::copy_n(d.features[s], H, inputs.data() + i * H);
+        std::copy_n(table.block_table + s * width, width, blocks.data() + i * width);
+        q_start[i] = i;
+    }
+    for (int j = 0;; j++) {
+        for (long i = 0; i < B; i++) {
+            q_len[i] = j < args->num_drafts[active[i]];
+            at[i] = q_len[i] ? table.num_tokens[args->rows[active[i]]] - 2 + j : 0;
+            slots[i] = q_len[i] ? blocks[i * width + at[i] / size] * size + at[i] % size : -1;
+        }
+        if (std::find(q_len.begin(), q_len.end(), 1) == q_len.end()) return;
+        const Batch batch{nullptr, ids.data(), at.data(), slots.data(), blocks.data(), q_start.data(), q_len.data(),
+                          at.data(), nullptr, nullptr, B, B, 1, width};
+        const State state{1, {outputs.data(), H}};
+        const Forward pass{d.model, batch, d.cache, {hidden.data(), H}, {inputs.data(), H}, &state, 1, d.threads};
+        nanospec_forward(&pass);
+        const Linear product{d.lm_head, {hidden.data(), H}, {logits.data(), V}, B, d.threads};
+        nanospec_linear(&product);
+        for (long i = 0; i < B; i++) {
+            if (!q_len[i]) continue;
+            const long b = active[i];
+            const Choice choice = choose(d, logits.data() + i * V, V, args->rows[b], at[i] + 2);
+            if ((chance[i] *= choice.probability) < d.least) args->num_drafts[b] = j;
+            else ids[i] = args->drafts[b * args->k + j] = choice.token;
+        }
+        std::swap(inputs, outputs);
+    }
+}
