@@ -423,13 +423,15 @@ def run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     folders = weights_folders()  # drafters are searched in all of these; write to the first that exists
     weights = next((folder for folder in folders if folder.is_dir()), folders[-1])
     out = args.out or weights / DRAFTERS / folder.name
+    if args.out is None and (out / "config.json").exists():
+        raise ValueError(f"{out} has a drafter; set --out to replace it.")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} must be a folder.")
     (_, config), device = read_config(folder), resolve_device(args.device)
     texts = read_texts(args.text, Tokenizer(folder), min(WINDOW, config.max_position_embeddings))
     training = [ids for i, ids in enumerate(texts) if i % HELD_OUT]
     if not training:
-        raise ValueError(f"{args.text} has {len(texts)} texts, too few for training and held-out texts.")
+        raise ValueError(f"{args.text} has {len(texts)} texts, but 2 are needed, one of them to measure.")
     model = load_model(folder, "auto", device)
     data = compute_data(model, training), compute_data(model, texts[::HELD_OUT])
     return {"model": folder.name, **train(model, settings, data, out), "folder": str(out)}

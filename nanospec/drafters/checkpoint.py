@@ -170,7 +170,8 @@ def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
     architectures = shown(raw.get("speculators_model_type") or raw.get("architectures"))
     unnamed = "eagle3" if raw.get("draft_vocab_size") else None  # some are named LlamaForCausalLM
     if method != next((m for m in ("dflash", "eagle3") if m in architectures.lower()), unnamed):
-        raise ValueError(f"architectures={architectures} is not a drafter for method={method!r}.")
+        problem = f"architectures={architectures} is not a drafter for method={method!r}"
+        raise ValueError(f"{problem}; set draft_model.")
     merged = {key: value for key, value in {**decoder, **raw, **own}.items() if key not in nested}
     known = {*DECODER, *SETTINGS, *LAYER_IDS, TARGET_LAYER_IDS, *NO_EFFECT}
     given = {key for key, value in merged.items() if value not in (None, False) and not key.startswith("_")}

@@ -103,7 +103,7 @@ def _check_drafter(drafter: Any) -> Drafter | type[Drafter]:
     if not isinstance(drafter, str) or drafter not in METHODS:
         raise ValueError(f"drafter={shown(drafter)} must be a Drafter or one of {', '.join(METHODS)}.")
     if METHODS[drafter].runs_model:
-        raise ValueError(f"drafter={drafter!r} needs weights; use method=... to load it, or pass a Drafter.")
+        raise ValueError(f"drafter={drafter!r} needs weights; use SpecConfig(method=...), or pass a Drafter.")
     return METHODS[drafter]
 
 

@@ -56,9 +56,9 @@ def weight_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} has {len(names)} safetensors files but neither {needed}.")
     elif not names:
         others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
-        fix = "convert them, or specify the path of a GGUF file"
-        hint = f" (found {listed(others)}; {fix})" if others else ""
-        raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}; download the model again.")
+        fix = "convert it, or specify the path of a GGUF file" if others else "download it again"
+        hint = f" (found {listed(others)})" if others else ""
+        raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}; {fix}.")
     return [folder / name for name in sorted(names)]
 
 

@@ -165,7 +165,7 @@ def test_invalid_input_is_reported_in_one_line(folder: Path, tmp_path: Path, cap
     for line, sentence, *options in (
         ("", "unknown model 'nothing'", "--model", "nothing"),
         ("", f"--out {text} must be a folder.", "--out", str(text)),
-        ('{"text": "abc"}', "has 1 texts, too few for training and held-out texts."),
+        ('{"text": "abc"}', "has 1 texts, but 2 are needed, one of them to measure."),
         ("{", "line 1: Expecting property name"),
         ('{"prompt": "a"}', 'line 1: a line must be {"text": "..."} or {"messages": [...]}.'),
     ):

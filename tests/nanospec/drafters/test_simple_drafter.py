@@ -204,7 +204,7 @@ def test_drafters_that_do_not_fit_are_rejected(model: Model) -> None:
         (plain, [], r"drafter=\[\] cannot be combined with method='ngram'"),
         (plain, [Learner(), "ngram"], "Learner has runs_model=True, so it must be the last drafter"),
         (plain, 7, "drafter=7 must be a Drafter"),
-        (plain, ["ngram", "draft"], r"drafter='draft' needs weights; use method=\.\.\. to load it"),
+        (plain, ["ngram", "draft"], r"drafter='draft' needs weights; use SpecConfig\(method="),
         (none, Learner(), "cannot be combined with method='none'"),
         (tree, Learner(), "tree_width=2 is not supported by Learner"),
         (plain, many, "Next.max_drafts='4' must be an integer of at least 0"),
