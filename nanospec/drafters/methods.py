@@ -211,8 +211,10 @@ def read_hidden_states(
     if not any(counts):
         return
     if verdict is not None:
-        index = (batch.q_start[:, None] + verdict.path).flatten()
-        hidden, width = hidden[index.clamp(max=len(hidden) - 1)], verdict.path.shape[1]
+        # On a CPU, omit columns of rejected drafts; a GPU must not synchronize here.
+        width = verdict.path.shape[1] if hidden.is_cuda else max(int(verdict.num_emitted.max()), 1)
+        index = (batch.q_start[:, None] + verdict.path[:, :width]).flatten()
+        hidden = hidden[index.clamp(max=len(hidden) - 1)]
         batch = lay_out_text(table, batch.rows, batch.base_len, verdict.num_emitted, width)
     parts = hidden.split([count * hidden.shape[1] // sum(counts) for count in counts], 1)
     for drafter, count, part in zip(drafters, counts, parts, strict=True):
