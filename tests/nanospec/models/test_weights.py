@@ -113,7 +113,7 @@ def indexed(content: object) -> Callable[[Path], object]:
 
 FOLDERS: list[tuple[str, Callable[[Path], object], str]] = [
     ("file", shutil.rmtree, r"needs a config\.json"),
-    ("file", lambda it: (it / FILE).rename(it / "model.bin"), r"no .* file \(found model\.bin; convert"),
+    ("file", lambda it: (it / FILE).rename(it / "model.bin"), r"no .* file \(found model\.bin\); convert"),
     ("file", lambda it: (it / FILE).unlink(), "safetensors file; download it again"),
     ("file", lambda it: (it / FILE).write_text("version https://git-lfs"), f"{FILE} is not a valid safet"),
     ("file", lambda it: os.truncate(it / FILE, 9999), f"{FILE} is not a valid safetensors file"),
