@@ -1,4 +1,4 @@
-"""Compare all drafters: tokens per step and speedup by kind of text, on a CPU.
+"""Compare all drafters: tokens per step and speedup by kind of text.
 
     python bench/drafters.py [--prompts 4] [--max-tokens 96] [--repeats 3] [--systems ngram eagle3]
                              [--name drafters] [--draft-model smollm2-135m-draft] [--out bench/results]
@@ -49,6 +49,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "draft K=2": {"method": "draft", "num_speculative_tokens": 2},
     "ngram+draft": {"method": "ngram+draft"},
 }
+LIMITS: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 1, "kv_cache_memory": 256 << 20}
 SAMPLED = ("none", "ngram", "eagle3", "ngram+eagle3")
 RULES = {"eagle3": ("exact", "typical"), "draft": ("exact", "rejection", "typical")}
 
@@ -83,7 +84,7 @@ class Makers:
 
     def engine(self, **spec: Any) -> Engine:
         given = SpecConfig(**spec, prompt_lookup_history=False)  # prompts repeat
-        config = EngineConfig(spec=given, max_model_len=2048, max_num_seqs=1)
+        config = EngineConfig(spec=given, **LIMITS)
         model, ready = self.llm.engine.worker.model, dict[str, Drafter]()
         if "draft" in config.spec.methods:
             ready["draft"] = ModelDrafter(config.spec, self.draft, model.config.vocab_size)
@@ -169,7 +170,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="SYSTEM")
     args = parser.parse_args()
     none = SpecConfig(method="none")
-    llm = LLM(args.model, spec=none, dtype="bfloat16", max_model_len=2048, max_num_seqs=1)
+    llm = LLM(args.model, spec=none, dtype="bfloat16", **LIMITS)
     makers = Makers(llm, args.model, args.draft_model)
     selected = {name: spec for name, spec in SYSTEMS.items() if name in ("none", *args.systems)}
     possible = {name: spec for name, spec in selected.items() if makers.can(spec.get("method", ""))}

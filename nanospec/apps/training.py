@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
+from tqdm import tqdm, trange
 
 from ..device.resources import resolve_device
 from ..drafters.checkpoint import lm_head_rows
@@ -58,7 +58,7 @@ from .options import Parser, add_settings, fields_set, in_flags
 WINDOW = 1024  # tokens; longer texts are truncated
 HELD_OUT = 16  # one of this many texts is held out for measuring
 MEASURED = 2048  # positions per batch when measuring
-BLOCK_SIZE = 16
+BLOCK_SIZE, PARALLEL = 16, 8
 ROWS = 512  # rows of logits that are in memory at once
 DEPTH = 7  # drafts per step when measuring
 DECAY = 0.8  # weight of pass j in the loss: DECAY ** j
@@ -147,17 +147,26 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
 
 @torch.inference_mode()
 def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
-    """Compute the hidden states of texts, one text per forward pass."""
-    table, parts = Table.empty(1, max(map(len, texts)), BLOCK_SIZE, 0, model.device), []
-    table.block_table.copy_(torch.arange(table.max_blocks))
-    cache = model.allocate_kv_cache(table.max_blocks, BLOCK_SIZE)
-    for ids in tqdm(texts, unit="text", desc="hidden states", disable=None):
-        table.tokens[0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        whole, states = new_states(model, len(ids), layers_to_read(model))
-        hidden = model.forward(Batch.from_chunks(table, [Chunk(0, 0, len(ids))]), cache, states)
-        parts.append((whole.cpu(), hidden.cpu()))
-    whole, hidden = map(torch.cat, zip(*parts, strict=True))
-    return Data(whole, hidden, torch.tensor(list(chain.from_iterable(texts))), list(map(len, texts)))
+    """Compute the hidden states of texts, `PARALLEL` texts per forward pass."""
+    table = Table.empty(PARALLEL, max(map(len, texts)), BLOCK_SIZE, 0, model.device)
+    table.block_table.copy_(torch.arange(table.block_table.numel()).view_as(table.block_table))
+    cache = model.allocate_kv_cache(table.block_table.numel(), BLOCK_SIZE)
+    layers, tokens = layers_to_read(model), torch.tensor(list(chain.from_iterable(texts)))
+    T, H, start = len(tokens), model.config.hidden_size, 0
+    data = Data(
+        torch.empty(T, len(layers) * H, dtype=model.dtype), torch.empty(T, H, dtype=model.dtype), tokens,
+        list(map(len, texts)),
+    )  # fmt: skip
+    for first in trange(0, len(texts), PARALLEL, unit="batch", desc="hidden states", disable=None):
+        some = texts[first : first + PARALLEL]
+        for row, ids in enumerate(some):
+            table.tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        chunks = [Chunk(row, 0, len(ids)) for row, ids in enumerate(some)]
+        place = slice(start, start := start + sum(map(len, some)))
+        whole, states = new_states(model, place.stop - place.start, layers)
+        data.hidden[place] = model.forward(Batch.from_chunks(table, chunks), cache, states)
+        data.states[place] = whole
+    return data
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -378,7 +387,9 @@ def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) 
     # Muon (Jordan et al., 2024) with updates of the size of AdamW's (Liu et al., 2025, arXiv 2502.16982).
     muon = torch.optim.Muon(matrices, settings.lr, 0.0, adjust_lr_fn="match_rms_adamw")
     optimizers: list[Any] = [muon, torch.optim.AdamW(norms, 2 * settings.lr, BETAS, weight_decay=0)]
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator, noises = (
+        torch.Generator(device).manual_seed(settings.seed) for device in ("cpu", drafter.device)
+    )
     steps = settings.epochs * len(training.batches(settings.batch, generator))
     rates = [LambdaLR(optimizer, partial(schedule, steps)) for optimizer in optimizers]
     figures: dict[str, Any] = {"settings": asdict(settings), "positions": len(data[0].tokens), "history": []}
@@ -387,7 +398,7 @@ def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) 
             losses = []
             for indices in training.batches(settings.batch, generator):
                 batch = training.batch(indices)
-                noise = torch.randn(batch.states.shape, generator=generator).to(batch.states)
+                noise = torch.empty_like(batch.states).normal_(generator=noises)
                 batch = batch._replace(states=batch.states + settings.noise * noise)
                 passes = 1 if rates[0].last_epoch < STAGE * steps else settings.passes
                 loss = drafter.loss(batch, passes)
