@@ -16,6 +16,8 @@ struct Drafter {
     const int64_t* token_map;  // [lm_head.rows], null: the index
     Rows features;             // [S + 1, H], of the last entry of each request row
     int* entry;                // [S + 1], the index of that entry
+    Rows pending;              // [(S + 1) * block_size, n * H], hidden states of the entries that follow
+    int* num_pending;          // [S + 1]
     long contenders;
     double least;              // a chain ends before a draft that is less likely to be accepted
     long threads;
@@ -67,31 +69,72 @@ Choice choose(const Drafter& d, const bf16* logits, long n, long row, int positi
     return {top.empty() ? token(best) : std::max_element(top.begin(), top.end())->second, 1 / total};
 }
 
-}  // namespace
+// Hidden states of a request row: the pending ones, and `count` of a batch.
+struct Span {
+    long row;
+    Rows states;
+    long first, count;  // tokens of the batch
+};
 
-extern "C" void nanospec_eagle3_read(const ReadArgs* args) {
-    const Drafter& d = args->drafter;
-    Batch batch = args->batch;
-    const long T = batch.num_tokens, H = d.model->hidden, last = d.table.max_context - 1;
-    std::vector<bf16> features(T * H);
-    std::vector<int> following(T);
-    const Rows inputs{features.data(), H};
-    const Linear product{d.fc, args->hidden, inputs, T, d.threads};
-    nanospec_linear(&product);
-    for (long b = 0; b < batch.num_rows; b++) {
-        const int* tokens = d.table.tokens + batch.rows[b] * d.table.max_context;
-        for (int t = batch.q_start[b], end = t + batch.q_len[b]; t < end; t++)
-            following[t] = tokens[std::min<long>(batch.positions[t] + 1, last)];
+// Computes entries from hidden states.
+void read(const Drafter& d, const std::vector<Span>& spans) {
+    const Table& table = d.table;
+    const long H = d.model->hidden, columns = d.fc.columns, B = spans.size(), size = table.block_size;
+    std::vector<bf16> states, features;
+    std::vector<int> ids, positions, slots, blocks, q_start(B), q_len(B), base_len(B);
+    for (long i = 0; i < B; i++) {
+        const auto& [row, rows, first, count] = spans[i];
+        const int *tokens = table.tokens + row * table.max_context, *own = table.block_table + row * table.max_blocks;
+        const int base = d.entry[row] + 1, pending = d.num_pending[row];
+        q_start[i] = ids.size(), q_len[i] = pending + count, base_len[i] = base;
+        blocks.insert(blocks.end(), own, own + table.max_blocks);
+        for (int t = base; t < base + q_len[i]; t++) {
+            const long j = t - base;
+            const bf16* from = j < pending ? d.pending[row * size + j] : rows[first + j - pending];
+            states.insert(states.end(), from, from + columns);
+            ids.push_back(tokens[std::min<long>(t + 1, table.max_context - 1)]);
+            positions.push_back(t), slots.push_back(own[t / size] * size + t % size);
+        }
     }
-    batch.input_ids = following.data();
+    const long T = ids.size();
+    if (!T) return;
+    features.resize(T * H);
+    const Rows inputs{features.data(), H};
+    const Linear product{d.fc, {states.data(), columns}, inputs, T, d.threads};
+    nanospec_linear(&product);
+    const int most = *std::max_element(q_len.begin(), q_len.end());
+    const Batch batch{nullptr, ids.data(), positions.data(), slots.data(), blocks.data(), q_start.data(), q_len.data(),
+                      base_len.data(), nullptr, nullptr, B, T, most, table.max_blocks};
     const Forward pass{d.model, batch, d.cache, {}, inputs, nullptr, 0, d.threads};
     nanospec_forward(&pass);
-    for (long b = 0; b < batch.num_rows; b++) {
-        const int row = batch.rows[b], n = batch.q_len[b];
-        if (!n) continue;
-        std::copy_n(inputs[batch.q_start[b] + n - 1], H, d.features[row]);
-        d.entry[row] = batch.base_len[b] + n - 1;
+    for (long i = 0; i < B; i++) {
+        const long row = spans[i].row;
+        std::copy_n(inputs[q_start[i] + q_len[i] - 1], H, d.features[row]);
+        d.entry[row] += q_len[i], d.num_pending[row] = 0;
     }
+}
+
+}  // namespace
+
+// Keeps hidden states until a block of the cache is complete, or the row drafts.
+extern "C" void nanospec_eagle3_read(const ReadArgs* args) {
+    const Drafter& d = args->drafter;
+    const Batch& batch = args->batch;
+    const long size = d.table.block_size;
+    std::vector<Span> spans;
+    for (long b = 0; b < batch.num_rows; b++) {
+        const long row = batch.rows[b], first = batch.q_start[b], n = batch.q_len[b], base = batch.base_len[b];
+        if (!n) continue;
+        int& pending = d.num_pending[row];
+        if (d.entry[row] + 1 + pending != base) d.entry[row] = base - 1, pending = 0;  // another request
+        if ((base + n) / size > (base - pending) / size) {
+            spans.push_back({row, args->hidden, first, n});
+        } else {
+            for (long i = 0; i < n; i++)
+                std::copy_n(args->hidden[first + i], d.fc.columns, d.pending[row * size + pending++]);
+        }
+    }
+    read(d, spans);
 }
 
 extern "C" void nanospec_eagle3_draft(const DraftArgs* args) {
@@ -99,6 +142,13 @@ extern "C" void nanospec_eagle3_draft(const DraftArgs* args) {
     const Table& table = d.table;
     const long H = d.model->hidden, V = d.lm_head.rows, size = table.block_size, width = table.max_blocks;
     std::vector<long> active;  // indices of the rows that draft
+    std::vector<Span> spans;
+    for (long b = 0; b < args->num_rows; b++) {
+        const long s = args->rows[b];
+        if (s >= 0 && d.num_pending[s] && d.entry[s] + d.num_pending[s] == table.num_tokens[s] - 2)
+            spans.push_back({s, {}, 0, 0});
+    }
+    read(d, spans);
     for (long b = 0; b < args->num_rows; b++) {
         const long s = args->rows[b];
         const bool ready = s >= 0 && d.entry[s] == table.num_tokens[s] - 2;

@@ -44,17 +44,24 @@ class Eagle3Drafter(HiddenStateDrafter):
         # both is padding.
         self.features = torch.zeros(S + 1, H, dtype=self.model.dtype, device=table.device)
         self.entry = torch.full((S + 1,), -2, dtype=torch.int32, device=table.device)
+        # In C++, the hidden states of the entries that follow, and their number: they are kept until a block of
+        # the cache is complete, or the row drafts.
+        shape = (S + 1) * table.block_size, len(self.hidden_state_layers) * H
+        self.pending = torch.empty(shape if isinstance(self.model, CompiledModel) else (0, 0)).to(self.features)
+        self.num_pending = torch.zeros_like(self.entry)
         super().attach(table, num_blocks, max_tokens, may_wait)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        if not isinstance(self.model, CompiledModel) or self.width > 1:
+        if not isinstance(self.model, CompiledModel):
             return super().propose(table, rows, k)
-        drafts, count = rows.new_zeros(len(rows), k), torch.full_like(rows, min(k, self.max_drafts))
+        num_chained = min(k, self.max_drafts) if self.width == 1 else 0
+        drafts, count = rows.new_zeros(len(rows), k), torch.full_like(rows, num_chained)
         self._call("nanospec_eagle3_draft", table, rows, drafts, count, *drafts.shape)
-        return make_proposal(drafts, count)
+        return make_proposal(drafts, count) if self.width == 1 else super().propose(table, rows, k)
 
     def release(self, row: int) -> None:
         self.entry[row].fill_(-2)
+        self.num_pending[row].fill_(0)
 
     def _ready(self, table: Table, rows: Tensor, num_drafts: Tensor) -> Tensor:
         index = rows.clamp(min=0)
@@ -78,7 +85,9 @@ class Eagle3Drafter(HiddenStateDrafter):
         """Call a function of `kernels/native/eagle3.cpp`."""
         assert isinstance(self.model, CompiledModel)
         weights = *self.fc.weight.words(), *self.lm_head.weight.words(), self.token_map
-        state = *packed.row_words(self.features), self.entry
+        state = (
+            *packed.row_words(self.features), self.entry, *packed.row_words(self.pending), self.num_pending,
+        )  # fmt: skip
         numbers = CONTENDERS, packed.double(LEAST_CHANCE), torch.get_num_threads()
         call(name, *self.model.drafter_words(self.kv), *weights, *state, *numbers, *table, *values)
 

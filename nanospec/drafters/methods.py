@@ -7,6 +7,7 @@ steps its time is measured, and the policy limits its number of drafts.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -210,10 +211,11 @@ def read_hidden_states(
     counts = [len(drafter.hidden_state_layers) for drafter in drafters]
     if not any(counts):
         return
-    if verdict is not None:
-        # On a CPU, omit columns of rejected drafts; a GPU must not synchronize here.
-        width = verdict.path.shape[1] if hidden.is_cuda else max(int(verdict.num_emitted.max()), 1)
-        index = (batch.q_start[:, None] + verdict.path[:, :width]).flatten()
+    if verdict is not None and batch.parents is None:  # the accepted tokens are the first of each row
+        batch = replace(batch, q_len=verdict.num_emitted)
+    elif verdict is not None:
+        width = verdict.path.shape[1]
+        index = (batch.q_start[:, None] + verdict.path).flatten()
         hidden = hidden[index.clamp(max=len(hidden) - 1)]
         batch = lay_out_text(table, batch.rows, batch.base_len, verdict.num_emitted, width)
     parts = hidden.split([count * hidden.shape[1] // sum(counts) for count in counts], 1)
