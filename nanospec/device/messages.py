@@ -54,8 +54,9 @@ class StepInput(NamedTuple):
     rows: list[int]  # [B]
     logprobs: list[int]  # [B], number of most likely tokens to report, -1 for no log-probabilities
     drafting: list[int]  # rows for which drafters propose drafts
-    k: int  # maximum number of drafts per row
-    model_k: int  # the same for the drafts of the last drafter, which may run a model
+    k: int  # this and the next two fields are those of `drafters.policy.Choice`
+    model_k: int
+    min_match: Sequence[int]
     new_blocks: list[RowBlocks]  # rows that got more blocks
     extra: Sequence[Any] = ()  # the value returned by `plan` of each extension
 

@@ -89,15 +89,16 @@ class Step:
         requested: Sequence[Extension] = (),
         count_drafts: CountDrafts | None = None,
         model_k: int = MAX_DRAFTS,
+        min_match: Sequence[int] = (),
     ) -> StepResult:
         """Run a step over the request `rows` [B] int32, -1 for padding, with at most `k` drafts each. The
         `requested` extensions take part, along with those that always do. The step is padded unless
-        `count_drafts` is given; then it is packed and the last drafter proposes at most `model_k` drafts."""
+        `count_drafts` is given; then it is packed, and `model_k` and `min_match` are as in `Choice`."""
         table, packed = self.table, count_drafts is not None
         extensions = [each for each in self.extensions if each.always or each in requested]
         with self.stages["propose"]:
             times = self.draft_times if packed else None
-            proposal = methods.propose(self.drafters, table, rows, k, min(k, model_k), times)
+            proposal = methods.propose(self.drafters, table, rows, k, min(k, model_k), min_match, times)
             for extension in extensions if k else ():
                 proposal = extension.propose(table, rows, proposal)
             if count_drafts is not None and k:

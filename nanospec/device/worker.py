@@ -126,7 +126,8 @@ class Worker:
             extension.send(value, bucket.k if bucket else inputs.k)
         if graphs is None or bucket is None:
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
-            result = self._step(on_device, inputs.k, tuple(requested), count_drafts, inputs.model_k)
+            model = inputs.model_k, inputs.min_match
+            result = self._step(on_device, inputs.k, tuple(requested), count_drafts, *model)
         else:
             with self.stages["propose"]:
                 for drafter in self.drafters:

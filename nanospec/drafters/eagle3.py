@@ -44,10 +44,10 @@ class Eagle3Drafter(HiddenStateDrafter):
         # both is padding.
         self.features = torch.zeros(S + 1, H, dtype=self.model.dtype, device=table.device)
         self.entry = torch.full((S + 1,), -2, dtype=torch.int32, device=table.device)
-        # In C++, the hidden states of the entries that follow, and their number: they are kept until a block of
-        # the cache is complete, or the row drafts.
+        # In C++, the hidden states of the entries that follow, and their number. They are kept until a block
+        # of the cache is complete or the row drafts.
         shape = (S + 1) * table.block_size, len(self.hidden_state_layers) * H
-        self.pending = torch.empty(shape if isinstance(self.model, CompiledModel) else (0, 0)).to(self.features)
+        self.pending = self.features.new_empty(shape if isinstance(self.model, CompiledModel) else (0, 0))
         self.num_pending = torch.zeros_like(self.entry)
         super().attach(table, num_blocks, max_tokens, may_wait)
 

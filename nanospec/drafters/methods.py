@@ -2,7 +2,8 @@
 
 Several drafters run in order, each for the rows that the previous ones have no drafts for: n-gram lookup is
 cheap and accurate where it matches, a model always has drafts. Only the last one may run a model. In packed
-steps its time is measured, and the policy limits its number of drafts.
+steps its time is measured, and the policy limits its number of drafts and has it replace those of short
+matches.
 """
 
 import time
@@ -157,18 +158,30 @@ def load_drafters(spec: SpecConfig, target: Target, given: Drafters | None = Non
 
 
 def propose(
-    drafters: Sequence[Drafter], table: Table, rows: Tensor, k: int, model_k: int, times: DraftTimes | None
+    drafters: Sequence[Drafter],
+    table: Table,
+    rows: Tensor,
+    k: int,
+    model_k: int,
+    min_match: Sequence[int],
+    times: DraftTimes | None,
 ) -> Proposal:
-    """Return up to `k` drafts for each of the rows [B], in k columns; up to `model_k` from the last drafter.
-    `times` records the time of the last drafter if it runs a model; None in captured steps."""
+    """Return up to `k` drafts for each of the rows [B], in k columns. The last drafter proposes at most
+    `model_k`. If it runs a model, it also replaces drafts from matches that are shorter than `min_match` [B],
+    if any are given. `times` records its time; None in captured steps."""
     merged: Proposal | None = None
+    kept = torch.zeros_like(rows, dtype=torch.bool)
     if times is not None:
         times.fade()
     for code, drafter in enumerate(drafters):
         limit = model_k if drafter is drafters[-1] else k
         if not limit:
             continue
-        remaining = rows if merged is None else torch.where(merged.num_drafts > 0, -1, rows)
+        if merged is not None:
+            kept = merged.num_drafts > 0
+            if drafter.runs_model and min_match:
+                kept &= (merged.match_len == 0) | (merged.match_len >= rows.new_tensor(min_match))
+        remaining = torch.where(kept, -1, rows)
         if times is None or not drafter.runs_model:
             proposal = _proposal(drafter, table, remaining, limit)
         else:
@@ -180,7 +193,7 @@ def propose(
             proposal = proposal._replace(drafts=drafts, source=source, parents=parents)
         if merged is not None:
             codes = torch.where(proposal.num_drafts > 0, code, no_drafts(rows, 1).drafter)
-            proposal = merge(merged.num_drafts > 0, merged, proposal._replace(drafter=codes))
+            proposal = merge(kept | (proposal.num_drafts == 0), merged, proposal._replace(drafter=codes))
         merged = proposal
     return no_drafts(rows, k) if merged is None else merged
 

@@ -15,13 +15,25 @@ wait, drafts of one row must not slow down others: packed steps spend only the t
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from ..kernels import NO_DRAFTER
 from ..kernels.speculation.report import RowReport
 from .estimates import Estimator, RowAccounts, RowProposal, StepCosts
 
 ByRow = Mapping[int, int]  # request row -> number of drafts
+EXPLORE = 16  # in one of this many steps, matches of any length precede the drafts of a model
+LENGTHS = range(1, 9)  # of the matches that the drafts of a model may replace
 OVERHEAD = 0.005  # maximum share of time for probes, and maximum slowdown of a row by the drafts of others
+
+
+class Choice(NamedTuple):
+    """The maximum numbers of drafts per row of a step, and in a packed one of the drafter that runs a model.
+    It also drafts for rows whose n-gram match is shorter than `min_match`, by row; empty if for none."""
+
+    k: int
+    model_k: int
+    min_match: Sequence[int] = ()
 
 
 class Policy:
@@ -31,13 +43,13 @@ class Policy:
     # Estimated tokens per ms of the latest step, relative to a step without drafts; None for a fixed K.
     expected_speedup: float | None = None
 
-    def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> tuple[int, int]:
-        """Return K of the next step and the maximum number of drafts of the last drafter.
+    def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
+        """Return the numbers of drafts of the next step.
 
         `limits`: maximum number of drafts of each row; `drafter_limits`: the same, but 0 for rows with drafts
         from an extension; `context`: total number of tokens; `waiting`: whether requests wait for a row.
         """
-        return max(limits.values()), max(drafter_limits.values())
+        return Choice(max(limits.values()), max(drafter_limits.values()))
 
     def count_drafts(self, proposals: Sequence[RowProposal]) -> list[int]:
         """Return the number of drafts to verify for each row of a packed step."""
@@ -58,15 +70,16 @@ class AutoPolicy(Policy):
         self.costs: StepCosts = costs
         self.estimator, self._accounts, self._model_drafter = Estimator(), RowAccounts(), model_drafter
         self._context, self._waiting, self._probing = 0, True, False  # of the latest step
+        self._num_steps = 0
         self._credit, self._turn = 0.0, 0  # ms available for probes; selects the row of the next probe
 
-    def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> tuple[int, int]:
+    def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
         B, max_k = len(limits), max(limits.values())
         self._context, self._waiting, self._probing, self.expected_speedup = context, waiting, False, 1.0
         plain = self.costs.cost(B, B, context)
         self._credit = min(self._credit + OVERHEAD * plain, plain)
         if self.costs.packed and self._model_drafter == NO_DRAFTER:
-            return max_k, max_k
+            return Choice(max_k, max_k)
         weighed = drafter_limits if self.costs.packed else limits
         ms = self.costs.by_k(B, max(weighed.values()), context)
         tokens = self.estimator.tokens(weighed, self._model_drafter, tuple(ms))
@@ -76,7 +89,24 @@ class AutoPolicy(Policy):
         larger = min((k for k in ms if k > best), default=best)
         self._probing = larger > best and self._spend_credit(ms[larger] - ms[best])
         chosen = larger if self._probing else best
-        return (max_k, chosen) if self.costs.packed else (chosen, chosen)
+        if self.costs.captured:
+            return Choice(chosen, chosen)
+        self._num_steps += 1
+        if not self._model_drafter or not chosen or self._num_steps % EXPLORE == 0:
+            return Choice(max_k, chosen)
+        cost = self.costs.propose(B, chosen) / plain
+        return Choice(max_k, chosen, [self._min_match(row, max_k, chosen, cost) for row in limits])
+
+    def _min_match(self, row: int, k: int, model_k: int, cost: float) -> int:
+        """Return the least length of a match whose drafts yield more tokens per ms than those of the model,
+        which lengthen a step by the share `cost`."""
+
+        def tokens(drafter: int, num_drafts: int, match_len: int) -> float:
+            return 1 + sum(self.estimator.gains(RowProposal(row, drafter, num_drafts, match_len)))
+
+        code = self._model_drafter
+        least = tokens(code, model_k, 0) / (1 + cost)
+        return next((n for n in LENGTHS if tokens(code - 1, k, n) >= least), LENGTHS.stop)
 
     def count_drafts(self, proposals: Sequence[RowProposal]) -> list[int]:
         B, cost = len(proposals), partial(self.costs.cost, len(proposals), context=self._context)

@@ -211,13 +211,13 @@ class Engine:
         limits = {r.row: r.max_k for r in requests}
         drafter_limits = {r.row: 0 if r.constraint is not None else r.max_k for r in requests}
         context = sum(request.num_tokens for request in requests)
-        k, model_k = self.policy.choose(limits, drafter_limits, context, bool(self.scheduler.waiting))
+        choice = self.policy.choose(limits, drafter_limits, context, bool(self.scheduler.waiting))
+        k = choice.k
         inputs = StepInput(
             rows=[*limits],
             logprobs=[-1 if (n := r.params.logprobs) is None else n for r in requests],
             drafting=[row for row, limit in drafter_limits.items() if min(limit, k)],
-            k=k,
-            model_k=model_k,
+            **choice._asdict(),
             new_blocks=[RowBlocks(r.row, r.num_tokens, r.blocks, n) for r, n in plan.new_blocks.items()],
             extra=[each.plan(requests, [min(n, k) for n in limits.values()]) for each in self.extensions],
         )

@@ -21,6 +21,7 @@ from nanospec.drafters import Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.eagle3 import Eagle3Drafter
 from nanospec.drafters.estimates import RowProposal, StepCosts
+from nanospec.drafters.policy import Choice
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.kernels import FROM_TARGET, GENERATED, NO_DRAFTER
@@ -148,7 +149,7 @@ def test_draft_model_catches_up_with_other_steps(model: Model) -> None:
     """The draft model's cache falls behind in steps without drafts and in steps with n-gram drafts."""
     engine = make_engine(model, 4, spec=SETUPS["ngram+draft"], min_n=2, draft_model=model, max_num_seqs=3)
     choose, rng = engine.policy.choose, random.Random(0)
-    engine.policy.choose = lambda *args: choose(*args) if rng.random() < 0.4 else (4, 0)  # type: ignore
+    engine.policy.choose = lambda *args: choose(*args) if rng.random() < 0.4 else Choice(4, 0)  # type: ignore
     run_and_compare(engine, model, plain_jobs(2, 9, 0.7))
     by = engine.metrics.spec.by_drafter
     assert by["draft"][1] == by["draft"][2] > 30

@@ -13,6 +13,7 @@ from torch import Tensor
 from nanospec import SamplingParams
 from nanospec.drafters import draft_limits, eagle3
 from nanospec.drafters.hidden_states import CONTENDERS, HiddenStateDrafter
+from nanospec.drafters.policy import Choice
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.launch import forced
 from nanospec.kernels.sampling import noise
@@ -178,7 +179,13 @@ def test_drafts_follow_the_reference(
         )  # fmt: skip
         checked = Checked(drafter, reference, 0.3 if dtype == torch.bfloat16 else 1e-4)  # products in 8 bits
         choose, rng = engine.policy.choose, random.Random(0)
-        engine.policy.choose = lambda *args: choose(*args) if rng.random() < 0.7 else (0, 0)  # type: ignore
+
+        def choose_randomly(limits: Any, *args: Any) -> Choice:
+            if rng.random() > 0.7:
+                return Choice(0, 0)
+            return choose(limits, *args)._replace(min_match=[rng.randrange(5) for _ in limits])
+
+        engine.policy.choose = choose_randomly  # type: ignore
         if few:
             run(engine, jobs_of(random.Random(3), 6)[:2])
             assert checked.compared > 5

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanospec.drafters.estimates import DraftTimes, Estimator, RowProposal, StepCosts, tokens_per_step
-from nanospec.drafters.policy import OVERHEAD, AutoPolicy, Policy
+from nanospec.drafters.policy import EXPLORE, OVERHEAD, AutoPolicy, Policy
 from nanospec.kernels import NO_DRAFTER
 from nanospec.kernels.speculation.report import RowReport
 
@@ -148,6 +148,22 @@ def test_fixed_policy_and_free_drafts() -> None:
     observe_row(policy, 0, accepted=4)
     assert [choose(policy, {0: most}) for most in (16, 5, 0)] == [16, 4, 0]
     assert policy.expected_speedup == 1
+
+
+def test_model_replaces_matches_that_are_accepted_less_often() -> None:
+    costs = StepCosts(packed=dict(zip(SIZES, CHEAP)), propose=lambda rows, drafts: 0.5 * drafts)
+    policy = AutoPolicy(costs, MODEL)
+    for match, accepted in ((1, 0), (2, 1), (3, 4)):
+        for row in (0, 1):
+            for _ in range(40):
+                policy.observe(row, report(4, accepted, match=match))
+    for row, accepted in ((0, 4), (1, 0)):  # the model's drafts
+        for _ in range(40):
+            policy.observe(row, report(4, accepted, MODEL, 0))
+    limits = {0: 16, 1: 16}
+    found = [policy.choose(limits, limits, 0, True).min_match for _ in range(EXPLORE)]
+    assert found.count(()) == 1, "matches of any length must sometimes be verified"
+    assert set(map(tuple, found)) == {(3, 1), ()}
 
 
 @pytest.mark.parametrize(
