@@ -202,7 +202,7 @@ class DrafterInTraining:
         self.token_map = frequent.sort().values.to(self.device)
         self.rows = lm_head_rows(model, self.token_map).contiguous()  # [Vd, H]
         self.cos_sin = cos_sin_table(Rope(theta=c.rope.theta), c.head_dim, WINDOW + DEPTH, self.device)
-        self.whitening, fc = whiten(data, model.norm.weight.float().cpu())
+        self.whitening, fc = whiten(data, model.norm.weight.float())
         H, I = c.hidden_size, settings.intermediate  # noqa: E741
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         shapes = {
@@ -281,7 +281,7 @@ class DrafterInTraining:
         """Write the drafter in bf16, the weights atomically, without what it shares with the model. Raises
         OSError."""
         c, weights = self.config, {name: weight.detach().cpu() for name, weight in self.weights.items()}
-        weights["fc"] = weights["fc"] @ self.whitening
+        weights["fc"] = weights["fc"] @ self.whitening.cpu()
         tensors = {f"{name}.weight": weight.bfloat16() for name, weight in weights.items()}
         tensors["d2t"] = self.token_map.cpu() - torch.arange(len(self.token_map))
         config = {
@@ -310,9 +310,11 @@ def whiten(data: Data, norm: Tensor) -> tuple[Tensor, Tensor]:
     """Return the matrix that whitens hidden states, and the regression of the next position's final hidden
     state, divided by the weight of its norm, on whitened states: [n * H, n * H] and [H, n * H]."""
     size = data.states.shape[1]
-    moments, products, count = torch.zeros(size, size), torch.zeros(size, len(norm)), 0
+    device, count = norm.device, 0
+    moments, products = (torch.zeros(size, n, device=device) for n in (size, len(norm)))
     for states, hidden in zip(data.states.split(data.lengths), data.hidden.split(data.lengths), strict=True):
-        x, y = states[1:-1].float(), hidden[2:].float() / norm  # not position 0, whose states are extreme
+        # Omit position 0, whose states are extreme.
+        x, y = states[1:-1].to(device).float(), hidden[2:].to(device).float() / norm
         moments, products, count = moments + x.T @ x, products + x.T @ y, count + len(x)
     scale = (moments.diagonal() / count).clamp(min=1e-12).rsqrt()  # first scale each value, then rotate
     values, vectors = torch.linalg.eigh(moments / count * scale * scale[:, None])

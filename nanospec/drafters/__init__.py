@@ -96,8 +96,8 @@ class Drafter:
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         """Update state from hidden states [T, n * H] of the target, without the final norm, after each of the
-        n `hidden_state_layers`. `batch` has the tokens that they belong to: prompt chunks, and the accepted
-        tokens of a step (of a row that has ended, also those after its end)."""
+        n `hidden_state_layers`. The first `batch.q_len` tokens of each row are those of a prompt chunk, or
+        the accepted ones of a step (of a row that has ended, also those after its end); ignore others."""
 
 
 class SimpleDrafter(Drafter):

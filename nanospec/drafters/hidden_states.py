@@ -5,8 +5,9 @@ these hidden states to the features of a token, one vector, from which the draft
 for each position of the text (EAGLE-3 also uses the next token's embedding). They are stored in the drafter's
 own KV cache, which has the blocks of the target's cache, whenever the target stores its own: for prompt
 chunks, and in every step for the tokens that it commits. So the cache holds the K/V of all positions before
-the last committed token, also after steps without drafts, preemption and prefix cache hits. While it drafts,
-the drafter writes to the positions that follow, which `read_hidden_states` overwrites.
+the last committed token, also after steps without drafts, preemption and prefix cache hits. In C++, EAGLE-3
+stores the last ones when the row drafts or a block is complete, so steps without drafts cost less. While it
+drafts, the drafter writes to the positions that follow, which `read_hidden_states` overwrites.
 
 Drafts of one position are ranked by the logits. For a request that samples, the `CONTENDERS` most likely
 tokens are ranked with the noise that the target will use at that position, so drafter and target draw the
