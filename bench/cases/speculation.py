@@ -12,7 +12,7 @@ from bench.cases import Built, Case
 from nanospec.kernels import REJECTION, RULES, TYPICAL
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import use_triton
-from nanospec.kernels.sampling import accept, sample
+from nanospec.kernels.sampling import accept, noise, sample
 from nanospec.kernels.speculation import ngram
 from nanospec.kernels.speculation.proposal import Proposal, lay_out, lay_out_text
 from nanospec.kernels.speculation.verify import commit
@@ -32,7 +32,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 def cases() -> Iterator[Case]:
     for part in (
         ngram_cases, ngram_tree_cases, sample_cases, sample_tree_cases, accept_cases, accept_tree_cases,
-        verify_cases, layout_cases,
+        verify_cases, layout_cases, noise_cases,
     ):  # fmt: skip
         yield from part()
 
@@ -202,3 +202,15 @@ def layout_cases() -> Iterator[Case]:
                 return Built(lambda: lay_out(table, batch.rows, proposal))
 
             yield Case("layout", f"B{B}-K{K}{'-text' if text else ''}", build)
+
+
+def noise_cases() -> Iterator[Case]:
+    """Yield the noise of the 16 most likely tokens of drafters."""
+    for n in (1, 64):
+
+        def build(device: str, n: int = n) -> Built:
+            seeds, positions = (torch.arange(n, device=device) for _ in range(2))
+            ids = torch.randint(0, VOCABS["qwen"], (n, 16), device=device).int()
+            return Built(lambda: noise.log_exponentials(seeds, positions, ids))
+
+        yield Case("noise", f"n{n}", build)

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch import next_power_of_2, use_triton
+
 Ints = TypeVar("Ints", int, Tensor)
 _MASK = 0xFFFFFFFF
 MULTIPLIER_1 = tl.constexpr(0x7FEB352D)
@@ -27,6 +29,15 @@ SEED_LOW = tl.constexpr(0x9E3779B9)  # arbitrary odd constants keep the key stre
 SEED_HIGH = tl.constexpr(0x85EBCA6B)
 SECOND_KEY = tl.constexpr(0xC2B2AE35)
 SMALL = tl.constexpr(1e-3)  # below this, -log(1 - u) is computed by its series
+
+
+def log_exponentials(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
+    """Return `naive` of seeds [n] int64, positions [n] and token ids [n, N], on a GPU in one launch."""
+    if not use_triton(tokens):
+        return naive(seed, position, tokens)
+    out, (n, N) = tokens.new_empty(tokens.shape, dtype=torch.float32), tokens.shape
+    _log_exponentials[(n,)](seed, position, tokens, out, N, WIDTH=next_power_of_2(N), num_warps=1)
+    return out
 
 
 def naive(seed: Ints, position: Ints, tokens: Tensor) -> Tensor:
@@ -90,3 +101,10 @@ def block_mix(x):
     x = (x ^ (x >> 16)) * MULTIPLIER_1
     x = (x ^ (x >> 15)) * MULTIPLIER_2
     return x ^ (x >> 16)
+
+
+@triton.jit
+def _log_exponentials(seeds, positions, tokens, out, N, WIDTH: tl.constexpr):
+    i, j = tl.program_id(0), tl.arange(0, WIDTH)
+    ids = tl.load(tokens + i * N + j, j < N, other=0)
+    tl.store(out + i * N + j, log_e(tl.load(seeds + i), tl.load(positions + i), ids), j < N)

@@ -81,16 +81,15 @@ class DraftTimes:
     """Measured ms per call of a drafter, by number of rows (in powers of two) and of drafts per row."""
 
     def __init__(self) -> None:
-        self._calls = defaultdict[tuple[int, int], deque[tuple[float, float]]](lambda: deque(maxlen=LATEST))
+        self._calls = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=LATEST))
         self._ms: dict[tuple[int, int], float] = {}
 
-    def add(self, rows: int, k: int, ms: float, fraction: float) -> None:
-        """Record a call that returned drafts for a `fraction` of the rows it was called for."""
-        key = rows.bit_length(), k
-        self._calls[key].append((ms, fraction))
-        times, fractions = zip(*self._calls[key])
-        if len(times) >= ENOUGH:  # calls that return no drafts add to the cost of those that do
-            self._ms[key] = median(times) * (len(fractions) + 1) / (sum(fractions) + 1)
+    def add(self, rows: int, k: int, ms: float) -> None:
+        """Record the time of a call."""
+        times = self._calls[key := (rows.bit_length(), k)]
+        times.append(ms)
+        if len(times) >= ENOUGH:
+            self._ms[key] = median(times)
 
     def fade(self) -> None:
         """Reduce all times a little, so that those no longer measured are tried again."""

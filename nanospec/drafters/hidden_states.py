@@ -141,7 +141,8 @@ class HiddenStateDrafter(Drafter):
         ids = (place if self.token_map is None else self.token_map[place]).int()
         if is_greedy:
             return ids
-        log_e = noise.naive(table.seed[index], positions, ids)
+        seeds = table.seed[index].expand_as(positions).flatten()
+        log_e = noise.log_exponentials(seeds, positions.flatten(), ids.flatten(0, 1)).view_as(likely)
         best = (likely - temperature[..., None] * log_e).topk(self.width).indices
         return ids.gather(2, best)
 

@@ -24,6 +24,7 @@ from ..kernels.speculation import ngram
 from ..kernels.speculation.proposal import Proposal, draft_limits, lay_out_text, merge
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
+from ..kernels.transfer import synchronize
 from ..models.config import ModelConfig
 from ..models.decoder import Model
 from ..models.weights import Split, load_model
@@ -240,13 +241,13 @@ def read_hidden_states(
 def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
     """Propose drafts for the rows [B] that can use them, and record the time in `times`."""
     usable = draft_limits(table, rows, k) > 0
-    if not (number := int(usable.sum())):
+    if not usable.any():
         return no_drafts(rows, k)
     drafter.catch_up(rows[usable].tolist())
     start = time.perf_counter()
     proposal = _proposal(drafter, table, torch.where(usable, rows, -1), k)
-    fraction = int(proposal.num_drafts.count_nonzero()) / number  # synchronizes
-    times.add(len(rows), k, (time.perf_counter() - start) * 1e3, fraction)
+    synchronize(rows.device)
+    times.add(len(rows), k, (time.perf_counter() - start) * 1e3)
     return proposal
 
 

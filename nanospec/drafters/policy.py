@@ -70,7 +70,7 @@ class AutoPolicy(Policy):
         self.costs: StepCosts = costs
         self.estimator, self._accounts, self._model_drafter = Estimator(), RowAccounts(), model_drafter
         self._context, self._waiting, self._probing = 0, True, False  # of the latest step
-        self._num_steps = 0
+        self._num_steps, self._drafting = 0, set[int]()  # rows for which the model of the latest step drafts
         self._credit, self._turn = 0.0, 0  # ms available for probes; selects the row of the next probe
 
     def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
@@ -80,6 +80,7 @@ class AutoPolicy(Policy):
         self._credit = min(self._credit + OVERHEAD * plain, plain)
         if self.costs.packed and self._model_drafter == NO_DRAFTER:
             return Choice(max_k, max_k)
+        self._drafting = set[int]()
         weighed = drafter_limits if self.costs.packed else limits
         ms = self.costs.by_k(B, max(weighed.values()), context)
         tokens = self.estimator.tokens(weighed, self._model_drafter, tuple(ms))
@@ -92,6 +93,7 @@ class AutoPolicy(Policy):
         if self.costs.captured:
             return Choice(chosen, chosen)
         self._num_steps += 1
+        self._drafting = {row for row, limit in drafter_limits.items() if min(limit, chosen)}
         if not self._model_drafter or not chosen or self._num_steps % EXPLORE == 0:
             return Choice(max_k, chosen)
         cost = self.costs.propose(B, chosen) / plain
@@ -110,6 +112,8 @@ class AutoPolicy(Policy):
 
     def count_drafts(self, proposals: Sequence[RowProposal]) -> list[int]:
         B, cost = len(proposals), partial(self.costs.cost, len(proposals), context=self._context)
+        for row in (each.row for each in proposals if not each.num_drafts and each.row in self._drafting):
+            self.estimator.observe(row, self._model_drafter, 0, 0, 0)  # the model had no drafts
         plain, gains = cost(B), dict[int, list[float]]()
         # A draft less likely than this cannot raise the tokens per ms of any step, so it is not considered.
         min_gain = B / plain * self.costs.min_slope(B, self._context)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.check import poisoned
 from nanospec.engine.request import derive_seed
+from nanospec.kernels.launch import forced
 from nanospec.kernels.sampling import noise
 from tests.kernels.batches import ints
 
@@ -69,3 +71,12 @@ def test_small_and_extreme_values_are_exact() -> None:
     assert float(error.abs().max()) < 5e-5  # 1 - u is rounded
     extremes = noise.log_exponential(ints(0, 2**31 - 1))
     assert extremes.tolist() == pytest.approx([math.log(2.0**-32), math.log(32 * math.log(2))])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_kernel_equals_naive(dtype: torch.dtype) -> None:
+    seeds, positions = torch.tensor(SEEDS), torch.arange(len(SEEDS), dtype=dtype) * 9_999
+    tokens = torch.randint(0, V, (len(SEEDS), 13), dtype=dtype)
+    with forced("triton"), poisoned():
+        actual = noise.log_exponentials(seeds, positions, tokens)
+    torch.testing.assert_close(actual, noise.naive(seeds, positions, tokens), rtol=1e-6, atol=1e-6)
