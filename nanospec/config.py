@@ -54,8 +54,8 @@ class SpecConfig:
         method: drafter to use. "ngram" looks up the last tokens in the request's own text and proposes what
             followed them; "draft" runs a small model with the same vocabulary; "dflash" (a block of tokens
             per pass) and "eagle3" (a token per pass, up to 8) run a model that reads the target's hidden
-            states. "ngram+draft" and so on run the model only where the lookup finds no match, or on a CPU a
-            short one. "none" disables speculation.
+            states. "ngram+draft" and so on run the model only where the lookup finds no match, or with
+            automatic K on a CPU a short one. "none" disables speculation.
         draft_model: model for "draft", "dflash" or "eagle3": a local folder, a name under `weights/`, or a
             hub id; for "draft", also a GGUF file. The latter two default to `weights/drafters/NAME`, where
             NAME is that of the target.

@@ -211,6 +211,6 @@ def noise_cases() -> Iterator[Case]:
         def build(device: str, n: int = n) -> Built:
             seeds, positions = (torch.arange(n, device=device) for _ in range(2))
             ids = torch.randint(0, VOCABS["qwen"], (n, 16), device=device).int()
-            return Built(lambda: noise.log_exponentials(seeds, positions, ids))
+            return Built(lambda: noise.draw(seeds, positions, ids))
 
         yield Case("noise", f"n{n}", build)

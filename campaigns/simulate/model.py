@@ -122,8 +122,10 @@ class MockReader(Drafter):
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         ids = hidden[:, 0].long() * BASE + hidden[:, 1].long()
-        rows = batch.rows.repeat_interleave(batch.q_len if batch.prefill else batch.max_q_len)
-        kept = (batch.slots >= 0) & (batch.positions < table.num_tokens[rows])  # others follow a stop token
+        at = torch.arange(len(ids))
+        b = torch.searchsorted(batch.q_start, at, right=True) - 1
+        kept = at < (batch.q_start + batch.q_len)[b]  # others were rejected
+        kept &= batch.positions < table.num_tokens[batch.rows[b]]  # others follow a stop token
         assert torch.equal(ids[kept], batch.input_ids[kept].long()), "states belong to other tokens"
         self.read_ids.view(-1)[batch.slots[kept].long()] = ids[kept]
 

@@ -72,7 +72,7 @@ Choice choose(const Drafter& d, const bf16* logits, long n, long row, int positi
 // Hidden states of a request row: the pending ones, and `count` of a batch.
 struct Span {
     long row;
-    Rows states;
+    Rows hidden;
     long first, count;  // tokens of the batch
 };
 
@@ -83,14 +83,14 @@ void read(const Drafter& d, const std::vector<Span>& spans) {
     std::vector<bf16> states, features;
     std::vector<int> ids, positions, slots, blocks, q_start(B), q_len(B), base_len(B);
     for (long i = 0; i < B; i++) {
-        const auto& [row, rows, first, count] = spans[i];
+        const auto& [row, hidden, first, count] = spans[i];
         const int *tokens = table.tokens + row * table.max_context, *own = table.block_table + row * table.max_blocks;
         const int base = d.entry[row] + 1, pending = d.num_pending[row];
         q_start[i] = ids.size(), q_len[i] = pending + count, base_len[i] = base;
         blocks.insert(blocks.end(), own, own + table.max_blocks);
         for (int t = base; t < base + q_len[i]; t++) {
             const long j = t - base;
-            const bf16* from = j < pending ? d.pending[row * size + j] : rows[first + j - pending];
+            const bf16* from = j < pending ? d.pending[row * size + j] : hidden[first + j - pending];
             states.insert(states.end(), from, from + columns);
             ids.push_back(tokens[std::min<long>(t + 1, table.max_context - 1)]);
             positions.push_back(t), slots.push_back(own[t / size] * size + t % size);
@@ -116,7 +116,7 @@ void read(const Drafter& d, const std::vector<Span>& spans) {
 
 }  // namespace
 
-// Keeps hidden states until a block of the cache is complete, or the row drafts.
+// Computes the entries of rows that complete a block of the cache; keeps the hidden states of the others.
 extern "C" void nanospec_eagle3_read(const ReadArgs* args) {
     const Drafter& d = args->drafter;
     const Batch& batch = args->batch;
@@ -126,7 +126,7 @@ extern "C" void nanospec_eagle3_read(const ReadArgs* args) {
         const long row = batch.rows[b], first = batch.q_start[b], n = batch.q_len[b], base = batch.base_len[b];
         if (!n) continue;
         int& pending = d.num_pending[row];
-        if (d.entry[row] + 1 + pending != base) d.entry[row] = base - 1, pending = 0;  // another request
+        if (d.entry[row] + 1 + pending != base) d.entry[row] = base - 1, pending = 0;  // the first of a request
         if ((base + n) / size > (base - pending) / size) {
             spans.push_back({row, args->hidden, first, n});
         } else {
@@ -137,6 +137,7 @@ extern "C" void nanospec_eagle3_read(const ReadArgs* args) {
     read(d, spans);
 }
 
+// Computes the entries of the hidden states that were kept, then drafts chains.
 extern "C" void nanospec_eagle3_draft(const DraftArgs* args) {
     const Drafter& d = args->drafter;
     const Table& table = d.table;
@@ -145,16 +146,12 @@ extern "C" void nanospec_eagle3_draft(const DraftArgs* args) {
     std::vector<Span> spans;
     for (long b = 0; b < args->num_rows; b++) {
         const long s = args->rows[b];
-        if (s >= 0 && d.num_pending[s] && d.entry[s] + d.num_pending[s] == table.num_tokens[s] - 2)
-            spans.push_back({s, {}, 0, 0});
-    }
-    read(d, spans);
-    for (long b = 0; b < args->num_rows; b++) {
-        const long s = args->rows[b];
-        const bool ready = s >= 0 && d.entry[s] == table.num_tokens[s] - 2;
+        const bool ready = s >= 0 && d.entry[s] + d.num_pending[s] == table.num_tokens[s] - 2;
+        if (ready && d.num_pending[s]) spans.push_back({s, {}, 0, 0});
         args->num_drafts[b] = ready ? std::min(args->num_drafts[b], draft_limit(table, s)) : 0;
         if (args->num_drafts[b]) active.push_back(b);
     }
+    read(d, spans);
     const long B = active.size();
     std::vector<int> ids(B), at(B), slots(B), q_start(B), q_len(B), blocks(B * width);
     std::vector<bf16> inputs(B * H), outputs(B * H), hidden(B * H), logits(B * V);

@@ -7,7 +7,7 @@ There is no generator state, so the token sampled at a position depends neither 
 number of tokens verified at once. This is what makes speculation lossless.
 
 The random bits come from a 32-bit integer hash (two multiplications and three shifts, constants by C.
-Wellons, "Prospecting for Hash Functions", 2018). Seed and position yield two 32-bit keys, and the token ID
+Wellons, "Prospecting for Hash Functions", 2018). Seed and position yield two 32-bit keys, and the token id
 is mixed with both. `naive` and `log_e`, its version for kernels, have identical bits; their logarithms may
 differ in the last place, which changes the sampled token with a probability of about 1e-7.
 """
@@ -31,12 +31,13 @@ SECOND_KEY = tl.constexpr(0xC2B2AE35)
 SMALL = tl.constexpr(1e-3)  # below this, -log(1 - u) is computed by its series
 
 
-def log_exponentials(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
-    """Return `naive` of seeds [n] int64, positions [n] and token ids [n, N], on a GPU in one launch."""
+def draw(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
+    """Return `naive` of seeds [n] int64, positions [n] and token ids [n, N], all contiguous, on a GPU in one
+    launch."""
     if not use_triton(tokens):
         return naive(seed, position, tokens)
     out, (n, N) = tokens.new_empty(tokens.shape, dtype=torch.float32), tokens.shape
-    _log_exponentials[(n,)](seed, position, tokens, out, N, WIDTH=next_power_of_2(N), num_warps=1)
+    _draw[(n,)](seed, position, tokens, out, N, WIDTH=next_power_of_2(N), num_warps=1)
     return out
 
 
@@ -104,7 +105,7 @@ def block_mix(x):
 
 
 @triton.jit
-def _log_exponentials(seeds, positions, tokens, out, N, WIDTH: tl.constexpr):
+def _draw(seeds, positions, tokens, out, N, WIDTH: tl.constexpr):
     i, j = tl.program_id(0), tl.arange(0, WIDTH)
     ids = tl.load(tokens + i * N + j, j < N, other=0)
     tl.store(out + i * N + j, log_e(tl.load(seeds + i), tl.load(positions + i), ids), j < N)

@@ -11,9 +11,9 @@ as when it drafts, and it learns that of token t + 2 + j. Training starts with a
 
 With the lm_head's rows W [Vd, H] and the model's distribution p, the cross-entropy of the output h is
 log(sum(exp(W h))) - h . (p W), so p W [H] is computed once for each token. The hidden states are whitened,
-because some of their directions are far larger than others; the folder has the product of both matrices. `fc`
-starts as the linear regression of the model's next hidden state. The folder is written after every epoch; the
-metadata of its weights contains the settings, and how many drafts match held-out texts.
+because some of their directions are far larger than others; the folder contains `fc` multiplied by the
+whitening matrix. `fc` starts as the linear regression of the model's next hidden state. The folder is written
+after every epoch; the metadata of its weights contains the settings, and how many drafts match held-out texts.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class DrafterInTraining:
         """Return the loss over a batch of texts."""
         total = torch.zeros((), device=self.device)
         for j, output in enumerate(self.outputs(batch, passes)):
-            label = 1 + j + torch.arange(output.shape[1], device=self.device)  # its position, for each entry
+            label = 1 + j + torch.arange(output.shape[1], device=self.device)  # position, for each entry
             valid = label < batch.lengths[:, None]
             wanted = F.pad(batch.labels[:, 1 + j :], (0, 0, 0, j))[valid]
             loss = SoftCrossEntropy.apply(output[valid], self.rows, wanted)
@@ -327,7 +327,7 @@ class Texts:
     """Texts as padded batches for a drafter; computes the labels."""
 
     def __init__(self, data: Data, drafter: DrafterInTraining) -> None:
-        self.device, self.whitening = drafter.device, drafter.whitening.T.to(drafter.device, drafter.dtype)
+        self.device, self.whitening = drafter.device, drafter.whitening.T.to(drafter.dtype)
         parts = []
         for hidden in tqdm(data.hidden.split(ROWS), unit="part", desc="labels", disable=None):
             p = (hidden.to(self.device) @ drafter.rows.T).float().softmax(-1)

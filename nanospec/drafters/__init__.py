@@ -96,8 +96,9 @@ class Drafter:
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         """Update state from hidden states [T, n * H] of the target, without the final norm, after each of the
-        n `hidden_state_layers`. The first `batch.q_len` tokens of each row are those of a prompt chunk, or
-        the accepted ones of a step (of a row that has ended, also those after its end); ignore others."""
+        n `hidden_state_layers`. The first `batch.q_len` tokens of each row are a prompt chunk or, after a
+        step, the last token committed before it and the accepted drafts (of a row that has ended, also those
+        after its end); ignore the others."""
 
 
 class SimpleDrafter(Drafter):

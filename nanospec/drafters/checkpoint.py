@@ -98,7 +98,7 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
         fits = isinstance(target, CompiledModel) and weight.dim() == 2 and weight.shape[1] % GROUP == 0
         return quantize(weight, 8) if fits else weight
 
-    # The embedding of a target that is split across devices is not for C++.
+    # A drafter shares its target's embedding, so it runs in C++ only if the target does.
     kind = model_class(config, target.dtype, target.device) if isinstance(target, CompiledModel) else Model
     model = kind(config, target.dtype, target.device, lambda n: in_8_bits(plain(n)), vocabulary=target)
     token_map = None

@@ -40,8 +40,8 @@ class Eagle3Drafter(HiddenStateDrafter):
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         S, H = table.num_rows, self.model.config.hidden_size
-        # [S + 1, H] and [S + 1]: the features of a row's last entry, and that entry; the last row of
-        # both is padding.
+        # [S + 1, H] and [S + 1]: the features of the last entry of each row, and its index; the last element
+        # of both is padding.
         self.features = torch.zeros(S + 1, H, dtype=self.model.dtype, device=table.device)
         self.entry = torch.full((S + 1,), -2, dtype=torch.int32, device=table.device)
         # In C++, the hidden states of the entries that follow, and their number. They are kept until a block
@@ -54,8 +54,8 @@ class Eagle3Drafter(HiddenStateDrafter):
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         if not isinstance(self.model, CompiledModel):
             return super().propose(table, rows, k)
-        num_chained = min(k, self.max_drafts) if self.width == 1 else 0
-        drafts, count = rows.new_zeros(len(rows), k), torch.full_like(rows, num_chained)
+        limit = min(k, self.max_drafts) if self.width == 1 else 0  # for trees, only read the pending states
+        drafts, count = rows.new_zeros(len(rows), k), torch.full_like(rows, limit)
         self._call("nanospec_eagle3_draft", table, rows, drafts, count, *drafts.shape)
         return make_proposal(drafts, count) if self.width == 1 else super().propose(table, rows, k)
 
@@ -85,9 +85,8 @@ class Eagle3Drafter(HiddenStateDrafter):
         """Call a function of `kernels/native/eagle3.cpp`."""
         assert isinstance(self.model, CompiledModel)
         weights = *self.fc.weight.words(), *self.lm_head.weight.words(), self.token_map
-        state = (
-            *packed.row_words(self.features), self.entry, *packed.row_words(self.pending), self.num_pending,
-        )  # fmt: skip
+        pending = *packed.row_words(self.pending), self.num_pending
+        state = *packed.row_words(self.features), self.entry, *pending
         numbers = CONTENDERS, packed.double(LEAST_CHANCE), torch.get_num_threads()
         call(name, *self.model.drafter_words(self.kv), *weights, *state, *numbers, *table, *values)
 

@@ -4,10 +4,10 @@ The target's forward pass keeps the residual stream after the layers that the dr
 these hidden states to the features of a token, one vector, from which the drafter computes keys and values
 for each position of the text (EAGLE-3 also uses the next token's embedding). They are stored in the drafter's
 own KV cache, which has the blocks of the target's cache, whenever the target stores its own: for prompt
-chunks, and in every step for the tokens that it commits. So the cache holds the K/V of all positions before
-the last committed token, also after steps without drafts, preemption and prefix cache hits. In C++, EAGLE-3
-stores the last ones when the row drafts or a block is complete, so steps without drafts cost less. While it
-drafts, the drafter writes to the positions that follow, which `read_hidden_states` overwrites.
+chunks, and in every step for the tokens that it commits. So when the drafter runs, the cache holds the K/V of
+all positions before the last committed token, also after steps without drafts, preemption and prefix cache
+hits. In C++, EAGLE-3 stores them only when a block is complete or the row drafts, so steps without drafts
+cost less. Positions that follow may hold the K/V of drafts, which are overwritten.
 
 Drafts of one position are ranked by the logits. For a request that samples, the `CONTENDERS` most likely
 tokens are ranked with the noise that the target will use at that position, so drafter and target draw the
@@ -84,12 +84,11 @@ class HiddenStateDrafter(Drafter):
         if not may_wait:
             width = len(self.hidden_state_layers) * self.model.config.hidden_size
             states = torch.zeros(max_tokens, width, dtype=self.model.dtype, device=table.device)
-            warm_up(
-                self.model,
-                table,
-                max_tokens,
-                lambda b: self.read_hidden_states(table, b, states[: b.num_tokens]),
-            )
+
+            def read(batch: Batch) -> None:
+                self.read_hidden_states(table, batch, states[: batch.num_tokens])
+
+            warm_up(self.model, table, max_tokens, read)
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         self.model.zero_blocks(self.kv, blocks[num_kept:])
@@ -141,8 +140,8 @@ class HiddenStateDrafter(Drafter):
         ids = (place if self.token_map is None else self.token_map[place]).int()
         if is_greedy:
             return ids
-        seeds = table.seed[index].expand_as(positions).flatten()
-        log_e = noise.log_exponentials(seeds, positions.flatten(), ids.flatten(0, 1)).view_as(likely)
+        seeds = table.seed[index].repeat(1, positions.shape[1]).flatten()
+        log_e = noise.draw(seeds, positions.flatten(), ids.flatten(0, 1)).view_as(likely)
         best = (likely - temperature[..., None] * log_e).topk(self.width).indices
         return ids.gather(2, best)
 

@@ -2,8 +2,8 @@
 
 Several drafters run in order, each for the rows that the previous ones have no drafts for: n-gram lookup is
 cheap and accurate where it matches, a model always has drafts. Only the last one may run a model. In packed
-steps its time is measured, and the policy limits its number of drafts and has it replace those of short
-matches.
+steps its time is measured; the policy limits how many drafts it proposes, and lets them replace those of
+short matches.
 """
 
 import time
@@ -171,18 +171,18 @@ def propose(
     `model_k`. If it runs a model, it also replaces drafts from matches that are shorter than `min_match` [B],
     if any are given. `times` records its time; None in captured steps."""
     merged: Proposal | None = None
-    kept = torch.zeros_like(rows, dtype=torch.bool)
     if times is not None:
         times.fade()
     for code, drafter in enumerate(drafters):
         limit = model_k if drafter is drafters[-1] else k
         if not limit:
             continue
+        remaining = rows
         if merged is not None:
             kept = merged.num_drafts > 0
             if drafter.runs_model and min_match:
                 kept &= (merged.match_len == 0) | (merged.match_len >= rows.new_tensor(min_match))
-        remaining = torch.where(kept, -1, rows)
+            remaining = torch.where(kept, -1, rows)
         if times is None or not drafter.runs_model:
             proposal = _proposal(drafter, table, remaining, limit)
         else:
@@ -221,7 +221,7 @@ def read_hidden_states(
     drafters: Sequence[Drafter], table: Table, batch: Batch, hidden: Tensor, verdict: Verdict | None = None
 ) -> None:
     """Call `read_hidden_states` of each drafter with its columns of `hidden` [T, n * H], the states of
-    `layers_of`. After a step, these are of its drafts too, and `verdict` selects the tokens."""
+    `layers_of`. After a step, `hidden` includes rejected drafts; `verdict` selects the tokens to read."""
     counts = [len(drafter.hidden_state_layers) for drafter in drafters]
     if not any(counts):
         return

@@ -3,7 +3,8 @@ tokens per ms.
 
 A *captured* step has one K for all rows, which `choose` returns before drafts are proposed. The cost of a
 *packed* step depends on the number of drafts of each row, so `count_drafts` selects the most likely drafts
-of all rows after they are proposed; `choose` then only limits how many drafts a model generates.
+of all rows after they are proposed; `choose` limits how many drafts a model generates, and selects the short
+matches whose drafts they replace.
 
 Step costs are measured; acceptance is estimated from earlier steps (`estimates.py`). Drafts that are never
 verified yield no data, so for OVERHEAD of the time, steps are probes with more drafts than seems best.
@@ -28,12 +29,11 @@ OVERHEAD = 0.005  # maximum share of time for probes, and maximum slowdown of a 
 
 
 class Choice(NamedTuple):
-    """The maximum numbers of drafts per row of a step, and in a packed one of the drafter that runs a model.
-    It also drafts for rows whose n-gram match is shorter than `min_match`, by row; empty if for none."""
+    """How many drafts each row of a step may have."""
 
     k: int
-    model_k: int
-    min_match: Sequence[int] = ()
+    model_k: int  # the same for the last drafter, in packed steps
+    min_match: Sequence[int] = ()  # [B]: the model replaces the drafts of shorter matches; (): of none
 
 
 class Policy:
@@ -44,7 +44,7 @@ class Policy:
     expected_speedup: float | None = None
 
     def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
-        """Return the numbers of drafts of the next step.
+        """Return the choice for the next step.
 
         `limits`: maximum number of drafts of each row; `drafter_limits`: the same, but 0 for rows with drafts
         from an extension; `context`: total number of tokens; `waiting`: whether requests wait for a row.
@@ -63,14 +63,15 @@ class Policy:
 
 
 class AutoPolicy(Policy):
-    """Maximizes the expected tokens per ms, see the module docstring."""
+    """Maximizes the expected tokens per ms; see the module docstring."""
 
     def __init__(self, costs: StepCosts, model_drafter: int = NO_DRAFTER) -> None:
         """`model_drafter` is the index of the drafter that runs a model in packed steps."""
         self.costs: StepCosts = costs
         self.estimator, self._accounts, self._model_drafter = Estimator(), RowAccounts(), model_drafter
         self._context, self._waiting, self._probing = 0, True, False  # of the latest step
-        self._num_steps, self._drafting = 0, set[int]()  # rows for which the model of the latest step drafts
+        self._num_steps = 0  # packed steps with a model
+        self._drafting = set[int]()  # rows for which the model drafts in the latest of these
         self._credit, self._turn = 0.0, 0  # ms available for probes; selects the row of the next probe
 
     def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
@@ -80,7 +81,6 @@ class AutoPolicy(Policy):
         self._credit = min(self._credit + OVERHEAD * plain, plain)
         if self.costs.packed and self._model_drafter == NO_DRAFTER:
             return Choice(max_k, max_k)
-        self._drafting = set[int]()
         weighed = drafter_limits if self.costs.packed else limits
         ms = self.costs.by_k(B, max(weighed.values()), context)
         tokens = self.estimator.tokens(weighed, self._model_drafter, tuple(ms))
@@ -94,10 +94,11 @@ class AutoPolicy(Policy):
             return Choice(chosen, chosen)
         self._num_steps += 1
         self._drafting = {row for row, limit in drafter_limits.items() if min(limit, chosen)}
-        if not self._model_drafter or not chosen or self._num_steps % EXPLORE == 0:
+        has_lookup = self._model_drafter > 0
+        if not has_lookup or not chosen or self._num_steps % EXPLORE == 0:
             return Choice(max_k, chosen)
         cost = self.costs.propose(B, chosen) / plain
-        return Choice(max_k, chosen, [self._min_match(row, max_k, chosen, cost) for row in limits])
+        return Choice(max_k, chosen, [self._min_match(row, n, chosen, cost) for row, n in limits.items()])
 
     def _min_match(self, row: int, k: int, model_k: int, cost: float) -> int:
         """Return the least length of a match whose drafts yield more tokens per ms than those of the model,
@@ -106,14 +107,15 @@ class AutoPolicy(Policy):
         def tokens(drafter: int, num_drafts: int, match_len: int) -> float:
             return 1 + sum(self.estimator.gains(RowProposal(row, drafter, num_drafts, match_len)))
 
-        code = self._model_drafter
+        code = self._model_drafter  # that of lookup is taken to be the one before
         least = tokens(code, model_k, 0) / (1 + cost)
         return next((n for n in LENGTHS if tokens(code - 1, k, n) >= least), LENGTHS.stop)
 
     def count_drafts(self, proposals: Sequence[RowProposal]) -> list[int]:
         B, cost = len(proposals), partial(self.costs.cost, len(proposals), context=self._context)
-        for row in (each.row for each in proposals if not each.num_drafts and each.row in self._drafting):
-            self.estimator.observe(row, self._model_drafter, 0, 0, 0)  # the model had no drafts
+        for each in proposals:
+            if each.row in self._drafting and not each.num_drafts:  # the model had no drafts
+                self.estimator.observe(each.row, self._model_drafter, 0, 0, 0)
         plain, gains = cost(B), dict[int, list[float]]()
         # A draft less likely than this cannot raise the tokens per ms of any step, so it is not considered.
         min_gain = B / plain * self.costs.min_slope(B, self._context)

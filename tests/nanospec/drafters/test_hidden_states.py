@@ -23,9 +23,9 @@ from nanospec.models.cpu import model_class
 from nanospec.models.decoder import Model, new_states
 from tests.drive import MODES, Job, make_engine, run, run_and_compare
 from tests.nanospec.drafters.draft_reference import Reference
-from tests.random_weights import write_drafter
+from tests.random_weights import hidden_state_drafter, write_drafter
 from tests.ranks import weights_of
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_model
 
 VOCAB = 30
 
@@ -195,3 +195,13 @@ def test_drafts_follow_the_reference(
     assert checked.compared > 100
     assert checked.unready <= ("eagle3" in case)  # before a prompt of one token, which has no states yet
     assert min(engine.metrics.num_preemptions, engine.metrics.num_cached_tokens) > 0
+
+
+def test_drafts_of_one_row_in_triton() -> None:
+    drafter: Any = hidden_state_drafter("dflash", tiny_model())
+    drafter.may_wait, table, hidden = False, Table.empty(1, 64, 16, 64, "cpu"), torch.randn(4, 32)
+    table.temperature.fill_(3.0), table.seed.fill_(7)
+    row, positions = torch.zeros(1, dtype=torch.int32), torch.arange(9, 13)[None]
+    expected = drafter._best(hidden, table, row, positions)
+    with forced("triton"):
+        assert torch.equal(drafter._best(hidden, table, row, positions), expected)
