@@ -13,7 +13,7 @@ With the lm_head's rows W [Vd, H] and the model's distribution p, the cross-entr
 log(sum(exp(W h))) - h . (p W), so p W [H] is computed once for each token. The hidden states are whitened,
 because some of their directions are far larger than others; the folder contains `fc` multiplied by the
 whitening matrix. `fc` starts as the linear regression of the model's next hidden state. The folder is written
-after every epoch; the metadata of its weights contains the settings, and how many drafts match held-out texts.
+after every epoch; the metadata of its weights has the settings, and how many drafts match held-out texts.
 """
 
 from __future__ import annotations

@@ -208,8 +208,8 @@ class Engine:
 
     def _queue_step(self, plan: Plan) -> QueuedStep:
         requests = plan.decode
-        limits = {r.row: r.max_k for r in requests}
-        drafter_limits = {r.row: 0 if r.constraint is not None else r.max_k for r in requests}
+        limits = {r.row: max(min(r.max_k, r.max_len - r.num_tokens - 1), 0) for r in requests}
+        drafter_limits = {r.row: 0 if r.constraint is not None else limits[r.row] for r in requests}
         context = sum(request.num_tokens for request in requests)
         choice = self.policy.choose(limits, drafter_limits, context, bool(self.scheduler.waiting))
         k = choice.k

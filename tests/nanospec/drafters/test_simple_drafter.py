@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanospec import Drafter, SamplingParams, SimpleDrafter, SpecConfig
 from nanospec.drafters import make_proposal, methods, no_drafts
-from nanospec.drafters.estimates import StepCosts
+from nanospec.drafters.estimates import FIRST, MISS, RowProposal, StepCosts
 from nanospec.drafters.methods import Drafters, resolve_drafters
 from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
@@ -222,3 +222,10 @@ def test_drafters_that_do_not_fit_are_rejected(model: Model) -> None:
         run(make_engine(model, 4, drafter=SimpleDrafter()), [JOB])
     with pytest.raises(NotImplementedError, match="Drafter must define propose"):
         run(make_engine(model, 4, drafter=Drafter()), [JOB])
+
+
+def test_requests_that_can_use_no_drafts_do_not_count_as_rejections() -> None:
+    engine = make_engine(cycle_model(), "auto", drafter=Learner(), **MODES["plain"])
+    policy: Any = engine.policy
+    run(engine, [Job([1, 2], SamplingParams(temperature=0, max_tokens=1))] * 40)
+    assert policy.estimator.gains(RowProposal(9, 0, 1, 0)) == [FIRST[MISS]]
