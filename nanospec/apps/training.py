@@ -140,7 +140,8 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
             else:
                 raise ValueError('a line must be {"text": "..."} or {"messages": [...]}.')
         except ValueError as error:
-            raise LineError(f"{line_name(str(file), number)}: {error}") from None
+            problem = f"invalid JSON ({error})." if isinstance(error, json.JSONDecodeError) else error
+            raise LineError(f"{line_name(str(file), number)}: {problem}") from None
         texts.append(ids[:window])
     return [ids for ids in texts if len(ids) > 2]  # the shortest that have a label
 
@@ -444,7 +445,8 @@ def run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     texts = read_texts(args.text, Tokenizer(folder), min(WINDOW, config.max_position_embeddings))
     training = [ids for i, ids in enumerate(texts) if i % HELD_OUT]
     if not training:
-        raise ValueError(f"{args.text} has {len(texts)} texts, but 2 are needed, one of them to measure.")
+        counted = f"{args.text} has {len(texts)} texts of at least 3 tokens"
+        raise ValueError(f"{counted}, but 2 are needed, one of them to measure.")
     model = load_model(folder, "auto", device)
     data = compute_data(model, training), compute_data(model, texts[::HELD_OUT])
     return {"model": folder.name, **train(model, settings, data, out), "folder": str(out)}

@@ -74,8 +74,9 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
     """Load the drafter in a folder for the target. `method` is "dflash" or "eagle3". Raises FileNotFoundError
     if a file is missing, ValueError if one is corrupt, not supported, or made for another target."""
     path = folder / "config.json"
+    raw = read_json(path)
     with _errors_in(path):
-        decoder, settings, ids = _read_settings(read_json(path), method)
+        decoder, settings, ids = _read_settings(raw, method)
     files = [open_safetensors(file) for file in weight_files(folder)]
     names = [(_own_name(name), file, name) for file in files for name in file.keys()]  # noqa: SIM118
     stored = {own: (file, name) for own, file, name in names}
@@ -171,7 +172,7 @@ def _read_settings(raw: Raw, method: str) -> tuple[Raw, dict[str, Any], Any]:
     unnamed = "eagle3" if raw.get("draft_vocab_size") else None  # some are named LlamaForCausalLM
     if method != next((m for m in ("dflash", "eagle3") if m in architectures.lower()), unnamed):
         problem = f"architectures={architectures} is not a drafter for method={method!r}"
-        raise ValueError(f"{problem}; set draft_model.")
+        raise ValueError(f"{problem}; set draft_model to one.")
     merged = {key: value for key, value in {**decoder, **raw, **own}.items() if key not in nested}
     known = {*DECODER, *SETTINGS, *LAYER_IDS, TARGET_LAYER_IDS, *NO_EFFECT}
     given = {key for key, value in merged.items() if value not in (None, False) and not key.startswith("_")}

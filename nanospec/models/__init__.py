@@ -89,14 +89,15 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def default_drafter(model_folder: Path) -> Path:
-    """Return the folder of a model's drafter: `drafters/NAME` in a weights folder, or in the package."""
+    """Return the folder of a model's drafter: `drafters/NAME` in a weights folder, or in the package. Raises
+    ValueError if there is none."""
     for folder in (*(folder / DRAFTERS for folder in weights_folders()), PACKAGE / "weights"):
         path = folder / model_folder.name
         if (path / "config.json").is_file():
             return path
-    raise FileNotFoundError(
+    raise ValueError(
         f"no drafter found for {model_folder.name!r}; set draft_model to its folder or hub id (train an "
-        f"EAGLE-3 drafter with: {program()} train --model MODEL --text FILE)"
+        f"EAGLE-3 drafter with: {program()} train --model MODEL --text FILE)."
     )
 
 

@@ -165,8 +165,8 @@ def test_invalid_input_is_reported_in_one_line(folder: Path, tmp_path: Path, cap
     for line, sentence, *options in (
         ("", "unknown model 'nothing'", "--model", "nothing"),
         ("", f"--out {text} must be a folder.", "--out", str(text)),
-        ('{"text": "abc"}', "has 1 texts, but 2 are needed, one of them to measure."),
-        ("{", "line 1: Expecting property name"),
+        ('{"text": "abc"}', "has 1 texts of at least 3 tokens, but 2 are needed, one of them to measure."),
+        ("{", "line 1: invalid JSON (Expecting property name"),
         ('{"prompt": "a"}', 'line 1: a line must be {"text": "..."} or {"messages": [...]}.'),
     ):
         text.write_text(line)
