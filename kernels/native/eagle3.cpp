@@ -69,14 +69,14 @@ Choice choose(const Drafter& d, const bf16* logits, long n, long row, int positi
     return {top.empty() ? token(best) : std::max_element(top.begin(), top.end())->second, 1 / total};
 }
 
-// Hidden states of a request row: the pending ones, and `count` of a batch.
+// A request row with hidden states to read: the pending ones, then `count` of a batch.
 struct Span {
     long row;
     Rows hidden;
     long first, count;  // tokens of the batch
 };
 
-// Computes entries from hidden states.
+// Computes the entries of all spans in one pass.
 void read(const Drafter& d, const std::vector<Span>& spans) {
     const Table& table = d.table;
     const long H = d.model->hidden, columns = d.fc.columns, B = spans.size(), size = table.block_size;
@@ -126,7 +126,7 @@ extern "C" void nanospec_eagle3_read(const ReadArgs* args) {
         const long row = batch.rows[b], first = batch.q_start[b], n = batch.q_len[b], base = batch.base_len[b];
         if (!n) continue;
         int& pending = d.num_pending[row];
-        if (d.entry[row] + 1 + pending != base) d.entry[row] = base - 1, pending = 0;  // the first of a request
+        if (d.entry[row] + 1 + pending != base) d.entry[row] = base - 1, pending = 0;  // a new request
         if ((base + n) / size > (base - pending) / size) {
             spans.push_back({row, args->hidden, first, n});
         } else {

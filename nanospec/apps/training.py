@@ -58,7 +58,8 @@ from .options import Parser, add_settings, fields_set, in_flags
 WINDOW = 1024  # tokens; longer texts are truncated
 HELD_OUT = 16  # one of this many texts is held out for measuring
 MEASURED = 2048  # positions per batch when measuring
-BLOCK_SIZE, PARALLEL = 16, 8
+BLOCK_SIZE = 16
+PARALLEL = 8  # texts per forward pass when computing hidden states
 ROWS = 512  # rows of logits that are in memory at once
 DEPTH = 7  # drafts per step when measuring
 DECAY = 0.8  # weight of pass j in the loss: DECAY ** j
@@ -163,10 +164,11 @@ def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
         for row, ids in enumerate(some):
             table.tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
         chunks = [Chunk(row, 0, len(ids)) for row, ids in enumerate(some)]
-        place = slice(start, start := start + sum(map(len, some)))
-        whole, states = new_states(model, place.stop - place.start, layers)
-        data.hidden[place] = model.forward(Batch.from_chunks(table, chunks), cache, states)
-        data.states[place] = whole
+        end = start + sum(map(len, some))
+        whole, states = new_states(model, end - start, layers)
+        data.hidden[start:end] = model.forward(Batch.from_chunks(table, chunks), cache, states)
+        data.states[start:end] = whole
+        start = end
     return data
 
 
@@ -314,7 +316,7 @@ def whiten(data: Data, norm: Tensor) -> tuple[Tensor, Tensor]:
     device, count = norm.device, 0
     moments, products = (torch.zeros(size, n, device=device) for n in (size, len(norm)))
     for states, hidden in zip(data.states.split(data.lengths), data.hidden.split(data.lengths), strict=True):
-        # Omit position 0, whose states are extreme.
+        # Skip position 0: its hidden states are outliers.
         x, y = states[1:-1].to(device).float(), hidden[2:].to(device).float() / norm
         moments, products, count = moments + x.T @ x, products + x.T @ y, count + len(x)
     scale = (moments.diagonal() / count).clamp(min=1e-12).rsqrt()  # first scale each value, then rotate
@@ -390,9 +392,8 @@ def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) 
     # Muon (Jordan et al., 2024) with updates of the size of AdamW's (Liu et al., 2025, arXiv 2502.16982).
     muon = torch.optim.Muon(matrices, settings.lr, 0.0, adjust_lr_fn="match_rms_adamw")
     optimizers: list[Any] = [muon, torch.optim.AdamW(norms, 2 * settings.lr, BETAS, weight_decay=0)]
-    generator, noises = (
-        torch.Generator(device).manual_seed(settings.seed) for device in ("cpu", drafter.device)
-    )
+    generator = torch.Generator().manual_seed(settings.seed)
+    noise_generator = torch.Generator(drafter.device).manual_seed(settings.seed)
     steps = settings.epochs * len(training.batches(settings.batch, generator))
     rates = [LambdaLR(optimizer, partial(schedule, steps)) for optimizer in optimizers]
     figures: dict[str, Any] = {"settings": asdict(settings), "positions": len(data[0].tokens), "history": []}
@@ -401,7 +402,7 @@ def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) 
             losses = []
             for indices in training.batches(settings.batch, generator):
                 batch = training.batch(indices)
-                noise = torch.empty_like(batch.states).normal_(generator=noises)
+                noise = torch.empty_like(batch.states).normal_(generator=noise_generator)
                 batch = batch._replace(states=batch.states + settings.noise * noise)
                 passes = 1 if rates[0].last_epoch < STAGE * steps else settings.passes
                 loss = drafter.loss(batch, passes)

@@ -3,8 +3,8 @@ tokens per ms.
 
 A *captured* step has one K for all rows, which `choose` returns before drafts are proposed. The cost of a
 *packed* step depends on the number of drafts of each row, so `count_drafts` selects the most likely drafts
-of all rows after they are proposed; `choose` limits how many drafts a model generates, and selects the short
-matches whose drafts they replace.
+of all rows after they are proposed; `choose` limits how many drafts a model generates, and sets the match
+length of each row below which they replace n-gram drafts.
 
 Step costs are measured; acceptance is estimated from earlier steps (`estimates.py`). Drafts that are never
 verified yield no data, so for OVERHEAD of the time, steps are probes with more drafts than seems best.
@@ -101,8 +101,8 @@ class AutoPolicy(Policy):
         return Choice(max_k, chosen, [self._min_match(row, n, chosen, cost) for row, n in limits.items()])
 
     def _min_match(self, row: int, k: int, model_k: int, cost: float) -> int:
-        """Return the least length of a match whose drafts yield more tokens per ms than those of the model,
-        which lengthen a step by the share `cost`."""
+        """Return the minimum match length at which n-gram drafts yield more tokens per ms than those of the
+        model. `cost`: time of drafting with the model, relative to a step without drafts."""
 
         def tokens(drafter: int, num_drafts: int, match_len: int) -> float:
             return 1 + sum(self.estimator.gains(RowProposal(row, drafter, num_drafts, match_len)))
