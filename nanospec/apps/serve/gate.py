@@ -78,13 +78,16 @@ class Bodies:
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Yield the body of a request, which counts until the end of the block. Raises HTTPError if it is too
         large, takes too long to arrive, or exceeds the memory for all bodies."""
-        data, close, most = bytearray(), {"connection": "close"}, self.config.max_body
+        data, most = bytearray(), self.config.max_body
+
+        # A refused body may still be arriving. Uvicorn discards the rest of it, for `read_timeout` at most;
+        # closing the connection would reset it, and the client could lose the response.
 
         def check(size: int) -> None:
             if size > most:
-                raise HTTPError(413, f"The body exceeds the limit of {most} bytes.", headers=close)
+                raise HTTPError(413, f"The body exceeds the limit of {most} bytes.")
             if self.size - len(data) + size > MAX_BODIES * most:
-                raise HTTPError(503, BUSY, headers={**close, "retry-after": "1"})
+                raise HTTPError(503, BUSY, headers={"retry-after": "1"})
 
         async def receive() -> None:
             async for part in request.stream():
@@ -99,6 +102,7 @@ class Bodies:
             except ClientDisconnect:
                 raise HTTPError(499, "The client disconnected.") from None
             except asyncio.TimeoutError:
+                close = {"connection": "close"}
                 raise HTTPError(408, "Timed out while reading the body.", headers=close) from None
             yield bytes(data)
         finally:
