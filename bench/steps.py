@@ -30,6 +30,7 @@ from nanospec.device.worker import Worker
 from nanospec.drafters import Drafter
 from nanospec.drafters.eagle3 import Eagle3Drafter
 from nanospec.drafters.methods import NgramDrafter
+from nanospec.drafters.policy import Choice
 from nanospec.models.decoder import Model
 from nanospec.models.families import config_of
 from tests.random_weights import hidden_state_drafter, random_model
@@ -121,7 +122,8 @@ def one_batch(
             with out.attempt(what):
                 os.environ["NANOSPEC_PDL"] = str(int(mode != "graph, no PDL"))
                 if mode == "eager":  # launches its kernels one by one
-                    graphs.captures[bucket] = EagerCapture(partial(graphs.step, graphs.rows[:batch], k, ()))
+                    step = partial(graphs.step, graphs.rows[:batch], Choice(k))
+                    graphs.captures[bucket] = EagerCapture(step)
                 else:
                     graphs.capture(bucket)
                 fill_rows = partial(dummy_rows, worker, context=context)

@@ -119,7 +119,7 @@ class Auto(Strategy):
 
     def plan(self, batch: Batch) -> tuple[list[int], float]:
         limits = dict.fromkeys(batch.rows, MAX_DRAFTS)
-        self.k = self.policy.choose(limits, limits, 0, batch.waiting)[1]
+        self.k = self.policy.choose(limits, limits, 0, batch.waiting).k
         drafts = batch.offered(self.k)
         drafter = (NGRAM if n else NO_DRAFTER for n in drafts)
         self.offers = list(map(RowProposal, batch.rows, drafter, drafts, batch.match()))

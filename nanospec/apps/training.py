@@ -415,8 +415,10 @@ def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) 
                     rate.step()
                 losses.append(loss.detach())
                 bar.update()
-            figures["history"].append({"epoch": epoch, "loss": round(float(sum(losses) / len(losses)), 4)})
-            figures["history"][-1] |= measure(drafter, held_out)
+            mean = float(sum(losses) / len(losses))
+            if not math.isfinite(mean):
+                raise ValueError(f"training diverged (loss {mean}); set a lower --lr than {settings.lr}.")
+            figures["history"].append({"epoch": epoch, "loss": round(mean, 4), **measure(drafter, held_out)})
             drafter.save(out, figures)
             tqdm.write(json.dumps(figures["history"][-1]), file=sys.stderr)
     return figures

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from ..drafters.policy import Choice
 from ..kernels.transfer import upload
 from .extension import Extension
 from .step import StepResult
@@ -102,7 +103,7 @@ class StepGraphs:
     def capture(self, bucket: Bucket) -> EagerCapture | CudaCapture:
         """Capture a bucket, with padding rows only, because capturing runs the step."""
         self._sent, rows = [], self.rows[: bucket.batch_size].fill_(PADDING)
-        step = partial(self.step, rows, bucket.k, bucket.extensions)
+        step = partial(self.step, rows, Choice(bucket.k), bucket.extensions)
         capture = EagerCapture(step) if self._pool is None else CudaCapture(step, self._pool)
         self.captures[bucket] = capture
         return capture

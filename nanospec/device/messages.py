@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..config import GREEDY_BELOW, SamplingParams, SpecConfig
+from ..drafters.policy import Choice
 from ..kernels import EXACT, RULES, RUNNING
 from ..kernels.speculation.report import Logprobs, RowReport, decode
 from ..kernels.table import Table
@@ -54,9 +55,7 @@ class StepInput(NamedTuple):
     rows: list[int]  # [B]
     logprobs: list[int]  # [B], number of most likely tokens to report, -1 for no log-probabilities
     drafting: list[int]  # rows for which drafters propose drafts
-    k: int  # this and the next two fields are those of `drafters.policy.Choice`
-    model_k: int
-    min_match: Sequence[int]
+    choice: Choice
     new_blocks: list[RowBlocks]  # rows that got more blocks
     extra: Sequence[Any] = ()  # the value returned by `plan` of each extension
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..drafters import Drafter, methods
 from ..drafters.estimates import DraftTimes, RowProposal
-from ..kernels import MAX_DRAFTS
+from ..drafters.policy import Choice
 from ..kernels.batch import Batch
 from ..kernels.sampling.accept import accept
 from ..kernels.sampling.sample import sample
@@ -85,23 +85,20 @@ class Step:
     def __call__(
         self,
         rows: Tensor,
-        k: int,
+        choice: Choice,
         requested: Sequence[Extension] = (),
         count_drafts: CountDrafts | None = None,
-        model_k: int = MAX_DRAFTS,
-        min_match: Sequence[int] = (),
     ) -> StepResult:
-        """Run a step over the request `rows` [B] int32, -1 for padding, with at most `k` drafts each. The
-        `requested` extensions take part, along with those that always do. The step is padded unless
-        `count_drafts` is given; then it is packed, and `model_k` and `min_match` are as in `Choice`."""
+        """Run a step over the request `rows` [B] int32, -1 for padding. The `requested` extensions take part,
+        along with those that always do. The step is packed if `count_drafts` is given, else padded."""
         table, packed = self.table, count_drafts is not None
         extensions = [each for each in self.extensions if each.always or each in requested]
         with self.stages["propose"]:
             times = self.draft_times if packed else None
-            proposal = methods.propose(self.drafters, table, rows, k, min(k, model_k), min_match, times)
-            for extension in extensions if k else ():
+            proposal = methods.propose(self.drafters, table, rows, choice, times)
+            for extension in extensions if choice.k else ():
                 proposal = extension.propose(table, rows, proposal)
-            if count_drafts is not None and k:
+            if count_drafts is not None and choice.k:
                 proposal = _truncate(rows, proposal, count_drafts)
             batch = lay_out(table, rows, proposal, packed)
         with self.stages["forward"]:

@@ -121,13 +121,13 @@ class Worker:
             self._set_blocks(*row_blocks)
         rows, num_top, graphs = inputs.rows, inputs.logprobs, self.graphs
         requested = {each: v for each, v in zip(self.extensions, inputs.extra, strict=True) if v is not None}
-        bucket = None if graphs is None else graphs.bucket_for(len(rows), inputs.k, tuple(requested))
+        k = inputs.choice.k
+        bucket = None if graphs is None else graphs.bucket_for(len(rows), k, tuple(requested))
         for extension, value in requested.items():
-            extension.send(value, bucket.k if bucket else inputs.k)
+            extension.send(value, bucket.k if bucket else k)
         if graphs is None or bucket is None:
             on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
-            model = inputs.model_k, inputs.min_match
-            result = self._step(on_device, inputs.k, tuple(requested), count_drafts, *model)
+            result = self._step(on_device, inputs.choice, tuple(requested), count_drafts)
         else:
             with self.stages["propose"]:
                 for drafter in self.drafters:

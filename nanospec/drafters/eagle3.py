@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.native import NativeArg, call, packed
+from ..kernels.native import call, packed, words
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
 from ..models.cpu import CompiledModel
@@ -38,7 +38,7 @@ class Eagle3Drafter(HiddenStateDrafter):
     name = "eagle3"
     max_depth = 8  # forward passes per step: deeper drafts are rarely accepted
 
-    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+    def _attach(self, table: Table) -> None:
         S, H = table.num_rows, self.model.config.hidden_size
         # [S + 1, H] and [S + 1]: the features of the last entry of each row, and its index; the last element
         # of both is padding.
@@ -49,14 +49,20 @@ class Eagle3Drafter(HiddenStateDrafter):
         shape = (S + 1) * table.block_size, len(self.hidden_state_layers) * H
         self.pending = self.features.new_empty(shape if isinstance(self.model, CompiledModel) else (0, 0))
         self.num_pending = torch.zeros_like(self.entry)
-        super().attach(table, num_blocks, max_tokens, may_wait)
+        if isinstance(self.model, CompiledModel):
+            weights = *self.fc.weight.words(), *self.lm_head.weight.words(), self.token_map
+            pending = *packed.row_words(self.pending), self.num_pending
+            state = *packed.row_words(self.features), self.entry, *pending
+            numbers = CONTENDERS, packed.double(LEAST_CHANCE), torch.get_num_threads()
+            # The arguments that do not change: the struct `Drafter` of kernels/native/eagle3.cpp.
+            self._words = words(*self.model.drafter_words(self.kv), *weights, *state, *numbers, *table)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         if not isinstance(self.model, CompiledModel):
             return super().propose(table, rows, k)
         limit = min(k, self.max_drafts) if self.width == 1 else 0  # for trees, only read the pending states
         drafts, count = rows.new_zeros(len(rows), k), torch.full_like(rows, limit)
-        self._call("nanospec_eagle3_draft", table, rows, drafts, count, *drafts.shape)
+        call("nanospec_eagle3_draft", *self._words, rows, drafts, count, *drafts.shape)
         return make_proposal(drafts, count) if self.width == 1 else super().propose(table, rows, k)
 
     def release(self, row: int) -> None:
@@ -69,8 +75,8 @@ class Eagle3Drafter(HiddenStateDrafter):
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         if isinstance(self.model, CompiledModel):
-            words = *batch.native_args, *packed.row_words(hidden)
-            return self._call("nanospec_eagle3_read", table, *words)
+            call("nanospec_eagle3_read", *self._words, *batch.native_args, *packed.row_words(hidden))
+            return
         T = batch.num_tokens
         features = self.fc(hidden)
         row = torch.searchsorted(batch.q_start, torch.arange(T, device=hidden.device), right=True) - 1
@@ -80,15 +86,6 @@ class Eagle3Drafter(HiddenStateDrafter):
         rows = torch.where(batch.q_len > 0, batch.rows, -1)
         self.features[rows] = features[(batch.q_start + batch.q_len - 1).clamp(0, T - 1)]
         self.entry[rows] = batch.base_len + batch.q_len - 1
-
-    def _call(self, name: str, table: Table, *values: NativeArg) -> None:
-        """Call a function of `kernels/native/eagle3.cpp`."""
-        assert isinstance(self.model, CompiledModel)
-        weights = *self.fc.weight.words(), *self.lm_head.weight.words(), self.token_map
-        pending = *packed.row_words(self.pending), self.num_pending
-        state = *packed.row_words(self.features), self.entry, *pending
-        numbers = CONTENDERS, packed.double(LEAST_CHANCE), torch.get_num_threads()
-        call(name, *self.model.drafter_words(self.kv), *weights, *state, *numbers, *table, *values)
 
     def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
         B, k = trees.depth.shape

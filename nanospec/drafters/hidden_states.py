@@ -81,6 +81,7 @@ class HiddenStateDrafter(Drafter):
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         self.may_wait = may_wait
         self.kv = self.model.allocate_kv_cache(num_blocks, table.block_size)
+        self._attach(table)
         if not may_wait:
             width = len(self.hidden_state_layers) * self.model.config.hidden_size
             states = torch.zeros(max_tokens, width, dtype=self.model.dtype, device=table.device)
@@ -111,7 +112,10 @@ class HiddenStateDrafter(Drafter):
 
         return make_proposal(fill(drafts), fill(counts), fill(trees.parents) if self.width > 1 else None)
 
-    # A subclass defines these; `_ready` is optional.
+    # A subclass defines these; `_attach` and `_ready` are optional.
+
+    def _attach(self, table: Table) -> None:
+        """Allocate the state of the subclass, after the KV cache."""
 
     def _ready(self, table: Table, rows: Tensor, num_drafts: Tensor) -> Tensor:
         """Return the number of drafts [B], 0 for the rows that cannot draft yet."""

@@ -35,6 +35,7 @@ from .dflash import DFlashDrafter
 from .draft_model import ModelDrafter
 from .eagle3 import Eagle3Drafter
 from .estimates import DraftTimes
+from .policy import Choice
 
 
 class NgramDrafter(Drafter):
@@ -162,26 +163,23 @@ def propose(
     drafters: Sequence[Drafter],
     table: Table,
     rows: Tensor,
-    k: int,
-    model_k: int,
-    min_match: Sequence[int],
+    choice: Choice,
     times: DraftTimes | None,
 ) -> Proposal:
-    """Return up to `k` drafts for each of the rows [B], in k columns. The last drafter proposes at most
-    `model_k`. If it runs a model, it also replaces drafts from matches that are shorter than `min_match` [B],
-    if any are given. `times` records its time; None in captured steps."""
-    merged: Proposal | None = None
+    """Return drafts for each of the rows [B], in `choice.k` columns. `times` records the time of a drafter
+    that runs a model; None in captured steps."""
+    k, merged = choice.k, None
     if times is not None:
         times.fade()
     for code, drafter in enumerate(drafters):
-        limit = model_k if drafter is drafters[-1] else k
+        limit = min(choice.model_k, k) if drafter is drafters[-1] else k
         if not limit:
             continue
         remaining = rows
         if merged is not None:
             kept = merged.num_drafts > 0
-            if drafter.runs_model and min_match:
-                kept &= (merged.match_len == 0) | (merged.match_len >= rows.new_tensor(min_match))
+            if drafter.runs_model and choice.min_match:
+                kept &= (merged.match_len == 0) | (merged.match_len >= rows.new_tensor(choice.min_match))
             remaining = torch.where(kept, -1, rows)
         if times is None or not drafter.runs_model:
             proposal = _proposal(drafter, table, remaining, limit)
@@ -209,8 +207,10 @@ def layers_of(drafters: Sequence[Drafter], num_layers: int) -> list[int]:
 def learn(
     drafters: Sequence[Drafter], table: Table, proposal: Proposal, batch: Batch, verdict: Verdict
 ) -> None:
-    """Call `learn` of each drafter, with NO_DRAFTER for the rows that other drafters drafted for."""
+    """Call `learn` of each drafter that defines it, with NO_DRAFTER for the rows of other drafters."""
     for code, drafter in enumerate(drafters):
+        if type(drafter).learn is Drafter.learn:
+            continue
         visible = proposal
         if len(drafters) > 1:
             visible = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NO_DRAFTER))

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ..kernels import NO_DRAFTER
+from ..kernels import MAX_DRAFTS, NO_DRAFTER
 from ..kernels.speculation.report import RowReport
 from .estimates import Estimator, RowAccounts, RowProposal, StepCosts
 
@@ -32,8 +32,10 @@ class Choice(NamedTuple):
     """How many drafts each row of a step may have."""
 
     k: int
-    model_k: int  # the same for the last drafter, in packed steps
-    min_match: Sequence[int] = ()  # [B]: the model replaces the drafts of shorter matches; (): of none
+    # In packed steps: the maximum for the last drafter, and for each row the match length below which a
+    # model replaces n-gram drafts; (): it replaces none.
+    model_k: int = MAX_DRAFTS
+    min_match: Sequence[int] = ()
 
 
 class Policy:
@@ -80,7 +82,7 @@ class AutoPolicy(Policy):
         plain = self.costs.cost(B, B, context)
         self._credit = min(self._credit + OVERHEAD * plain, plain)
         if self.costs.packed and self._model_drafter == NO_DRAFTER:
-            return Choice(max_k, max_k)
+            return Choice(max_k)
         weighed = drafter_limits if self.costs.packed else limits
         ms = self.costs.by_k(B, max(weighed.values()), context)
         tokens = self.estimator.tokens(weighed, self._model_drafter, tuple(ms))
@@ -91,11 +93,13 @@ class AutoPolicy(Policy):
         self._probing = larger > best and self._spend_credit(ms[larger] - ms[best])
         chosen = larger if self._probing else best
         if self.costs.captured:
-            return Choice(chosen, chosen)
+            return Choice(chosen)
         self._num_steps += 1
         self._drafting = {row for row, limit in drafter_limits.items() if min(limit, chosen)}
         has_lookup = self._model_drafter > 0
-        if not has_lookup or not chosen or self._num_steps % EXPLORE == 0:
+        if not has_lookup:  # k also limits the drafts of extensions
+            return Choice(chosen if limits == drafter_limits else max_k, chosen)
+        if not chosen or self._num_steps % EXPLORE == 0:
             return Choice(max_k, chosen)
         cost = self.costs.propose(B, chosen) / plain
         return Choice(max_k, chosen, [self._min_match(row, n, chosen, cost) for row, n in limits.items()])

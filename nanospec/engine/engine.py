@@ -217,7 +217,7 @@ class Engine:
             rows=[*limits],
             logprobs=[-1 if (n := r.params.logprobs) is None else n for r in requests],
             drafting=[row for row, limit in drafter_limits.items() if min(limit, k)],
-            **choice._asdict(),
+            choice=choice,
             new_blocks=[RowBlocks(r.row, r.num_tokens, r.blocks, n) for r, n in plan.new_blocks.items()],
             extra=[each.plan(requests, [min(n, k) for n in limits.values()]) for each in self.extensions],
         )

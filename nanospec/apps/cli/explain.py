@@ -120,7 +120,8 @@ def explain(llm: LLM, console: Console) -> None:
     console.table(("", *("MB", "GFLOP", "min ms") * 2), rows)
     costs = engine.policy.costs or engine.worker.measure()
     cached = 0 if costs.packed else min(CONTEXT, engine.max_model_len // 2)  # as in `timing.dummy_rows`
-    console.line(f"\nMeasured step times after {cached} cached tokens:")
+    without = ", without drafting," if costs.packed else ""
+    console.line(f"\nMeasured step times{without} after {cached} cached tokens:")
     ms = costs.packed or {1 + k: step_ms for k, step_ms in costs.by_k(1, engine.worker.max_k).items()}
     rows = []
     for tokens, step_ms in ms.items():

@@ -1,6 +1,7 @@
 """Training an EAGLE-3 drafter: data, initialization, loss, drafting, learning, saving, and the command."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -129,6 +130,12 @@ def test_train_learns_and_saves_a_drafter(tmp_path: Path) -> None:
     with safe_open(folder / "model.safetensors", "pt") as handle:
         assert json.loads(handle.metadata()["nanospec"]) == figures
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_divergence_is_an_error(model: Model, data: tuple[Data, Data], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"diverged \(loss (nan|inf)\); set a lower --lr than 0.01"):
+        train(model, Settings(40, 64, 2, math.inf, 2, 128, 0.01), data, tmp_path / "drafter")
+    assert not (tmp_path / "drafter").exists()
 
 
 def test_train_command_writes_a_working_drafter(

@@ -17,6 +17,7 @@ from nanospec.config import EngineConfig, SamplingParams, SpecConfig
 from nanospec.device import resources
 from nanospec.device.graphs import KS, StepGraphs
 from nanospec.device.resources import plan_cache, spare_memory, step_bytes
+from nanospec.drafters.policy import Choice
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import forced
 from tests.drive import Job, make_engine, run
@@ -74,7 +75,7 @@ def test_step_bytes_covers_captures_and_prefill(rows: int, k: Any, monkeypatch: 
     step.share_logits(graphs.max_tokens)
     one = torch.empty(1, dtype=torch.int32, device="meta")
     with DryRun():
-        step(one, 0)  # allocations that persist
+        step(one, Choice(0))  # allocations that persist
     with DryRun() as captures:
         graphs.capture_all()
     assert captures.alive < 20_000 * len(graphs.captures), "captures must share the logits"

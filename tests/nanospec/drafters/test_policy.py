@@ -48,7 +48,8 @@ def observe_row(policy: Policy, row: int, accepted: int, drafted: int = 4, steps
 def choose(policy: Policy, rows: int | dict[int, int], context: int = 0, waiting: bool = True) -> int:
     """Return the chosen K for rows with the given limits; a number means rows with a limit of 16."""
     limits = rows if isinstance(rows, dict) else dict.fromkeys(range(rows), 16)
-    return policy.choose(limits, limits, context, waiting)[1]
+    choice = policy.choose(limits, limits, context, waiting)
+    return min(choice.k, choice.model_k)
 
 
 def usual_k(policy: Policy, rows: int | dict[int, int]) -> int:
@@ -285,6 +286,14 @@ def test_draft_model_without_gain_is_rarely_run() -> None:
     drafted_steps(policy, 8, True, 50)
     assert choose(policy, {0: 8}) > 0
     assert choose(policy, {0: 8} | dict.fromkeys(range(1, 31), 0)) == 0
+
+
+def test_k_is_zero_if_neither_the_model_nor_an_extension_drafts() -> None:
+    costs = StepCosts(packed={1: 10.0, 64: 40.0}, propose=lambda rows, drafts: 30.0 * (drafts > 0))
+    policy, limits = AutoPolicy(costs, 0), {0: 8, 1: 4}
+    assert policy.choose(limits, limits, 0, True).k == 0
+    choice = policy.choose(limits, {0: 8, 1: 0}, 0, True)
+    assert (choice.k, choice.model_k) == (8, 0)
 
 
 @pytest.mark.parametrize("by_k", [FLAT, HALF, STEEP])
