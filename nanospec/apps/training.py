@@ -229,30 +229,25 @@ class DrafterInTraining:
             name.removeprefix("midlayer."): weight.to(self.dtype) if weight.dim() == 2 else weight
             for name, weight in self.weights.items()
         }
-        L, D, Hkv = batch.tokens.shape[1] - 1, self.config.head_dim, self.config.num_kv_heads
+        L, D = batch.tokens.shape[1] - 1, self.config.head_dim
         at = torch.arange(L, device=self.device)
         ids, padded = batch.tokens[:, 1:], F.pad(batch.tokens, (0, passes))
         x = batch.states[:, :L] @ w["fc"].T
-        own: list[tuple[Tensor, Tensor]] = []  # keys and values of each entry's drafts
+        keys, values, masks = list[Tensor](), list[Tensor](), list[Tensor]()  # of each pass
         for j in range(passes):
             embedded = look_up(ids.flatten(), self.embedding).view_as(x)
-            wide = (self._norm(embedded, w["input_layernorm"]), self._norm(x, w["hidden_norm"]))
+            both = self._norm(embedded, w["input_layernorm"]), self._norm(x, w["hidden_norm"])
+            wide = torch.cat(both, -1)
             q, k, v = (
-                (torch.cat(wide, -1) @ w[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, D)).transpose(1, 2)
-                for name in "qkv"
-            )  # [B, heads, L, D]
-            q, k = self._rotate(q, at + j).unflatten(1, (Hkv, -1)) * D**-0.5, self._rotate(k, at + j)
-            if j == 0:
-                keys, values = k[:, :, None], v[:, :, None]
-            else:
-                own.append((k[:, :, None], v[:, :, None]))
-            scores = [(q @ keys.mT).masked_fill(at > at[:, None], -math.inf)]
-            scores += [(q * key).sum(-1, keepdim=True) for key, _ in own]
-            p = torch.cat(scores, -1).float().softmax(-1).to(self.dtype)  # [B, Hkv, heads of each, L, L + j]
-            out = p[..., :L] @ values
-            for i, (_, value) in enumerate(own):
-                out = out + p[..., L + i, None] * value
-            x = x + out.flatten(1, 2).transpose(1, 2).flatten(2) @ w["self_attn.o_proj"].T
+                (wide @ w[f"self_attn.{n}_proj"].T).unflatten(-1, (-1, D)).transpose(1, 2) for n in "qkv"
+            )
+            keys.append(self._rotate(k, at + j))
+            values.append(v)  # [B, heads, L, D]
+            # An entry attends to those of the text up to itself, and to its own drafts.
+            masks.append(at == at[:, None] if j else at <= at[:, None])
+            cached = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 1)
+            out = F.scaled_dot_product_attention(self._rotate(q, at + j), *cached, enable_gqa=True)
+            x = x + out.transpose(1, 2).flatten(2) @ w["self_attn.o_proj"].T
             h = self._norm(x, w["post_attention_layernorm"])
             h = F.silu(h @ w["mlp.gate_proj"].T) * (h @ w["mlp.up_proj"].T)
             x = x + h @ w["mlp.down_proj"].T
@@ -261,9 +256,7 @@ class DrafterInTraining:
             ids = draft(output) if draft else padded[:, 2 + j : 2 + j + L]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        x = x.float()
-        variance = x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps
-        return (x * variance.rsqrt() * weight).to(self.dtype)
+        return F.rms_norm(x.float(), weight.shape, weight, self.config.rms_norm_eps).to(self.dtype)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         (cos, sin), (a, b) = self.cos_sin[positions].chunk(2, -1), x.float().chunk(2, -1)
