@@ -160,11 +160,7 @@ def load_drafters(spec: SpecConfig, target: Target, given: Drafters | None = Non
 
 
 def propose(
-    drafters: Sequence[Drafter],
-    table: Table,
-    rows: Tensor,
-    choice: Choice,
-    times: DraftTimes | None,
+    drafters: Sequence[Drafter], table: Table, rows: Tensor, choice: Choice, times: DraftTimes | None
 ) -> Proposal:
     """Return drafts for each of the rows [B], in `choice.k` columns. `times` records the time of a drafter
     that runs a model; None in captured steps."""
@@ -181,10 +177,9 @@ def propose(
             if drafter.runs_model and choice.min_match:
                 kept &= (merged.match_len == 0) | (merged.match_len >= rows.new_tensor(choice.min_match))
             remaining = torch.where(kept, -1, rows)
-        if times is None or not drafter.runs_model:
-            proposal = _proposal(drafter, table, remaining, limit)
-        else:
-            proposal = _timed(drafter, table, remaining, limit, times)
+        proposal = _run(drafter, table, remaining, limit, times)
+        if proposal is None:
+            continue
         if limit < k:
             pad = 0, k - limit
             drafts, source = F.pad(proposal.drafts, pad), F.pad(proposal.source, pad)
@@ -238,11 +233,14 @@ def read_hidden_states(
             drafter.read_hidden_states(table, batch, part.contiguous())
 
 
-def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes) -> Proposal:
-    """Propose drafts for the rows [B] that can use them, and record the time in `times`."""
+def _run(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes | None) -> Proposal | None:
+    """Return a drafter's proposal. In packed steps, a drafter that runs a model only gets the rows [B] that
+    can use drafts, and its time is recorded in `times`; None if there are no such rows."""
+    if times is None or not drafter.runs_model:
+        return _proposal(drafter, table, rows, k)
     usable = draft_limits(table, rows, k) > 0
     if not usable.any():
-        return no_drafts(rows, k)
+        return None
     drafter.catch_up(rows[usable].tolist())
     start = time.perf_counter()
     proposal = _proposal(drafter, table, torch.where(usable, rows, -1), k)
