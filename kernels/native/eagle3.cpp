@@ -1,7 +1,6 @@
 // EAGLE-3 on a CPU: reading hidden states and drafting chains, each in one call. The specification is in
 // drafters/eagle3.py.
 
-#include <functional>
 #include <vector>
 
 #include "forward.h"
@@ -19,7 +18,7 @@ struct Drafter {
     Rows pending;              // [(S + 1) * block_size, n * H], hidden states of the entries that follow
     int* num_pending;          // [S + 1]
     long contenders;
-    double least;              // a chain ends before a draft that is less likely to be accepted
+    double least_chance;       // a chain ends where the product of `Draft::probability` falls below this
     long threads;
     Table table;
 };
@@ -37,36 +36,35 @@ struct DraftArgs {
     long num_rows, k;
 };
 
-struct Choice {
+struct Draft {
     long token;
     float probability;  // of the largest logit
 };
 
 // Returns the token with the largest of n logits, or at a temperature above 0 the one with the largest sum of logit and
 // noise among the `contenders` with the largest logits.
-Choice choose(const Drafter& d, const bf16* logits, long n, long row, int position) {
-    const auto token = [&](long i) { return d.token_map ? d.token_map[i] : i; };
-    long best = 0, i = 0;
-    float largest = to_float(logits[0]);
-    for (long j = 1; j < n; j++)
-        if (const float x = to_float(logits[j]); x > largest) largest = x, best = j;
+Draft choose(const Drafter& d, const bf16* logits, long n, long row, int position) {
+    const float temperature = d.table.temperature[row];
+    using Scored = std::pair<float, long>;
+    std::vector<Scored> top(temperature > 0 ? d.contenders : 1, {-INFINITY, 0});  // the largest logits, descending
+    for (long j = 0; j < n; j++) {
+        const float x = to_float(logits[j]);
+        if (!(x > top.back().first)) continue;
+        top.back() = {x, j};
+        for (auto at = top.end() - 1; at != top.begin() && at[-1] < *at; at--) std::iter_swap(at - 1, at);
+    }
+    const float largest = top[0].first;
     Floats sums{};
+    long i = 0;
     for (; i + LANES <= n; i += LANES) sums += exp2_of((load(logits + i) - largest) * LOG2_E);
     float total = sum(sums);
     for (; i < n; i++) total += std::exp(to_float(logits[i]) - largest);
-    const float temperature = d.table.temperature[row];
-    if (temperature <= 0) return {token(best), 1 / total};
-    std::vector<std::pair<float, long>> top;  // a heap, the smallest in front
-    for (long j = 0; j < n; j++) {
-        const bool is_full = long(top.size()) == d.contenders;
-        const float x = to_float(logits[j]);
-        if (!(x > (is_full ? top.front().first : -INFINITY))) continue;
-        if (is_full) std::pop_heap(top.begin(), top.end(), std::greater{}), top.pop_back();
-        top.push_back({x, token(j)}), std::push_heap(top.begin(), top.end(), std::greater{});
-    }
     const Noise noise(d.table.seed[row], position);
-    for (auto& [score, id] : top) score -= temperature * noise.log_exponential(noise.bits(id));
-    return {top.empty() ? token(best) : std::max_element(top.begin(), top.end())->second, 1 / total};
+    for (auto& [score, id] : top) {
+        if (d.token_map) id = d.token_map[id];
+        if (temperature > 0) score -= temperature * noise.log_exponential(noise.bits(id));
+    }
+    return {std::max_element(top.begin(), top.end())->second, 1 / total};
 }
 
 // A request row with hidden states to read: the pending ones, then `count` of a batch.
@@ -180,9 +178,9 @@ extern "C" void nanospec_eagle3_draft(const DraftArgs* args) {
         for (long i = 0; i < B; i++) {
             if (!q_len[i]) continue;
             const long b = active[i];
-            const Choice choice = choose(d, logits.data() + i * V, V, args->rows[b], at[i] + 2);
-            if ((chance[i] *= choice.probability) < d.least) args->num_drafts[b] = j;
-            else ids[i] = args->drafts[b * args->k + j] = choice.token;
+            const Draft draft = choose(d, logits.data() + i * V, V, args->rows[b], at[i] + 2);
+            if ((chance[i] *= draft.probability) < d.least_chance) args->num_drafts[b] = j;
+            else ids[i] = args->drafts[b * args->k + j] = draft.token;
         }
         std::swap(inputs, outputs);
     }

@@ -44,7 +44,7 @@ from ..kernels.batch import Batch, Chunk
 from ..kernels.layer.residual import look_up
 from ..kernels.table import Table
 from ..models import DRAFTERS, program, resolve_model, weights_folders
-from ..models.config import Rope, cos_sin_table
+from ..models.config import ModelConfig, Rope, cos_sin_table
 from ..models.decoder import Model, new_states
 from ..models.families import read_config
 from ..models.weights import load_model
@@ -57,19 +57,16 @@ from .options import Parser, add_settings, fields_set, in_flags
 
 WINDOW = 1024  # tokens; longer texts are truncated
 HELD_OUT = 16  # one of this many texts is held out for measuring
-MEASURED = 2048  # positions per batch when measuring
+MEASURED_BATCH = 2048  # positions per batch when measuring
 BLOCK_SIZE = 16
-PARALLEL = 8  # texts per forward pass when computing hidden states
+TEXTS_PER_PASS = 8  # texts per forward pass when computing hidden states
 ROWS = 512  # rows of logits that are in memory at once
 DEPTH = 7  # drafts per step when measuring
 DECAY = 0.8  # weight of pass j in the loss: DECAY ** j
-STAGE = 0.4  # share of all steps with a single pass
+SINGLE_PASS = 0.4  # share of all steps with a single pass
 JITTER = 40  # texts of similar length, up to this many tokens, are batched in random order
 RIDGE = 3e-3  # least variance of a direction that is whitened, relative to the mean
 BETAS, WARMUP, MAX_NORM = (0.9, 0.95), 0.05, 1.0  # WARMUP: share of all steps
-
-
-Draft = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -149,8 +146,8 @@ def read_texts(file: Path, tokenizer: Tokenizer, window: int) -> list[list[int]]
 
 @torch.inference_mode()
 def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
-    """Compute the hidden states of texts, `PARALLEL` texts per forward pass."""
-    table = Table.empty(PARALLEL, max(map(len, texts)), BLOCK_SIZE, 0, model.device)
+    """Return the hidden states of texts, computed `TEXTS_PER_PASS` texts per forward pass."""
+    table = Table.empty(TEXTS_PER_PASS, max(map(len, texts)), BLOCK_SIZE, 0, model.device)
     table.block_table.copy_(torch.arange(table.block_table.numel()).view_as(table.block_table))
     cache = model.allocate_kv_cache(table.block_table.numel(), BLOCK_SIZE)
     layers, tokens = layers_to_read(model), torch.tensor(list(chain.from_iterable(texts)))
@@ -159,8 +156,8 @@ def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
         torch.empty(T, len(layers) * H, dtype=model.dtype), torch.empty(T, H, dtype=model.dtype), tokens,
         list(map(len, texts)),
     )  # fmt: skip
-    for first in trange(0, len(texts), PARALLEL, unit="batch", desc="hidden states", disable=None):
-        some = texts[first : first + PARALLEL]
+    for first in trange(0, len(texts), TEXTS_PER_PASS, unit="batch", desc="hidden states", disable=None):
+        some = texts[first : first + TEXTS_PER_PASS]
         for row, ids in enumerate(some):
             table.tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
         chunks = [Chunk(row, 0, len(ids)) for row, ids in enumerate(some)]
@@ -172,29 +169,24 @@ def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
     return data
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """The sum of the cross-entropies of h [N, H]; see the module docstring. `labels` [N, H] are p W."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
-        total, gradients = h.new_zeros((), dtype=torch.float32), []
+def cross_entropy(h: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the cross-entropies of h [N, H] over `rows` [Vd, H]; see the module docstring.
+    `labels` [N, H] are p W. Twice as fast as autograd, which would keep all logits."""
+    total, gradients = h.new_zeros((), dtype=torch.float32), []
+    with torch.no_grad():
         for part, label in zip(h.split(ROWS), labels.float().split(ROWS), strict=True):
             logits = part @ rows.T
             p = logits.softmax(-1)
             # logsumexp: the largest logit minus the logarithm of its probability
             total += (logits.amax(-1).float() - p.amax(-1).float().log()).sum() - (part.float() * label).sum()
             gradients.append((p @ rows).float() - label)
-        ctx.save_for_backward(torch.cat(gradients).to(h.dtype))
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.saved_tensors[0] * outputs[0].to(ctx.saved_tensors[0].dtype), None, None
+    # Add 0, whose gradient is that of the cross-entropy.
+    return total + ((h - h.detach()) * torch.cat(gradients).to(h.dtype)).sum()
 
 
 class DrafterInTraining:
-    """Trainable float32 `weights` by their names in the folder, and the tokens that the drafter proposes,
-    `token_map` [Vd] int64 in ascending order. `whitening` [n * H, n * H] whitens hidden states."""
+    """A drafter with trainable float32 `weights`, by their names in the folder. It proposes the tokens
+    `token_map` [Vd] int64, in ascending order. `whitening` [n * H, n * H] whitens hidden states."""
 
     def __init__(self, model: Model, settings: Settings, data: Data) -> None:
         self.settings, self.config, c = settings, model.config, model.config
@@ -203,26 +195,25 @@ class DrafterInTraining:
         counts = torch.bincount(data.tokens, minlength=c.vocab_size)
         frequent = counts.argsort(descending=True, stable=True)[: settings.vocab]
         self.token_map = frequent.sort().values.to(self.device)
-        self.rows = lm_head_rows(model, self.token_map).contiguous()  # [Vd, H]
+        self.head = lm_head_rows(model, self.token_map).contiguous()  # [Vd, H]
         self.cos_sin = cos_sin_table(Rope(theta=c.rope.theta), c.head_dim, WINDOW + DEPTH, self.device)
         self.whitening, fc = whiten(data, model.norm.weight.float())
-        H, I = c.hidden_size, settings.intermediate  # noqa: E741
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        shapes = {
-            "self_attn.q_proj": (q, 2 * H), "self_attn.k_proj": (kv, 2 * H), "self_attn.v_proj": (kv, 2 * H),
-            "self_attn.o_proj": (H, q), "mlp.gate_proj": (I, H), "mlp.up_proj": (I, H),
-            "mlp.down_proj": (H, I),
-        }  # fmt: skip
+        heads = c.num_heads, c.num_kv_heads, c.head_dim
+        sizes = c.vocab_size, c.hidden_size, settings.intermediate, 1, *heads, WINDOW
+        shapes = ModelConfig(*sizes, windows=(None,), has_inputs=True).parameter_shapes()
         weights = {"fc": fc, "norm": model.norm.weight}
-        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            weights[f"midlayer.{name}"] = torch.ones(H)
         generator = torch.Generator().manual_seed(settings.seed)
-        for name, shape in shapes.items():  # at first, the layer hardly changes the regression
-            std = 0.002 if name.endswith(("o_proj", "down_proj")) else 0.02
-            weights[f"midlayer.{name}"] = torch.randn(shape, generator=generator) * std
+        for name in (name for name in shapes if ".layers." in name):
+            weight = torch.ones(shapes[name])
+            if weight.dim() == 2:  # at first, the layer hardly changes the regression
+                std = 0.002 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                weight = torch.randn(weight.shape, generator=generator) * std
+            weights[name.replace("model.layers.0", "midlayer").removesuffix(".weight")] = weight
         self.weights = {n: w.detach().float().to(self.device).requires_grad_() for n, w in weights.items()}
 
-    def outputs(self, batch: TextBatch, passes: int, draft: Draft | None = None) -> Iterator[Tensor]:
+    def outputs(
+        self, batch: TextBatch, passes: int, draft: Callable[[Tensor], Tensor] | None = None
+    ) -> Iterator[Tensor]:
         """Yield the outputs [B, L - 1, H] of each pass. The next pass gets the tokens of the text, or those
         that `draft` returns for the outputs."""
         w = {
@@ -269,7 +260,7 @@ class DrafterInTraining:
             label = 1 + j + torch.arange(output.shape[1], device=self.device)  # position, for each entry
             valid = label < batch.lengths[:, None]
             wanted = F.pad(batch.labels[:, 1 + j :], (0, 0, 0, j))[valid]
-            loss = SoftCrossEntropy.apply(output[valid], self.rows, wanted)
+            loss = cross_entropy(output[valid], self.head, wanted)
             total = total + DECAY**j * loss / max(len(wanted), 1)
         return total / sum(DECAY**j for j in range(passes))
 
@@ -326,15 +317,15 @@ class Texts:
         self.device, self.whitening = drafter.device, drafter.whitening.T.to(drafter.dtype)
         parts = []
         for hidden in tqdm(data.hidden.split(ROWS), unit="part", desc="labels", disable=None):
-            p = (hidden.to(self.device) @ drafter.rows.T).float().softmax(-1)
-            parts.append((p.to(drafter.dtype) @ drafter.rows).cpu())
+            p = (hidden.to(self.device) @ drafter.head.T).float().softmax(-1)
+            parts.append((p.to(drafter.dtype) @ drafter.head).cpu())
         columns = data.states, torch.cat(parts), data.tokens
         self.texts = list(zip(*(column.split(data.lengths) for column in columns), strict=True))
         self.lengths = data.lengths
 
     def batches(self, size: int, generator: torch.Generator) -> list[list[int]]:
-        """Return the texts by index in random batches of similar lengths, of at most `size` positions if
-        padded."""
+        """Return random batches of indices of texts. The texts of a batch have similar lengths and at most
+        `size` positions, padding included; a longer text is a batch of its own."""
         jitter, result = torch.rand(len(self.lengths), generator=generator) * JITTER, list[list[int]]()
         for i in (torch.tensor(self.lengths) + jitter).argsort().tolist():
             if not result or max(self.lengths[j] for j in (*result[-1], i)) * (len(result[-1]) + 1) > size:
@@ -357,10 +348,10 @@ def measure(drafter: DrafterInTraining, texts: Texts) -> dict[str, Any]:
     matched, counted = torch.zeros(DEPTH), torch.zeros(DEPTH)
 
     def draft(output: Tensor) -> Tensor:
-        drafts.append(drafter.token_map[(output @ drafter.rows.T).max(-1).indices])
+        drafts.append(drafter.token_map[(output @ drafter.head.T).max(-1).indices])
         return drafts[-1]
 
-    for indices in texts.batches(MEASURED, torch.Generator()):
+    for indices in texts.batches(MEASURED_BATCH, torch.Generator()):
         batch, drafts = texts.batch(indices), list[Tensor]()
         for _ in drafter.outputs(batch, DEPTH, draft):
             pass
@@ -397,14 +388,13 @@ def train(model: Model, settings: Settings, data: tuple[Data, Data], out: Path) 
                 batch = training.batch(indices)
                 noise = torch.empty_like(batch.states).normal_(generator=noise_generator)
                 batch = batch._replace(states=batch.states + settings.noise * noise)
-                passes = 1 if rates[0].last_epoch < STAGE * steps else settings.passes
+                passes = 1 if rates[0].last_epoch < SINGLE_PASS * steps else settings.passes
                 loss = drafter.loss(batch, passes)
-                for weight in drafter.weights.values():
-                    weight.grad = None
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(norms, MAX_NORM)
                 for optimizer, rate in zip(optimizers, rates, strict=True):
                     optimizer.step()
+                    optimizer.zero_grad()
                     rate.step()
                 losses.append(loss.detach())
                 bar.update()

@@ -148,7 +148,7 @@ def checked_method(report: RowReport, methods: Sequence[str]) -> str:
     or the match length is out of range, which `propose` cannot check on a GPU without waiting."""
     drafter, match_len = report.drafter, report.match_len
     if drafter > max(len(methods) - 1, 0) or match_len < 0:
-        name = methods[drafter if drafter < len(methods) else 0]  # only a first drafter's codes remain
+        name = methods[drafter if drafter < len(methods) else 0]  # `propose` replaces those of the others
         error = f"{name}.propose returned drafter {drafter} and match_len {match_len}"
         raise ValueError(f"{error}; drafter must be 0 or NO_DRAFTER, match_len at least 0.")
     return methods[drafter] if report.num_drafted else ""

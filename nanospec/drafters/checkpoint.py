@@ -13,8 +13,7 @@ the target that are read, and Vd tokens that can be drafted, a folder has these 
     embed_tokens.weight  [V, H]        optional: the target's
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,15 +74,16 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
     if a file is missing, ValueError if one is corrupt, not supported, or made for another target."""
     path = folder / "config.json"
     raw = read_json(path)
-    with _errors_in(path):
-        decoder, settings, ids = _read_settings(raw, method)
     files = [open_safetensors(file) for file in weight_files(folder)]
     names = [(_own_name(name), file, name) for file in files for name in file.keys()]  # noqa: SIM118
     stored = {own: (file, name) for own, file, name in names}
     if len(stored) < len(names):
         raise ValueError(f"The drafter in {folder} has several tensors with one meaning, such as midlayer.")
-    with _errors_in(path):
+    try:
+        decoder, settings, ids = _read_settings(raw, method)
         config, layers = _read_config(decoder, settings, ids, stored, target.config, method == "eagle3")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     num_drafted = _check_tensors(folder, config, stored, len(layers))
 
     def read(name: str) -> Tensor:
@@ -109,22 +109,13 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
         if not 0 < len(valid) == num_drafted:
             raise ValueError(f"d2t in {folder} must give distinct ids from 0 to {config.vocab_size - 1}.")
     hidden_norm = None if config.has_inputs else plain("hidden_norm.weight")
-    fc, lm_head = make_linear(plain("fc.weight")), target.lm_head  # hidden states need the range of bf16
+    fc, lm_head = make_linear(plain("fc.weight")), target.lm_head  # not `fc`: its inputs have outliers
     if "lm_head.weight" in stored:
         lm_head = make_linear(in_8_bits(plain("lm_head.weight")))
     elif token_map is not None:
         lm_head = make_linear(in_8_bits(lm_head_rows(target, token_map)))
     size = model.weight_bytes + fc.nbytes + (0 if lm_head is target.lm_head else lm_head.nbytes)
     return DraftCheckpoint(model, settings, layers, fc, hidden_norm, lm_head, token_map, size)
-
-
-@contextmanager
-def _errors_in(path: Path) -> Iterator[None]:
-    """Add the path of the config to errors."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _read_config(

@@ -1,9 +1,8 @@
 """EAGLE-3: a drafter of one layer, which proposes a token per forward pass (Li et al., arXiv 2503.01840).
 
 Entry t of the text combines the `fc` of the target's hidden states at position t with the embedding of token
-t + 1. The query of entry n - 2 gives the distribution of token n, the first
-draft. For the next entries, which the target has not computed, the layer's own output takes the place of the
-hidden states.
+t + 1. The query of entry n - 2 gives the distribution of token n, the first draft. For the next entries, the
+target has not computed hidden states yet, so the layer's own output takes their place.
 
     entry          0 ... n - 2                       n - 1                  n
     inputs         states of entry t, token t + 1    output, draft n        output, draft n + 1
@@ -28,7 +27,7 @@ from ..models.decoder import new_states
 from . import make_proposal
 from .hidden_states import CONTENDERS, HiddenStateDrafter, Trees
 
-# In C++, a chain ends before a draft if the drafter gives it and those before it a probability below this.
+# In C++, a chain ends where the product of the largest probabilities of its positions falls below this.
 LEAST_CHANCE = 0.12
 
 
@@ -38,23 +37,25 @@ class Eagle3Drafter(HiddenStateDrafter):
     name = "eagle3"
     max_depth = 8  # forward passes per step: deeper drafts are rarely accepted
 
-    def _attach(self, table: Table) -> None:
+    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         S, H = table.num_rows, self.model.config.hidden_size
         # [S + 1, H] and [S + 1]: the features of the last entry of each row, and its index; the last element
         # of both is padding.
         self.features = torch.zeros(S + 1, H, dtype=self.model.dtype, device=table.device)
         self.entry = torch.full((S + 1,), -2, dtype=torch.int32, device=table.device)
-        # In C++, the hidden states of the entries that follow, and their number. They are kept until a block
-        # of the cache is complete or the row drafts.
-        shape = (S + 1) * table.block_size, len(self.hidden_state_layers) * H
-        self.pending = self.features.new_empty(shape if isinstance(self.model, CompiledModel) else (0, 0))
         self.num_pending = torch.zeros_like(self.entry)
+        super().attach(table, num_blocks, max_tokens, may_wait)
         if isinstance(self.model, CompiledModel):
+            # The hidden states of the entries that follow and their number: kept until a block of the cache
+            # is complete or the row drafts.
+            shape = (S + 1) * table.block_size, len(self.hidden_state_layers) * H
+            self.pending = self.features.new_empty(shape)
             weights = *self.fc.weight.words(), *self.lm_head.weight.words(), self.token_map
             pending = *packed.row_words(self.pending), self.num_pending
             state = *packed.row_words(self.features), self.entry, *pending
             numbers = CONTENDERS, packed.double(LEAST_CHANCE), torch.get_num_threads()
-            # The arguments that do not change: the struct `Drafter` of kernels/native/eagle3.cpp.
+            # The struct `Drafter` of kernels/native/eagle3.cpp, for this table and number of threads.
+            self.table = table  # keeps its tensors alive
             self._words = words(*self.model.drafter_words(self.kv), *weights, *state, *numbers, *table)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:

@@ -48,7 +48,8 @@ class Trees(NamedTuple):
 
 
 class HiddenStateDrafter(Drafter):
-    """A subclass defines `max_depth`, `read_hidden_states` and `_draft`."""
+    """A drafter whose KV cache is computed from the target's hidden states. A subclass defines `max_depth`,
+    `read_hidden_states` and `_draft`."""
 
     runs_model = True
     makes_trees = True
@@ -81,7 +82,6 @@ class HiddenStateDrafter(Drafter):
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         self.may_wait = may_wait
         self.kv = self.model.allocate_kv_cache(num_blocks, table.block_size)
-        self._attach(table)
         if not may_wait:
             width = len(self.hidden_state_layers) * self.model.config.hidden_size
             states = torch.zeros(max_tokens, width, dtype=self.model.dtype, device=table.device)
@@ -112,10 +112,7 @@ class HiddenStateDrafter(Drafter):
 
         return make_proposal(fill(drafts), fill(counts), fill(trees.parents) if self.width > 1 else None)
 
-    # A subclass defines these; `_attach` and `_ready` are optional.
-
-    def _attach(self, table: Table) -> None:
-        """Allocate the state of the subclass, after the KV cache."""
+    # A subclass defines these; `_ready` is optional.
 
     def _ready(self, table: Table, rows: Tensor, num_drafts: Tensor) -> Tensor:
         """Return the number of drafts [B], 0 for the rows that cannot draft yet."""
@@ -128,7 +125,8 @@ class HiddenStateDrafter(Drafter):
     # Helpers of subclasses.
 
     def _lay_out(self, table: Table, rows: Tensor, first: Tensor, num_drafts: Tensor, width: int) -> Batch:
-        """Return a batch of up to `width` tokens per row from index `first` [B] on: one and its drafts."""
+        """Return a batch padded to `width` tokens per row, from text index `first` [B] on. A row has one more
+        than its drafts, at most `width`; without drafts, it has none."""
         count = torch.where(num_drafts > 0, (num_drafts + 1).clamp(max=width), 0)
         bound = int((first + count).max()) if self.may_wait else None
         return lay_out_text(table, rows, first, count, width, bound)

@@ -175,9 +175,10 @@ def propose(
         if merged is not None:
             kept = merged.num_drafts > 0
             if drafter.runs_model and choice.min_match:
+                # A match length of 0: the drafts are not from lookup.
                 kept &= (merged.match_len == 0) | (merged.match_len >= rows.new_tensor(choice.min_match))
             remaining = torch.where(kept, -1, rows)
-        proposal = _run(drafter, table, remaining, limit, times)
+        proposal = _timed(drafter, table, remaining, limit, times)
         if proposal is None:
             continue
         if limit < k:
@@ -204,7 +205,7 @@ def learn(
 ) -> None:
     """Call `learn` of each drafter that defines it, with NO_DRAFTER for the rows of other drafters."""
     for code, drafter in enumerate(drafters):
-        if type(drafter).learn is Drafter.learn:
+        if getattr(drafter.learn, "__func__", None) is Drafter.learn:
             continue
         visible = proposal
         if len(drafters) > 1:
@@ -233,23 +234,23 @@ def read_hidden_states(
             drafter.read_hidden_states(table, batch, part.contiguous())
 
 
-def _run(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes | None) -> Proposal | None:
+def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes | None) -> Proposal | None:
     """Return a drafter's proposal. In packed steps, a drafter that runs a model only gets the rows [B] that
     can use drafts, and its time is recorded in `times`; None if there are no such rows."""
     if times is None or not drafter.runs_model:
-        return _proposal(drafter, table, rows, k)
+        return _checked(drafter, table, rows, k)
     usable = draft_limits(table, rows, k) > 0
     if not usable.any():
         return None
     drafter.catch_up(rows[usable].tolist())
     start = time.perf_counter()
-    proposal = _proposal(drafter, table, torch.where(usable, rows, -1), k)
+    proposal = _checked(drafter, table, torch.where(usable, rows, -1), k)
     synchronize(rows.device)
     times.add(len(rows), k, (time.perf_counter() - start) * 1e3)
     return proposal
 
 
-def _proposal(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
+def _checked(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
     """Return a drafter's proposal for rows [B], checked and contiguous in int32; errors name the drafter."""
     try:
         proposal = drafter.propose(table, rows, k)

@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     """How many drafts each row of a step may have."""
 
     k: int
-    # In packed steps: the maximum for the last drafter, and for each row the match length below which a
+    # In packed steps: the maximum for the last drafter, and [B] the match length of each row below which a
     # model replaces n-gram drafts; (): it replaces none.
     model_k: int = MAX_DRAFTS
     min_match: Sequence[int] = ()
@@ -97,7 +97,7 @@ class AutoPolicy(Policy):
         self._num_steps += 1
         self._drafting = {row for row, limit in drafter_limits.items() if min(limit, chosen)}
         has_lookup = self._model_drafter > 0
-        if not has_lookup:  # k also limits the drafts of extensions
+        if not has_lookup:  # fewer columns, unless an extension may draft more
             return Choice(chosen if limits == drafter_limits else max_k, chosen)
         if not chosen or self._num_steps % EXPLORE == 0:
             return Choice(max_k, chosen)

@@ -72,7 +72,7 @@ class CompiledModel(Model):
         return packed.zeros_on_demand(shape, self.dtype, large_pages=True)
 
     def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Do nothing: this model never writes NaN to its cache."""
+        """Do nothing: the cache never contains NaN (`Head.finite` in cache.h)."""
 
     def drafter_words(self, kv_cache: Tensor) -> tuple[NativeArg, ...]:
         """Return this model and a KV cache of it as the first arguments of C++ functions of a drafter."""

@@ -81,7 +81,7 @@ def test_loss_and_gradient_are_those_of_cross_entropy(
     embedding = lm_head_rows(model, torch.arange(model.config.vocab_size))
     reference = Reference(tmp_path, embedding, embedding, lambda ids: short.states[: len(ids)].double())
     reference.weights["fc.weight"] = (drafter.weights["fc"] @ drafter.whitening).detach().double()
-    labels = (short.hidden @ drafter.rows.T).double().softmax(-1)
+    labels = (short.hidden @ drafter.head.T).double().softmax(-1)
     expected = 0.0
     for j in range(3):
         ends = range(2, len(text) - j + 1)  # entry end - 2 gives the distribution of token end + j
@@ -90,9 +90,9 @@ def test_loss_and_gradient_are_those_of_cross_entropy(
         expected += training.DECAY**j * float(F.cross_entropy(logits, wanted))
     assert loss.item() == pytest.approx(expected / sum(training.DECAY**j for j in range(3)), rel=1e-4)
     h = torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    logits, p = h @ drafter.rows.T, labels[:9].float()
+    logits, p = h @ drafter.head.T, labels[:9].float()
     [gradient] = torch.autograd.grad(F.cross_entropy(logits, p, reduction="sum"), h)
-    [own] = torch.autograd.grad(training.SoftCrossEntropy.apply(h, drafter.rows, p @ drafter.rows), h)
+    [own] = torch.autograd.grad(training.cross_entropy(h, drafter.head, p @ drafter.head), h)
     assert_close(own, gradient, 1e-5)
 
 
@@ -100,7 +100,7 @@ def test_measured_drafts_lie_within_their_text(model: Model, data: tuple[Data, D
     """Of a text of 5 tokens, 3 can be drafted."""
     drafter: Any = DrafterInTraining(model, Settings(vocab=40), data[0])
     texts = Texts(compute_data(model, [[1, 2, 3, 4, 5], [6, 7, 8, 7, 9, 9]]), drafter)
-    drafter.rows, embedding = torch.eye(40), torch.eye(40)
+    drafter.head, embedding = torch.eye(40), torch.eye(40)
 
     def outputs(batch: Any, passes: int, draft: Any) -> Any:  # counts upwards
         ids = batch.tokens[:, 1:]
