@@ -77,33 +77,39 @@ class Bodies:
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """Yield the body of a request, which counts until the end of the block. Raises HTTPError if it is too
-        large, takes too long to arrive, or exceeds the memory for all bodies."""
-        data, most = bytearray(), self.config.max_body
+        large, takes too long to arrive, or exceeds the memory for all bodies. The rest of a refused body is
+        received and dropped first: closing a connection with unread data would reset it, and the client could
+        lose the response."""
+        data, close, most = bytearray(), {"connection": "close"}, self.config.max_body
+        error: HTTPError | None = None
 
-        # A refused body may still be arriving. Uvicorn discards the rest of it, for `read_timeout` at most;
-        # closing the connection would reset it, and the client could lose the response.
-
-        def check(size: int) -> None:
+        def refusal(size: int) -> HTTPError | None:
             if size > most:
-                raise HTTPError(413, f"The body exceeds the limit of {most} bytes.")
+                return HTTPError(413, f"The body exceeds the limit of {most} bytes.", headers=close)
             if self.size - len(data) + size > MAX_BODIES * most:
-                raise HTTPError(503, BUSY, headers={"retry-after": "1"})
+                return HTTPError(503, BUSY, headers={**close, "retry-after": "1"})
+            return None
 
         async def receive() -> None:
+            nonlocal error
             async for part in request.stream():
-                check(len(data) + len(part))
-                data.extend(part)
-                self.size += len(part)
+                error = error or refusal(len(data) + len(part))
+                kept = b"" if error else part
+                self.size += len(kept)
+                data.extend(kept)
 
-        check(int(request.headers.get("content-length", 0)))
+        error = refusal(int(request.headers.get("content-length", 0)))
+        if error and "expect" in request.headers:  # the client waits for an answer before it sends the body
+            raise error
         try:
             try:
                 await asyncio.wait_for(receive(), self.config.read_timeout)
             except ClientDisconnect:
                 raise HTTPError(499, "The client disconnected.") from None
             except asyncio.TimeoutError:
-                close = {"connection": "close"}
-                raise HTTPError(408, "Timed out while reading the body.", headers=close) from None
+                error = error or HTTPError(408, "Timed out while reading the body.", headers=close)
+            if error:
+                raise error
             yield bytes(data)
         finally:
             self.size -= len(data)
