@@ -255,11 +255,11 @@ class DrafterInTraining:
 
     def loss(self, batch: TextBatch, passes: int) -> Tensor:
         """Return the loss over a batch of texts."""
-        total = torch.zeros((), device=self.device)
+        total, labels = torch.zeros((), device=self.device), F.pad(batch.labels, (0, 0, 0, passes))
         for j, output in enumerate(self.outputs(batch, passes)):
             label = 1 + j + torch.arange(output.shape[1], device=self.device)  # position, for each entry
             valid = label < batch.lengths[:, None]
-            wanted = F.pad(batch.labels[:, 1 + j :], (0, 0, 0, j))[valid]
+            wanted = labels[:, 1 + j :][:, : output.shape[1]][valid]
             loss = cross_entropy(output[valid], self.head, wanted)
             total = total + DECAY**j * loss / max(len(wanted), 1)
         return total / sum(DECAY**j for j in range(passes))
@@ -423,8 +423,8 @@ def run(args: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     folders = weights_folders()  # drafters are searched in all of these; write to the first that exists
     weights = next((folder for folder in folders if folder.is_dir()), folders[-1])
     out = args.out or weights / DRAFTERS / folder.name
-    if args.out is None and (out / "config.json").exists():
-        raise ValueError(f"{out} has a drafter; set --out to replace it.")
+    if (out / "config.json").exists():
+        raise ValueError(f"{out} already has a model or a drafter; set another --out.")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} must be a folder.")
     (_, config), device = read_config(folder), resolve_device(args.device)

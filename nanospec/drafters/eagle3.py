@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.native import call, packed, words
+from ..kernels.native import NativeArg, call, packed, words
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
 from ..models.cpu import CompiledModel
@@ -53,17 +53,16 @@ class Eagle3Drafter(HiddenStateDrafter):
             weights = *self.fc.weight.words(), *self.lm_head.weight.words(), self.token_map
             pending = *packed.row_words(self.pending), self.num_pending
             state = *packed.row_words(self.features), self.entry, *pending
-            numbers = CONTENDERS, packed.double(LEAST_CHANCE), torch.get_num_threads()
-            # The struct `Drafter` of kernels/native/eagle3.cpp, for this table and number of threads.
-            self.table = table  # keeps its tensors alive
-            self._words = words(*self.model.drafter_words(self.kv), *weights, *state, *numbers, *table)
+            numbers = CONTENDERS, packed.double(LEAST_CHANCE)
+            # Arguments that do not change: the first fields of `Drafter` in kernels/native/eagle3.cpp.
+            self._words = words(*self.model.drafter_words(self.kv), *weights, *state, *numbers)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         if not isinstance(self.model, CompiledModel):
             return super().propose(table, rows, k)
         limit = min(k, self.max_drafts) if self.width == 1 else 0  # for trees, only read the pending states
         drafts, count = rows.new_zeros(len(rows), k), torch.full_like(rows, limit)
-        call("nanospec_eagle3_draft", *self._words, rows, drafts, count, *drafts.shape)
+        self._call("nanospec_eagle3_draft", table, rows, drafts, count, *drafts.shape)
         return make_proposal(drafts, count) if self.width == 1 else super().propose(table, rows, k)
 
     def release(self, row: int) -> None:
@@ -76,8 +75,7 @@ class Eagle3Drafter(HiddenStateDrafter):
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         if isinstance(self.model, CompiledModel):
-            call("nanospec_eagle3_read", *self._words, *batch.native_args, *packed.row_words(hidden))
-            return
+            return self._call("nanospec_eagle3_read", table, *batch.native_args, *packed.row_words(hidden))
         T = batch.num_tokens
         features = self.fc(hidden)
         row = torch.searchsorted(batch.q_start, torch.arange(T, device=hidden.device), right=True) - 1
@@ -87,6 +85,10 @@ class Eagle3Drafter(HiddenStateDrafter):
         rows = torch.where(batch.q_len > 0, batch.rows, -1)
         self.features[rows] = features[(batch.q_start + batch.q_len - 1).clamp(0, T - 1)]
         self.entry[rows] = batch.base_len + batch.q_len - 1
+
+    def _call(self, name: str, table: Table, *values: NativeArg) -> None:
+        """Call a function of `kernels/native/eagle3.cpp`."""
+        call(name, *self._words, torch.get_num_threads(), *table, *values)
 
     def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
         B, k = trees.depth.shape

@@ -105,7 +105,7 @@ def _check_drafter(drafter: Any) -> Drafter | type[Drafter]:
     if isinstance(drafter, type):
         raise ValueError(f"drafter={drafter.__name__} is a class; pass an instance: {drafter.__name__}().")
     if not isinstance(drafter, str) or drafter not in METHODS:
-        raise ValueError(f"drafter={shown(drafter)} must be a Drafter or one of {', '.join(METHODS)}.")
+        raise ValueError(f"drafter={shown(drafter)} must be a Drafter or 'ngram'.")
     if METHODS[drafter].runs_model:
         raise ValueError(f"drafter={drafter!r} needs weights; use SpecConfig(method=...), or pass a Drafter.")
     return METHODS[drafter]

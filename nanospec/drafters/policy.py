@@ -81,6 +81,8 @@ class AutoPolicy(Policy):
         self._context, self._waiting, self._probing, self.expected_speedup = context, waiting, False, 1.0
         plain = self.costs.cost(B, B, context)
         self._credit = min(self._credit + OVERHEAD * plain, plain)
+        if not waiting:
+            self._accounts.spend(-OVERHEAD * plain)
         if self.costs.packed and self._model_drafter == NO_DRAFTER:
             return Choice(max_k)
         weighed = drafter_limits if self.costs.packed else limits
@@ -143,7 +145,7 @@ class AutoPolicy(Policy):
             self._turn += 1
             num_kept[more[self._turn % len(more)]] += 1
         if not self._waiting:
-            self._accounts.spend(cost(B + num_kept.total()) - (1 + OVERHEAD) * plain)
+            self._accounts.spend(cost(B + num_kept.total()) - plain)
         return [num_kept[each.row] for each in proposals]
 
     def _spend_credit(self, ms: float) -> bool:

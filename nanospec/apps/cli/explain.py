@@ -120,8 +120,7 @@ def explain(llm: LLM, console: Console) -> None:
     console.table(("", *("MB", "GFLOP", "min ms") * 2), rows)
     costs = engine.policy.costs or engine.worker.measure()
     cached = 0 if costs.packed else min(CONTEXT, engine.max_model_len // 2)  # as in `timing.dummy_rows`
-    without = ", without drafting," if costs.packed else ""
-    console.line(f"\nMeasured step times{without} after {cached} cached tokens:")
+    console.line(f"\nMeasured step times after {cached} cached tokens:")
     ms = costs.packed or {1 + k: step_ms for k, step_ms in costs.by_k(1, engine.worker.max_k).items()}
     rows = []
     for tokens, step_ms in ms.items():
@@ -138,7 +137,12 @@ def _explain_answer(llm: LLM, console: Console, ms: Mapping[int, float]) -> None
     measured = StepCosts(packed=ms)
     ratio = measured.cost(1, 1 + DRAFTS) / ms[1]
     gains = ", ".join(f"{a:.0%}: {sum(a**j for j in range(1 + DRAFTS)) / ratio:.2f}x" for a in ACCEPTANCES)
-    console.line(f"\n{DRAFTS} drafts break even at {ratio:.2f} tokens per step; by acceptance rate: {gains}")
+    worker = llm.engine.worker
+    is_excluded = worker.graphs is None and any(drafter.runs_model for drafter in worker.drafters)
+    note = ", without the time of drafting" if is_excluded else ""
+    console.line(
+        f"\n{DRAFTS} drafts break even at {ratio:.2f} tokens per step{note}; by acceptance rate: {gains}"
+    )
     if llm.engine.max_model_len < WINDOW:
         return
     text, chats = REQUESTS["code edit"], llm.tokenizer.has_chat_template

@@ -89,6 +89,8 @@ def test_loss_and_gradient_are_those_of_cross_entropy(
         wanted = labels[1 + j : 1 + j + len(ends)]
         expected += training.DECAY**j * float(F.cross_entropy(logits, wanted))
     assert loss.item() == pytest.approx(expected / sum(training.DECAY**j for j in range(3)), rel=1e-4)
+    three = Texts(compute_data(model, [text[:3]]), drafter).batch([0])
+    assert drafter.loss(three, 5) > 0  # a text may be shorter than the passes
     h = torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
     logits, p = h @ drafter.head.T, labels[:9].float()
     [gradient] = torch.autograd.grad(F.cross_entropy(logits, p, reduction="sum"), h)
@@ -172,6 +174,7 @@ def test_invalid_input_is_reported_in_one_line(folder: Path, tmp_path: Path, cap
     for line, sentence, *options in (
         ("", "unknown model 'nothing'", "--model", "nothing"),
         ("", f"--out {text} must be a folder.", "--out", str(text)),
+        ("", f"{folder} already has a model or a drafter; set another --out.", "--out", str(folder)),
         ('{"text": "abc"}', "has 1 texts of at least 3 tokens, but 2 are needed, one of them to measure."),
         ("{", "line 1: invalid JSON (Expecting property name"),
         ('{"prompt": "a"}', 'line 1: a line must be {"text": "..."} or {"messages": [...]}.'),

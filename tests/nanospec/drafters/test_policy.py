@@ -291,7 +291,9 @@ def test_draft_model_without_gain_is_rarely_run() -> None:
 def test_k_is_zero_if_neither_the_model_nor_an_extension_drafts() -> None:
     costs = StepCosts(packed={1: 10.0, 64: 40.0}, propose=lambda rows, drafts: 30.0 * (drafts > 0))
     policy, limits = AutoPolicy(costs, 0), {0: 8, 1: 4}
-    assert policy.choose(limits, limits, 0, True).k == 0
+    for waiting in (True, False):  # as in steps with drafts, the latter adds to what drafts may cost others
+        assert policy.choose(limits, limits, 0, waiting).k == 0
+    assert policy._accounts._spent == pytest.approx(-OVERHEAD * policy.costs.cost(2, 2))
     choice = policy.choose(limits, {0: 8, 1: 0}, 0, True)
     assert (choice.k, choice.model_k) == (8, 0)
 
