@@ -171,7 +171,7 @@ def compute_data(model: Model, texts: Sequence[list[int]]) -> Data:
 
 def cross_entropy(h: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the cross-entropies of h [N, H] over `rows` [Vd, H]; see the module docstring.
-    `labels` [N, H] are p W. Twice as fast as autograd, which would keep all logits."""
+    `labels` [N, H] are p W. Unlike autograd, this keeps no logits."""
     total, gradients = h.new_zeros((), dtype=torch.float32), []
     with torch.no_grad():
         for part, label in zip(h.split(ROWS), labels.float().split(ROWS), strict=True):
@@ -180,7 +180,7 @@ def cross_entropy(h: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
             # logsumexp: the largest logit minus the logarithm of its probability
             total += (logits.amax(-1).float() - p.amax(-1).float().log()).sum() - (part.float() * label).sum()
             gradients.append((p @ rows).float() - label)
-    # Add 0, whose gradient is that of the cross-entropy.
+    # The second term is 0; its gradient is that of the cross-entropy.
     return total + ((h - h.detach()) * torch.cat(gradients).to(h.dtype)).sum()
 
 
@@ -203,7 +203,7 @@ class DrafterInTraining:
         shapes = ModelConfig(*sizes, windows=(None,), has_inputs=True).parameter_shapes()
         weights = {"fc": fc, "norm": model.norm.weight}
         generator = torch.Generator().manual_seed(settings.seed)
-        for name in (name for name in shapes if ".layers." in name):
+        for name in (each for each in shapes if ".layers." in each):
             weight = torch.ones(shapes[name])
             if weight.dim() == 2:  # at first, the layer hardly changes the regression
                 std = 0.002 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
@@ -234,7 +234,7 @@ class DrafterInTraining:
             )
             keys.append(self._rotate(k, at + j))
             values.append(v)  # [B, heads, L, D]
-            # An entry attends to those of the text up to itself, and to its own drafts.
+            # Each entry attends to the entries of the text up to itself, and to its own drafts.
             masks.append(at == at[:, None] if j else at <= at[:, None])
             cached = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 1)
             out = F.scaled_dot_product_attention(self._rotate(q, at + j), *cached, enable_gqa=True)

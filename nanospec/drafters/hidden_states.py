@@ -48,8 +48,8 @@ class Trees(NamedTuple):
 
 
 class HiddenStateDrafter(Drafter):
-    """A drafter whose KV cache is computed from the target's hidden states. A subclass defines `max_depth`,
-    `read_hidden_states` and `_draft`."""
+    """Base class of drafters whose KV cache is computed from the target's hidden states. Subclasses define
+    `max_depth`, `read_hidden_states` and `_draft`."""
 
     runs_model = True
     makes_trees = True
