@@ -3,8 +3,8 @@
 Shapes are those of `attention.py`, which also has `naive`; `paged_tree.py` is the kernel for trees. The cache
 is divided at fixed absolute positions into tiles of 64 (32 for the largest head dimensions on some GPUs) and
 spans of 512. A program processes a tile of queries, of all heads that share a KV head, over several units of
-the cache, which are tiles or spans. It stores a partial result per unit, and the last program to finish
-reduces them (`split_kv.py`). A program that has a tile of queries to itself accumulates the spans directly.
+the cache, which are tiles or spans. It stores a partial result per unit, and a second kernel combines them
+(`split_kv.py`). A program that has a tile of queries to itself accumulates the spans directly.
 
 The output of a query is bitwise identical in decoding, as one of K + 1 queries, and in a chunk of any size:
 
@@ -27,8 +27,9 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from ..launch import release_next, wait_for_previous
+from ..launch import prefetch, release_next, wait_for_previous
 from .split_kv import SPAN, add_tile, element_offsets, empty_state, end_unit, query_rows, store_output
+from .split_kv import sum_units, write
 
 # q and out [T, Hq, D]; k and v [Hkv, num_blocks, block_size, D].
 Operands = namedtuple("Operands", "q k v out")
@@ -57,18 +58,21 @@ def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.const
     """Grid: (tiles of queries * KV heads, rows, programs that share the cache)."""
     release_next(C.PDL)
     work = find_work(batch, num_tokens, max_tiles, sizes, C)
-    wait_for_previous(C.PDL)
+    keys, values, blocks = row_of_cache(operands, batch.block_table, sizes)
     first_unit = tl.program_id(2) * work.share
+    place = locate(blocks, tile_range(first_unit, work)[0], work, C)
+    if C.SPLIT:  # with few programs, a latency less counts
+        prefetch_rows(keys, place, C)
+        prefetch_rows(values, place, C)
+    wait_for_previous(C.PDL)
     if first_unit >= work.count:
         return
-    keys, values, blocks = row_of_cache(operands, batch.block_table, sizes)
     query = load_queries(operands.q, work, C)
     position = work.low + tl.arange(0, C.COLUMNS) // C.GROUP
     total = empty_state(C.COLUMNS, C)
     for unit in range(first_unit, tl.minimum(first_unit + work.share, work.count)):
         begin, end = tile_range(unit, work)
         state = empty_state(C.COLUMNS, C)
-        place = locate(blocks, begin, work, C)
         for tile in range(begin, end):
             k, v = load_rows(keys, place, C), load_rows(values, place, C)
             # Look up the next tile in advance: the compiler overlaps copies (4 groups on sm_90, 2 on sm_80)
@@ -77,7 +81,19 @@ def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.const
             s = mask(scores(k, query, C), tile, position, work, C)
             state = add_tile(state, s, v, sizes.scale, C)
         total = end_unit(partials, unit, total, state, work, C)
-    store_output(partials, operands.out, total, work, C)
+    store_output(operands.out, total, work, C)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
+def _combine(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.constexpr):
+    """Combine the partial results of queries that attend to several units. Grid: (tiles of queries * KV heads,
+    rows, columns of such a tile). A program of one warp has one column, so that all load at the same time."""
+    release_next(C.PDL)
+    work = find_work(batch, num_tokens, max_tiles, sizes, C)
+    column = tl.program_id(2)
+    wait_for_previous(C.PDL)
+    if (work.count > 1) & (column < work.num_columns):
+        write(operands.out, sum_units(partials, column, work, C), column, 1, work, C)
 
 
 @triton.jit
@@ -146,6 +162,15 @@ def load_rows(base, place, C: tl.constexpr):
     if C.HEAD_DIM < C.BLOCK_D:
         valid = valid & (d < C.HEAD_DIM)[None, :]
     return tl.load(base + place[:, None] * C.HEAD_DIM + d[None, :], valid, other=0.0)
+
+
+@triton.jit
+def prefetch_rows(base, place, C: tl.constexpr):
+    """Prefetch the keys or values at slots `place`. Those that the previous kernel writes are not stale in L2."""
+    if C.PDL:
+        WIDTH: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
+        d = tl.arange(0, triton.cdiv(C.BLOCK_D, WIDTH)) * WIDTH
+        prefetch(base + tl.maximum(place, 0)[:, None] * C.HEAD_DIM + d[None, :], C.PDL)
 
 
 @triton.jit

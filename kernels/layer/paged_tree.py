@@ -58,7 +58,7 @@ def _attend_tree(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.
             s = mask(scores(k, query, C), tile, query_position, work, C)
             state = add_tile(state, s, v, sizes.scale, C)
         total = end_unit(partials, unit, total, state, work, C)
-    store_output(partials, operands.out, total, work, C)
+    store_output(operands.out, total, work, C)
 
 
 @triton.jit
@@ -115,10 +115,17 @@ def launch(
         COLUMNS=split.columns, BLOCK_D=split.block_d, PDL=launch_options.pop("PDL"),
     )  # fmt: skip
     out = torch.empty_like(q)
-    (_attend_tree if is_tree else paged._attend)[split.query_tiles, batch.num_rows, split.programs](
+    arguments = (
         paged.Operands(q, k, v, out), batch.tensors, empty_partials(q, split), T, split.max_tiles, sizes,
-        wrapped(constants), num_warps=split.warps,
+        wrapped(constants),
+    )  # fmt: skip
+    (_attend_tree if is_tree else paged._attend)[split.query_tiles, batch.num_rows, split.programs](
+        *arguments, num_warps=split.warps,
         num_stages=1 if q.dtype == torch.float32 else split.stages,  # float32 (tests) would not fit
         **launch_options,
     )  # fmt: skip
+    if split.programs > 1:
+        paged._combine[split.query_tiles, batch.num_rows, split.columns](
+            *arguments, num_warps=1, **launch_options
+        )
     return out

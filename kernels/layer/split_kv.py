@@ -1,4 +1,4 @@
-"""Divides the KV cache among the programs of attention, and reduces their partial results (flash decoding).
+"""Divides the KV cache among the programs of attention, and combines their partial results (flash decoding).
 
 A state holds the partial result of some columns (a column is a query of one head) over some cache positions:
 
@@ -14,7 +14,8 @@ are explicit where the compiler could otherwise choose.
 Estimated, not measured, for D = 128 in bf16 on an H200 (132 multiprocessors with 2 programs each): a single
 row is limited by latency, so each tile gets its own program. From 256 programs on, spans are as fast.
 Programs without a unit exit at once but together cost about a microsecond, so at most 32768 / columns are
-launched. The many wide tiles of a prompt's queries fill the GPU unsplit: each program adds up its spans.
+launched. Many rows, or the many tiles of a prompt's queries, fill the GPU unsplit: each program adds up its
+spans, and no memory is needed for partial results.
 """
 
 from collections import namedtuple
@@ -25,11 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Gpu, counters, next_power_of_2
+from ..launch import Gpu, next_power_of_2
 
 SPAN = tl.constexpr(512)  # positions
 FLOOR = tl.constexpr(-8388608.0)  # -2^23, below any m; float32 represents integers exactly down to it
-UNROLL = tl.constexpr(8)  # partial results loaded at once
 
 # (maximum columns, cache positions per tile, warps, stages) by GPU family and padded head dimension: enough
 # loads in flight to hide the memory latency, without register spills. With the maximum columns (prompts, long
@@ -44,9 +44,9 @@ CONFIGS = {
 
 State = namedtuple("State", "m z acc")
 
-# States of units in memory, float32: m [units, T, Hq], z [units, T, Hq, TILE // 16], acc [units, T, Hq, D];
-# counters of finished programs, see `launch.py`. All None without SPLIT.
-Partials = namedtuple("Partials", "m z acc counters")
+# States of units in memory, float32: m [units, T, Hq], z [units, T, Hq, TILE // 16], acc [units, T, Hq, D].
+# All None without SPLIT.
+Partials = namedtuple("Partials", "m z acc")
 
 
 class Split(NamedTuple):
@@ -81,6 +81,8 @@ def split_kv(
     spans = triton.cdiv(kv_len, SPAN.value)
     max_tiles = min(256 // max(query_tiles * rows, 1), tiles)
     programs = max(min(32768 // max(columns * query_tiles * rows, 1), spans), max_tiles, 1)
+    if query_tiles * rows >= 2 * gpu.multiprocessors:
+        programs = 1
     if tree:
         columns = max(min(columns, widest // 2), min_columns)
         query_tiles = num_kv_heads * triton.cdiv(q_len, columns // group)
@@ -91,11 +93,10 @@ def split_kv(
 def empty_partials(q: Tensor, split: Split) -> Partials:
     """Return memory for the partial results of q [T, Hq, D]; all None if one program has the whole cache."""
     if split.programs == 1:
-        return Partials(None, None, None, None)
+        return Partials(None, None, None)
     size = split.units, *q.shape[:2]
     shapes = size, (*size, split.tile // 16), (*size, q.shape[2])
-    m, z, acc = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return Partials(m, z, acc, counters(q.device, "attention"))
+    return Partials(*(q.new_empty(shape, dtype=torch.float32) for shape in shapes))
 
 
 @triton.jit
@@ -182,19 +183,13 @@ def partial_pointers(partials, unit, rows, work, C: tl.constexpr):
 
 
 @triton.jit
-def store_output(partials, out, total, work, C: tl.constexpr):
-    """Store the output. If the units are split, the last program to finish reduces and stores them."""
+def store_output(out, total, work, C: tl.constexpr):
+    """Store the output, unless there are several units, which `_combine` of `paged.py` adds up."""
     alone = True
     if C.SPLIT:
         alone = work.count == 1
     if alone:
         write(out, total, 0, C.COLUMNS, work, C)
-    elif C.SPLIT:
-        tl.debug_barrier()  # all threads have stored before one of them increments the counter
-        counter = partials.counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel") == tl.cdiv(work.count, work.share) - 1:
-            tl.store(counter, 0)  # ready for the next launch
-            sum_units(partials, out, work, C)
 
 
 @triton.jit
@@ -207,31 +202,31 @@ def write(out, state, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
 
 
 @triton.jit
-def sum_units(partials, out, work, C: tl.constexpr):
-    """Add up all units in order, the tiles of each span and then the spans; a few columns at a time, so that
-    the loads of several states overlap."""
-    COLUMNS: tl.constexpr = 512 // C.BLOCK_D
-    for first in range(0, work.num_columns, COLUMNS):
-        total, span = empty_state(COLUMNS, C), empty_state(COLUMNS, C)
-        for begin in range(0, work.count, UNROLL):
-            states = ()
-            for i in tl.static_range(UNROLL):
-                states += (load_state(partials, begin + i, first, COLUMNS, work, C),)
-            for i in tl.static_range(UNROLL):
-                one = State(states[i][0], states[i][1], states[i][2])  # triton 3.6 loses the field names
-                span = add_states(span, one, C)
-                if (work.first + begin + i + 1) * work.size % (SPAN // C.TILE) == 0:
-                    total = add_states(total, span, C)
-                    span = empty_state(COLUMNS, C)
-        write(out, add_states(total, span, C), first, COLUMNS, work, C)
+def sum_units(partials, column, work, C: tl.constexpr):
+    """Return the sum of all units of a column: of the tiles of each span in order, then of the spans in order.
+    The loads of the tiles of a span, or of as many spans, overlap."""
+    UNITS: tl.constexpr = SPAN // C.TILE
+    # Tiles of the first span that precede the first unit, because they are outside of the window.
+    missing = tl.where(work.size == 1, work.first % UNITS, 0)
+    total, state = empty_state(1, C), empty_state(1, C)
+    for begin in range(-missing, work.count, UNITS):
+        states = ()
+        for i in tl.static_range(UNITS):
+            states += (load_state(partials, begin + i, column, work, C),)
+        for i in tl.static_range(UNITS):
+            one = State(states[i][0], states[i][1], states[i][2])  # triton 3.6 loses the field names
+            state = add_states(state, one, C)
+        if work.size == 1:  # this was a span
+            total, state = add_states(total, state, C), empty_state(1, C)
+    return add_states(total, state, C)
 
 
 @triton.jit
-def load_state(partials, unit, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
-    """Load a unit's state, bypassing the L1 cache; an empty state if there is no such unit."""
-    rows, valid = query_rows(work, first, COLUMNS, C)
+def load_state(partials, unit, column, work, C: tl.constexpr):
+    """Load the state of a column of a unit, bypassing the L1 cache; an empty one if there is no such unit."""
+    rows, valid = query_rows(work, column, 1, C)
     m, z, acc = partial_pointers(partials, unit, rows, work, C)
-    valid &= unit < work.count
+    valid = valid & ((unit >= 0) & (unit < work.count))
     at, inside = element_offsets(rows, valid, C)
     m = tl.load(m, valid, FLOOR, cache_modifier=".cg")
     z = tl.load(z, valid[None, :], 0.0, cache_modifier=".cg")
