@@ -32,7 +32,7 @@ from .graphs import MAX_STEP_TOKENS
 DEFAULT_THREADS = torch.get_num_threads()
 CPU_SHARE = 0.4  # share of the free memory to use for the KV cache
 CPU_LIMIT = 4 << 30  # bytes; a CPU is too slow to need a larger KV cache
-PARTS = (1, 2, 4, 8)  # divisors of the largest sizes: with fewer tokens, attention uses more KV splits
+PARTS = (1, 2, 4, 8, 16, 32)  # divisors of the largest sizes: with fewer rows, attention splits the cache
 MARGIN = 2.0  # multiple of the measured memory to reserve, as other sizes, rules and captures may need more
 Method = TypeVar("Method", bound=Callable[..., Any])
 
