@@ -5,8 +5,7 @@ each takes at least max(bytes / bandwidth, FLOPs / rate). The bytes are the weig
 request once for all of its K + 1 queries, and the inputs and outputs of the products for every token. The sum
 over the parts is the *bound*; the *estimate* adds the launch of every kernel.
 
-The default rates were measured on an H200 (copies and large matrix products). No kernel of this engine has
-been measured on it.
+The default rates were measured on an H200 (copies and large matrix products).
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from nanospec.models.config import ModelConfig
 from nanospec.models.families import config_of
 
-KERNELS_PER_LAYER = 5
+KERNELS_PER_LAYER = 7  # qkv, rope, attention, its combination (without it for many rows), o, gate and up, down
 ITEM = 2  # bytes of an activation, a logit
 HEAD_BITS = 9  # least bits per weight of lm_head: 8, and 32 per group of 32
 
@@ -73,7 +72,7 @@ def account(config: ModelConfig, B: int, K: int, context: int = 1024, bits: floa
         (max(bits, HEAD_BITS) / 8 * H * V + ITEM * T * V, 2 * T * H * V),
         (ITEM * T * V, 0),  # sampling
     )
-    return Step(parts, KERNELS_PER_LAYER * L + 7 + 2 * (text > 0))
+    return Step(parts, KERNELS_PER_LAYER * L + 9 + (text > 0))
 
 
 # ---- shapes of real models -----------------------------------------------------------------------------
