@@ -133,19 +133,6 @@ def wrapped(constants: T) -> T:
     return type(constants)(*map(tl.constexpr, constants))
 
 
-@cache
-def counters(device: torch.device, user: str) -> Tensor:
-    """Return [65536] int32 counters with which several programs determine the last of them to finish, so
-    that it can add up their partial results without a second launch. Kernels with the same `user` must not
-    overlap. The first call allocates the counters and must be outside of graph capture.
-
-    A program stores its partial result, synchronizes its threads (`tl.debug_barrier`) and increments the
-    counter (`tl.atomic_add`, acquire and release). The last one resets it and reads the partial results,
-    bypassing the L1 cache (`.cg`).
-    """
-    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
-
-
 def options(tensor: Tensor, dots: bool = False) -> dict[str, Any]:
     """Return the arguments of a launch on the GPU of `tensor`: the constant `PDL`, and options of the
     compiler. `dots`: whether the kernel has matrix products."""

@@ -44,6 +44,10 @@ class PackedCodes(NamedTuple):
         return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
 
     @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
     def itemsize(self) -> float:
         """Bytes per element of a tile, including a word of 4 bytes for each 32 columns, the most possible."""
         return (self.bits + 1) / 8

@@ -12,6 +12,7 @@ weight is packed, that is, reordered: in bfloat16 for the C++ of `native/packed.
 which is 3 times as fast as `F.linear` for a few fp32 rows.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -100,25 +101,25 @@ class TritonLinear(Linear):
 
     def __init__(self, weight: Tensor | Quantized, bias: Tensor | None = None) -> None:
         from .dequantize import pack_codes
-        from .product import product
+        from .product import new_counters, product
 
         super().__init__(pack_codes(weight) if isinstance(weight, Quantized) else weight, bias)
-        self._kernel = product
+        self._launch = partial(product, weight=self.weight, bias=bias, counters=new_counters(self.weight))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._kernel(x, self.weight, self.bias, new=None if out is None else Outputs(out))
+        return self._launch(x, new=None if out is None else Outputs(out))
 
     def after_norm(self, residual: Residual) -> Tensor:
-        return self._kernel(residual, self.weight, self.bias)
+        return self._launch(residual)
 
     def gated(self, residual: Residual, gate: Gate = "silu") -> Tensor:
-        return self._kernel(residual, self.weight, self.bias, gate)
+        return self._launch(residual, gate=gate)
 
     def add_to(self, residual: Residual, x: Tensor, norm: Norm, out_norm: Norm | None = None) -> Residual:
         if out_norm is not None:  # needs whole rows
             return super().add_to(residual, x, norm, out_norm)
         new = Residual.empty(len(x), norm, x)
-        self._kernel(x, self.weight, self.bias, new=new.outputs(residual.x))
+        self._launch(x, new=new.outputs(residual.x))
         return new
 
 

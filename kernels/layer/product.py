@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Gpu, counters, gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
+from ..launch import Gpu, gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
 from .dequantize import Codes, PackedCodes, load_dequantized
 from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
 
@@ -76,15 +76,18 @@ def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsi
     block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
     share = triton.cdiv(programs, gpu.multiprocessors)
     together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
+    if gpu.pdl and T <= 32:  # room for a program of the next kernel, which prefetches its weight
+        together = max(together, 2)
     if width > 32:  # with many tokens, keep room to convert the layout of codes
         weight_itemsize = itemsize
-    stages = gpu.stages(int(rows * weight_itemsize + width * itemsize) * block_k, 6, together)
+    steps = triton.cdiv(part if split_k else K, block_k)
+    stages = gpu.stages(int(rows * weight_itemsize + width * itemsize) * block_k, min(steps + 1, 6), together)
     warps = 8 if rows * width >= 128 * 64 else 4
     return Tiling(rows, width, block_k, warps, stages, parts, part, split_k)
 
 
 # x [T, K], weight [N, K], bias [N]; `squares` of `Residual` for the norm of x; with split K, `partial`
-# [tiles, parts, BLOCK_T, BLOCK_N] float32 and `counters` (see `launch.py`); for `PackedCodes`, the codes as
+# [tiles, parts, BLOCK_T, BLOCK_N] float32 and `counters` (see `new_counters`); for `PackedCodes`, the codes as
 # `weight`, and `words`.
 Operands = namedtuple("Operands", "x weight bias squares partial counters words", defaults=[None])
 
@@ -119,12 +122,21 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr, CODES: tl.constexpr =
     rows_in = column < sizes.N
     tile = Tile(index, block, part, t, t_in, rows, rows_in)
     prefetch_weight(operands.weight, tile, part * steps * C.BLOCK_K, sizes.K, C, CODES)
+    by = 0.0
+    if C.ADD:  # the weight of the next norm
+        by = tl.load(new.weight + rows, rows_in, other=0.0).to(tl.float32)[:, None]
     wait_for_previous(C.PDL)
-    # With few tokens, load the sums of squares before the product; with many, it needs the registers.
+    # With few tokens, add up the squares after the product, which then hides the latency of their loads; with
+    # many, it needs the registers.
     scale = tl.full([1, C.BLOCK_T], 1.0, tl.float32)
-    COUNT: tl.constexpr = triton.next_power_of_2(C.GROUPS)
-    if C.GROUPS > 0 and C.BLOCK_T <= 32:
-        squares = load_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
+    COUNT: tl.constexpr = max(triton.next_power_of_2(C.GROUPS), 2)
+    if C.GROUPS > 0:
+        if C.BLOCK_T <= 32:
+            squares = load_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
+        else:
+            total = sum_squares(operands.squares, t, t_in, T, C.GROUPS, COUNT)
+    if C.ADD:
+        residual = load_residual(new, tile, 0, T, sizes.N, C)
     acc = sum_of_products(operands, tile, steps, sizes, C, CODES)
     if C.SPLIT_K:
         acc, last = add_parts(acc, operands, tile, C)
@@ -133,14 +145,16 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr, CODES: tl.constexpr =
     if C.GROUPS > 0:
         if C.BLOCK_T <= 32:
             total = pairwise_sum(squares)
-        else:
-            total = sum_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
         scale = tl.rsqrt(total / sizes.K + sizes.eps)[None, :]
     for s in tl.static_range(C.BLOCK_T // C.SLICE):  # by slices, to save registers
         value = token_slice(acc, s, C.SLICE) * token_slice(scale, s, C.SLICE)
         if C.BIAS:
             value += tl.load(operands.bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
-        epilogue(value, new, tile, s, T, sizes.N, C)
+        if C.ADD:
+            value += residual.to(tl.float32)
+            if s + 1 < C.BLOCK_T // C.SLICE:  # a slice ahead
+                residual = load_residual(new, tile, s + 1, T, sizes.N, C)
+        epilogue(value, by, new, tile, s, T, sizes.N, C)
 
 
 @triton.jit
@@ -192,8 +206,8 @@ def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr, CODES: tl.con
 
 @triton.jit
 def add_parts(acc, operands, tile, C: tl.constexpr):
-    """Store the sums of this part. In the last program of a tile to finish, return the sum of all parts in
-    ascending order and True; in the others, return `acc` and False."""
+    """Store the sums of this part, and count the programs of the tile that have. In the last one, return the
+    sum of all parts in ascending order, read past the L1 cache, and True; in the others, `acc` and False."""
     number = tile.block * tl.num_programs(0) + tile.index
     i, t = tl.arange(0, C.BLOCK_N)[:, None], tl.arange(0, C.BLOCK_T)[None, :]
     place = operands.partial + number * C.PARTS * C.BLOCK_N * C.BLOCK_T + t * C.BLOCK_N + i
@@ -225,8 +239,26 @@ def token_slice(tile, INDEX: tl.constexpr, SLICE: tl.constexpr):
 
 
 @triton.jit
-def epilogue(value, new, tile, s, T, N, C: tl.constexpr):
-    """Apply the epilogue to slice `s` of a tile, with sums `value` [BLOCK_N, SLICE], and store it."""
+def load_residual(new, tile, s, T, N, C: tl.constexpr):
+    """Load slice `s` [BLOCK_N, SLICE] of the residual stream that a tile is added to."""
+    corner, at, inside = slice_of(tile, s, T, N, C.BLOCK_N, C)
+    return tl.load(new.residual + corner + at, inside, other=0.0)
+
+
+@triton.jit
+def slice_of(tile, s, T, N, COLUMNS: tl.constexpr, C: tl.constexpr):
+    """Return where slice `s` of a tile is in a tensor [T, N]: the offset of its corner, the offsets [COLUMNS,
+    SLICE] from there, which fit 32 bits, and a mask of those in range."""
+    first = tile.index * C.BLOCK_T + s * C.SLICE
+    n, t = tl.arange(0, COLUMNS)[:, None], tl.arange(0, C.SLICE)[None, :]
+    inside = (tile.block * COLUMNS + n < N) & (first + t < T)
+    return first.to(tl.int64) * N + tile.block * COLUMNS, t * N + n, inside
+
+
+@triton.jit
+def epilogue(value, by, new, tile, s, T, N, C: tl.constexpr):
+    """Apply the gate to slice `s` of a tile, with sums `value` [BLOCK_N, SLICE], and store it; with ADD, also
+    for the next norm, whose weight is `by`."""
     if C.GATE != "":
         halves = tl.reshape(value, [C.BLOCK_N // 16, 2, 8, C.SLICE])
         gate, up = tl.split(tl.permute(halves, [0, 2, 3, 1]))
@@ -235,27 +267,29 @@ def epilogue(value, new, tile, s, T, N, C: tl.constexpr):
             sigmoid_arg = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         value = tl.reshape(gate / (1.0 + tl.exp(-sigmoid_arg)) * up, [C.BLOCK_N // 2, C.SLICE])
     COLUMNS: tl.constexpr = value.shape[0]
-    first = tile.index * C.BLOCK_T + s * C.SLICE
-    n, t = tile.block * COLUMNS + tl.arange(0, COLUMNS), first + tl.arange(0, C.SLICE)
-    inside = (n < N)[:, None] & (t < T)[None, :]
-    corner = first.to(tl.int64) * N + tile.block * COLUMNS
-    at = tl.arange(0, C.SLICE)[None, :] * N + tl.arange(0, COLUMNS)[:, None]  # fits 32 bits
-    if C.ADD:
-        value += tl.load(new.residual + corner + at, inside, other=0.0).to(tl.float32)
+    corner, at, inside = slice_of(tile, s, T, N, COLUMNS, C)
     value = value.to(new.x.dtype.element_ty)
     tl.store(new.x + corner + at, value, inside)
     if C.ADD:
         wide = value.to(tl.float32)
-        by = tl.load(new.weight + n, n < N, other=0.0).to(tl.float32)[:, None]
         tl.store(new.scaled + corner + at, (wide * by).to(new.scaled.dtype.element_ty), inside)
+        t = tile.index * C.BLOCK_T + s * C.SLICE + tl.arange(0, C.SLICE)
         store_squares(wide, new.squares, tile.block * COLUMNS, t, T, N)
 
 
+def new_counters(weight: Weight) -> Tensor:
+    """Return counters for the products of a layer: one int32 per tile, 0 between launches. Launches with the
+    same counters must not overlap; each layer has its own, so engines may run on different streams."""
+    tiles = triton.cdiv(MAX_SPLIT_TOKENS, 32) * triton.cdiv(weight.shape[0], 64)
+    return torch.zeros(tiles, dtype=torch.int32, device=weight.device)
+
+
 def product(
-    source: Tensor | Residual, weight: Weight, bias: Tensor | None, gate: str = "", new: Outputs | None = None
-) -> Tensor:
+    source: Tensor | Residual, weight: Weight, bias: Tensor | None, counters: Tensor, gate: str = "",
+    new: Outputs | None = None,
+) -> Tensor:  # fmt: skip
     """Return `source` (a tensor, or the norm of a residual) @ weight.T + bias, or act(g) * u of its halves
-    [g; u]. If `new` is given, store the result in it, plus its residual."""
+    [g; u]. If `new` is given, store the result in it, plus its residual. `counters`: see `new_counters`."""
     if isinstance(source, Tensor):
         x, squares, eps = source, None, 0.0
     else:
@@ -277,7 +311,7 @@ def product(
         PDL=launch_options.pop("PDL"), GROUPS=0 if squares is None else len(squares), BIAS=bias is not None,
         GATE=gate, ADD=new.residual is not None,
     )  # fmt: skip
-    operands = Operands(x, weight, bias, squares, partial, counters(x.device, "product"))
+    operands = Operands(x, weight, bias, squares, partial, counters)
     sizes, codes = Sizes(N // 2 if gate else N, K, x.stride(0), eps), None
     if isinstance(weight, PackedCodes):
         operands = operands._replace(weight=weight.codes, words=weight.words)

@@ -50,7 +50,7 @@ class CudaCapture:
     """Captures the step as a CUDA graph, in memory from `pool`. Keep the pool alive as long as the graph."""
 
     def __init__(self, step: Callable[[], StepResult], pool: Any) -> None:
-        # Warm up on the current stream: engines share `launch.counters`, so their steps must not overlap.
+        # Compile the kernels and allocate what lasts longer than a step, neither of which can be captured.
         for _ in range(2):
             step()
         self.graph = torch.cuda.CUDAGraph()

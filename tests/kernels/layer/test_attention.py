@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanospec.drafters.dflash import as_block
-from nanospec.kernels.launch import GPUS, counters, forced
+from nanospec.kernels.launch import GPUS, forced
 from nanospec.kernels.layer import attention, split_kv
 from nanospec.kernels.layer.attention import AttentionMetadata
 from tests.kernels.texts import Part, Texts, divide, random_trees, scored
@@ -154,7 +154,6 @@ def test_result_is_bitwise_independent_of_the_batch(
     texts = Texts.random([70, first + 8, 75], (1, 1, 64), 16, FP16 if window else FP32)
     texts.softcap = 3.0 if window else None
     check_independence(texts, first, window, monkeypatch)
-    assert not counters(torch.device("cpu"), "attention").any()  # reset to zero
 
 
 def path_as_chain(texts: Texts, part: Part, path: list[int]) -> Texts:
@@ -195,10 +194,10 @@ def test_split_kv_covers_the_cache_and_is_bounded() -> None:
         spans, pairs = -(-length // 512), rows * split.query_tiles
         assert 1 <= split.programs <= max(spans, split.max_tiles, 1)
         assert split.programs * pairs <= max(32768 // split.columns, 256, pairs)
-        assert split.programs == 1 or pairs <= len(counters(torch.device("cpu"), "attention"))
+        assert split.programs == 1 or pairs < 264  # two programs per multiprocessor
         assert split.units == (max(spans, split.max_tiles) if split.programs > 1 else 0)
     assert split_kv.split_kv(1, 1, 1024, heads, target)[:5] == (16, 8, 16, 16, 16)  # a program for each tile
-    assert split_kv.split_kv(64, 1, 32768, heads, target).programs == 4
+    assert split_kv.split_kv(32, 1, 32768, heads, target).programs == 8
     assert split_kv.split_kv(1, 64, 64, heads, target, tree=True).columns == 32
 
 
