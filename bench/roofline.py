@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nanospec.models.config import ModelConfig
 from nanospec.models.families import config_of
 
-KERNELS_PER_LAYER = 7  # qkv, rope, attention, its combination (without it for many rows), o, gate and up, down
+KERNELS_PER_LAYER = 7  # qkv, rope, attention, and its combination if split; o, gate and up, down
 ITEM = 2  # bytes of an activation, a logit
 HEAD_BITS = 9  # least bits per weight of lm_head: 8, and 32 per group of 32
 

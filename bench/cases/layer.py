@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.cases import Built, Call, Case
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import AttentionMetadata, attention
-from nanospec.kernels.layer.linear import Linear, make_linear, multiplies_quantized
+from nanospec.kernels.layer.linear import make_linear, multiplies_quantized
 from nanospec.kernels.layer.quantized import Quantized
 from nanospec.kernels.layer.residual import Norm, embed, residual_add, rms_norm
 from nanospec.kernels.layer.rope_cache import rope_cache
@@ -192,11 +192,12 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
             h, w = normal(device, T, K), normal(device, N, K)
             bias = normal(device, N) if name == "norm_linear" and shape is QWEN3_SMALL else None
             x = embed(torch.arange(T, device=device), normal(device, T, H), make_norm(device, H))
+            linear = cache(lambda: make_linear(w, bias))  # on the backend of the first call
             calls: dict[str, Call] = {
-                "norm_linear": lambda: make_linear(w, bias).after_norm(x),
-                "linear_add": lambda: make_linear(w).add_to(x, h, x.norm),
-                "norm_swiglu": lambda: make_linear(w).gated(x),
-                "linear": lambda: make_linear(w)(h),
+                "norm_linear": lambda: linear().after_norm(x),
+                "linear_add": lambda: linear().add_to(x, h, x.norm),
+                "norm_swiglu": lambda: linear().gated(x),
+                "linear": lambda: linear()(h),
             }
             return Built(calls[name], {"cublas": lambda: h @ w.T})
 
@@ -225,10 +226,9 @@ def quantized_case(shape: Shape, T: int, gated: bool, form: str) -> Case:
         weight = Quantized(codes, scale, -7 * scale if form == "int4-g32" else None, bits)
         x = embed(torch.arange(T, device=device), normal(device, T, K), norm)
 
-        @cache
-        def linear() -> Linear:  # on the backend of the first call
-            return make_linear(weight if multiplies_quantized(device, BF16) else weight.dequantize())
-
+        linear = cache(  # on the backend of the first call
+            lambda: make_linear(weight if multiplies_quantized(device, BF16) else weight.dequantize())
+        )
         return Built(lambda: linear().gated(x) if gated else linear().add_to(x, x.x, norm))
 
     moved = N * K * bits // 8 + 4 * N * groups + 2 * T * (K + (out if gated else 3 * K))
@@ -282,11 +282,12 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
         ids, table, h = torch.arange(T, device=device), normal(device, T, H), normal(device, T, H)
         x = embed(ids, table, norm, 50.5)
         batch = make_batch(device, 1, T, T + 100)
-        cache, gate_up = make_cache(device, shape, batch), normal(device, 2 * inner, H)
+        kv_cache, gate_up = make_cache(device, shape, batch), normal(device, 2 * inner, H)
+        gate = cache(lambda: make_linear(gate_up))
         qkv, angles = normal(device, T, width), normal(device, T, D, dtype=torch.float32)
         calls: dict[str, Call] = {
-            "rope_cache": lambda: rope_cache(qkv, cache, batch, angles, (head_norm, head_norm)),
-            "norm_swiglu": lambda: make_linear(gate_up).gated(x, "gelu"),
+            "rope_cache": lambda: rope_cache(qkv, kv_cache, batch, angles, (head_norm, head_norm)),
+            "norm_swiglu": lambda: gate().gated(x, "gelu"),
             "residual_add": lambda: residual_add(h[None], x.x, norm, out_norm=norm),
             "embed": lambda: embed(ids, table, norm, 50.5),
         }

@@ -28,8 +28,7 @@ import triton
 import triton.language as tl
 
 from ..launch import prefetch, release_next, wait_for_previous
-from .split_kv import SPAN, add_tile, element_offsets, empty_state, end_unit, query_rows, store_output
-from .split_kv import sum_units, write
+from .split_kv import SPAN, add_tile, combine, elements_of, empty_state, end_unit, query_rows, store_output
 
 # q and out [T, Hq, D]; k and v [Hkv, num_blocks, block_size, D].
 Operands = namedtuple("Operands", "q k v out")
@@ -61,7 +60,7 @@ def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.const
     keys, values, blocks = row_of_cache(operands, batch.block_table, sizes)
     first_unit = tl.program_id(2) * work.share
     place = locate(blocks, tile_range(first_unit, work)[0], work, C)
-    if C.SPLIT:  # with few programs, a latency less counts
+    if C.SPLIT:  # few programs, limited by latency
         prefetch_rows(keys, place, C)
         prefetch_rows(values, place, C)
     wait_for_previous(C.PDL)
@@ -86,14 +85,14 @@ def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.const
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
 def _combine(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.constexpr):
-    """Combine the partial results of queries that attend to several units. Grid: (tiles of queries * KV heads,
-    rows, columns of such a tile). A program of one warp has one column, so that all load at the same time."""
+    """Combine the partial results of queries that attend to several units. Grid: (tiles of queries * KV
+    heads, rows, columns of such a tile). A program is a warp for one column, so that all load at once."""
     release_next(C.PDL)
     work = find_work(batch, num_tokens, max_tiles, sizes, C)
     column = tl.program_id(2)
     wait_for_previous(C.PDL)
     if (work.count > 1) & (column < work.num_columns):
-        write(operands.out, sum_units(partials, column, work, C), column, 1, work, C)
+        combine(partials, operands.out, column, work, C)
 
 
 @triton.jit
@@ -166,7 +165,7 @@ def load_rows(base, place, C: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(base, place, C: tl.constexpr):
-    """Prefetch the keys or values at slots `place`. Those that the previous kernel writes are not stale in L2."""
+    """Prefetch the keys or values at slots `place`. The L2 cache sees what the previous kernel writes."""
     if C.PDL:
         WIDTH: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
         d = tl.arange(0, triton.cdiv(C.BLOCK_D, WIDTH)) * WIDTH
@@ -177,7 +176,7 @@ def prefetch_rows(base, place, C: tl.constexpr):
 def load_queries(q, work, C: tl.constexpr):
     """Load a tile of queries [D, COLUMNS]."""
     rows, valid = query_rows(work, 0, C.COLUMNS, C)
-    at, inside = element_offsets(rows, valid, C)
+    at, inside = elements_of(rows, valid, C)
     return tl.load(q + work.row * C.HEAD_DIM + at, inside, other=0.0)
 
 

@@ -87,8 +87,8 @@ def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsi
 
 
 # x [T, K], weight [N, K], bias [N]; `squares` of `Residual` for the norm of x; with split K, `partial`
-# [tiles, parts, BLOCK_T, BLOCK_N] float32 and `counters` (see `new_counters`); for `PackedCodes`, the codes as
-# `weight`, and `words`.
+# [tiles, parts, BLOCK_T, BLOCK_N] float32 and `counters` (see `new_counters`); for `PackedCodes`, the codes
+# as `weight`, and `words`.
 Operands = namedtuple("Operands", "x weight bias squares partial counters words", defaults=[None])
 
 # N: rows of the weight, or of its gate half. eps: of the norm of x. shift, factor: see `PackedCodes`.

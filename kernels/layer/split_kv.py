@@ -151,7 +151,7 @@ def query_rows(work, first, COLUMNS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def element_offsets(rows, valid, C: tl.constexpr):
+def elements_of(rows, valid, C: tl.constexpr):
     """Return the offsets [D, columns] of the elements of rows, and a mask of those in range."""
     d = tl.arange(0, C.BLOCK_D)
     return rows[None, :] * C.HEAD_DIM + d[:, None], valid[None, :] & (d < C.HEAD_DIM)[:, None]
@@ -166,7 +166,7 @@ def end_unit(partials, unit, total, state, work, C: tl.constexpr):
             m, z, acc = partial_pointers(partials, unit, rows, work, C)
             tl.store(m, state.m, valid)
             tl.store(z, state.z, valid[None, :])
-            at, inside = element_offsets(rows, valid, C)
+            at, inside = elements_of(rows, valid, C)
             tl.store(acc + at, state.acc, inside)
         total = state
     else:
@@ -196,14 +196,14 @@ def store_output(out, total, work, C: tl.constexpr):
 def write(out, state, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
     """Store acc / sum(z) to `out` [T * Hq, D] for the columns from `first` on."""
     rows, valid = query_rows(work, first, COLUMNS, C)
-    at, inside = element_offsets(rows, valid, C)
+    at, inside = elements_of(rows, valid, C)
     z = tl.where(valid[None, :], sum_pairs(state.z, 1, C.TILE // 32), 1.0)
     tl.store(out + work.row * C.HEAD_DIM + at, (state.acc / z).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
-def sum_units(partials, column, work, C: tl.constexpr):
-    """Return the sum of all units of a column: of the tiles of each span in order, then of the spans in order.
+def combine(partials, out, column, work, C: tl.constexpr):
+    """Add up all units of a column in order, the tiles of each span and then the spans, and store the output.
     The loads of the tiles of a span, or of as many spans, overlap."""
     UNITS: tl.constexpr = SPAN // C.TILE
     # Tiles of the first span that precede the first unit, because they are outside of the window.
@@ -218,7 +218,7 @@ def sum_units(partials, column, work, C: tl.constexpr):
             state = add_states(state, one, C)
         if work.size == 1:  # this was a span
             total, state = add_states(total, state, C), empty_state(1, C)
-    return add_states(total, state, C)
+    write(out, add_states(total, state, C), column, 1, work, C)
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def load_state(partials, unit, column, work, C: tl.constexpr):
     rows, valid = query_rows(work, column, 1, C)
     m, z, acc = partial_pointers(partials, unit, rows, work, C)
     valid = valid & ((unit >= 0) & (unit < work.count))
-    at, inside = element_offsets(rows, valid, C)
+    at, inside = elements_of(rows, valid, C)
     m = tl.load(m, valid, FLOOR, cache_modifier=".cg")
     z = tl.load(z, valid[None, :], 0.0, cache_modifier=".cg")
     return State(m, z, tl.load(acc + at, inside, 0.0, cache_modifier=".cg"))
