@@ -1,6 +1,6 @@
 """Run all tests and benchmarks that require a GPU, in parts of at most nine minutes. Needs no network.
 
-    python bench/gpu.py [smoke|tests|kernels|steps|e2e|all] [--out DIR] [--cpu]
+    python bench/gpu.py [smoke|tests|kernels|steps|e2e|sweep|all] [--out DIR] [--cpu]
 
 `smoke` selects from all parts what any GPU of compute capability 8.0 with 8 GB of memory can run in five
 minutes. Shapes, contexts and batches that do not fit in the free memory are skipped, with a row that says so.
@@ -115,6 +115,7 @@ def groups(part: str, card: Card | None) -> list[Group]:
             "kernels": group("kernels", 60, "kernels", "--only rms_norm-H576 ngram-B1-L1024"),
             "steps": group("steps", 120, "steps", f"{tiny} --contexts 64 --ks 0 2"),
             "e2e": group("e2e", 120, "e2e", f"{tiny} --max-tokens 8 --prompt 48 --seconds 1"),
+            "sweep": group("sweep", 120, "sweep", "--shape tiny --tokens 96 --repeats 1"),
         }
         return [own for name, own in dry.items() if part in (name, "smoke")]
     largest, small, large = card.largest(), "qwen3-0.6b", "qwen3-8b"
@@ -138,6 +139,7 @@ def groups(part: str, card: Card | None) -> list[Group]:
             *(group(f"{shape} long", 90, "steps", LONG, shape) for shape in (small, large)),
         ],
         "e2e": [group(shape, 240, "e2e", shape=shape) for shape in (small, large)],
+        "sweep": [group(shape, 240, "sweep", shape=shape) for shape in (large, small)],
     }[part]
     only, limit = ((largest, *SMOKE_COMPILED), 90) if part == "smoke" else (("",), 180)
     options = ("bench/compile.py", "--targets", "local", "--jobs", str(os.cpu_count() or 1), "--only", *only)
@@ -270,7 +272,7 @@ PARTS = ("tests", "kernels", "steps", "e2e")
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("part", nargs="?", default="all", choices=["smoke", *PARTS, "all"])
+    parser.add_argument("part", nargs="?", default="all", choices=["smoke", *PARTS, "sweep", "all"])
     parser.add_argument("--cpu", action="store_true", help="dry run with tiny shapes, without a GPU")
     args = parser.parse_args(argv)
     try:

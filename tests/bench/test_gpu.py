@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import check, e2e, gpu, kernels, rows, stand_in, steps
+from bench import check, e2e, gpu, kernels, rows, stand_in, steps, sweep
 from bench.card import GIB, Card
 from bench.cases import Built, all_cases
 from bench.gpu import Group, Outcome
@@ -23,6 +23,7 @@ from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.kernels import launch
 from tests.drive import Job, greedy, run
+from tests.kernels.conftest import ordered_dot  # noqa: F401
 from tests.no_gpu import TapeCapture
 from tests.tiny import tiny_model
 from tests.util import eventually
@@ -151,6 +152,16 @@ def test_kernels_are_checked_and_timed_once(out: Path, monkeypatch: pytest.Monke
     with pytest.raises(SystemExit):
         measured(kernels.main, "kernels", out, *only[:2], *only[-2:], "--group", "wrong")
     assert any(row.get("wrong") for row in rows.read(out / "kernels.jsonl"))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("ordered_dot")
+def test_all_tilings_have_equal_bits(out: Path) -> None:
+    result = measured(sweep.main, "sweep", out, "--shape", "tiny", "--tokens", "96", "--repeats", "1")
+    timed = [row for row in result if "way" in row]
+    assert {row["way"] for row in timed if not row["same"]} <= {"cublas"}
+    assert len({row["way"] for row in timed}) >= 8  # tilings with and without split K, and wide ones
+    assert any("True)" in row["way"] for row in timed)
 
 
 @pytest.mark.slow
