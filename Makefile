@@ -96,8 +96,8 @@ lint: $(DONE)lint  ## run ruff and mypy
 pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
 	@$(BIN)/python -m bench.pictures && $(BIN)/python -m bench.diagrams
 
-gpu:  ## run tests and benchmarks on a GPU: PART=tests, kernels, steps or e2e; PART=smoke for any with compute capability 8.0 and 8 GB
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/gpu.py $(PART) --out $(OUT)
+gpu:  ## run tests and benchmarks on a GPU: PART=tests, kernels, steps, e2e or sweep; PART=smoke for any with 8 GB; PART=compare BEFORE=CHECKOUT
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/gpu.py $(PART) --out $(OUT) $(if $(BEFORE),--before $(BEFORE))
 
 peers: $(PEER:%=$(PEERS)/%/.done)  ## install the environments of bench/cpu.py: PEERS=FOLDER; PEER=vllm, hf or llama
 

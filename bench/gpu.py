@@ -1,9 +1,10 @@
 """Run all tests and benchmarks that require a GPU, in parts of at most nine minutes. Needs no network.
 
-    python bench/gpu.py [smoke|tests|kernels|steps|e2e|sweep|all] [--out DIR] [--cpu]
+    python bench/gpu.py [smoke|tests|kernels|steps|e2e|sweep|compare|all] [--before DIR] [--out DIR] [--cpu]
 
 `smoke` selects from all parts what any GPU of compute capability 8.0 with 8 GB of memory can run in five
 minutes. Shapes, contexts and batches that do not fit in the free memory are skipped, with a row that says so.
+`compare` times kernels and steps of an older checkout and of this one in turn.
 
 A part is a list of groups, most important first; groups of tests run at the same time. Each group is a
 process, which is restarted after an item that crashed it, so that a crash loses only one item. Processes
@@ -96,18 +97,34 @@ SMOKE_CASES = """--only
     ^attention-qwen3-0.6b-B(1|16)-q[15]-L4096$ qwen3-0.6b-(qkv|o|gate_up|down|head)-T(1|20)$
     ^(rms_norm|embed)-H1024- ^rope_cache-qwen3-0.6b- ^kv_move-qwen3-0.6b-B1$ ^ngram-B8-L4096-n8$
     ^sample-qwen-B8-K4-(greedy|top_p)$ ^accept-qwen-B8-K4-rejection-temperature$ ^(verify-B8|layout-B64)-K4"""
+COMPARED = """--repeats 3 --only
+    ^attention-qwen3-(0.6b|8b)-B(1|64)-q[15]-L(1024|16384)$
+    ^(norm_linear|norm_swiglu|linear_add)-qwen3-.*-T(1|5|64|320)$
+    ^sample-qwen-B1-K[04]-(top_p|top_k-top_p) ^quantized-qwen3-8b-.*-T1$"""
 SMOKE_E2E = "--batches 1 8 --repeats 1 --prompt 512 --max-tokens 64 --seconds 5"
 SMOKE_COMPILED = ("qwen3-0.6b", "H1024-", "ngram-B", "layout", "verify", "sample-qwen", "accept-qwen")
 
 
-def groups(part: str, card: Card | None) -> list[Group]:
+def groups(part: str, card: Card | None, before: Path = ROOT) -> list[Group]:
     """Return the groups of a part on a card, or in a dry run. The first one compiles the kernels on all
     cores, since compiling each one at its first launch takes minutes."""
 
-    def group(name: str, limit: float, script: str, options: str = "", shape: str = "") -> Group:
+    def group(
+        name: str, limit: float, script: str, options: str = "", shape: str = "", root: Path = ROOT
+    ) -> Group:
         given = [*(["--shape", shape] if shape else []), *options.split()]
         skip = card.why_skipped(shape) if card and shape else ""
-        return Group(name, (f"bench/{script}.py", *given), limit, skip=skip)
+        return Group(name, (f"{root}/bench/{script}.py", *given), limit, skip=skip)
+
+    def compared(kernels: str, steps: str, *shapes: str) -> list[Group]:
+        """Return groups that alternate between the checkouts."""
+        runs = [("kernels", kernels, ""), *(("steps", steps, shape) for shape in shapes)]
+        checkouts = ("before", before), ("after", ROOT)
+        return [
+            group(f"{shape or script} {when}", 60, script, options, shape, root)
+            for script, options, shape in runs
+            for when, root in checkouts
+        ]
 
     if card is None:  # no tests, since they require a GPU
         tiny = "--shape tiny --batches 1 2 --repeats 1"
@@ -115,8 +132,10 @@ def groups(part: str, card: Card | None) -> list[Group]:
             "kernels": group("kernels", 60, "kernels", "--only rms_norm-H576 ngram-B1-L1024"),
             "steps": group("steps", 120, "steps", f"{tiny} --contexts 64 --ks 0 2"),
             "e2e": group("e2e", 120, "e2e", f"{tiny} --max-tokens 8 --prompt 48 --seconds 1"),
-            "sweep": group("sweep", 120, "sweep", "--shape tiny --tokens 96 --repeats 1"),
+            "sweep": group("sweep", 300, "sweep", "--shape tiny --tokens 96 --repeats 1"),
         }
+        if part == "compare":
+            return compared("--only rms_norm-H576", "--batches 1 --contexts 64 --ks 0 2 --repeats 1", "tiny")
         return [own for name, own in dry.items() if part in (name, "smoke")]
     largest, small, large = card.largest(), "qwen3-0.6b", "qwen3-8b"
     texts = {path.name: path.read_text() for path in sorted(TESTS.glob("test_*.py"))}
@@ -140,10 +159,19 @@ def groups(part: str, card: Card | None) -> list[Group]:
         ],
         "e2e": [group(shape, 240, "e2e", shape=shape) for shape in (small, large)],
         "sweep": [group(shape, 240, "sweep", shape=shape) for shape in (large, small)],
+        "compare": [
+            *test_groups(SMOKE_TESTS, 100),
+            *compared(COMPARED, "--ks 0 4 8 --repeats 5", small, large),
+        ],
     }[part]
     only, limit = ((largest, *SMOKE_COMPILED), 90) if part == "smoke" else (("",), 180)
-    options = ("bench/compile.py", "--targets", "local", "--jobs", str(os.cpu_count() or 1), "--only", *only)
-    return [Group("compile", options, limit, writes_rows=False), *found]
+    compile_in = {"compile": ROOT} | ({"compile before": before} if part == "compare" else {})
+    options = ("--targets", "local", "--jobs", str(os.cpu_count() or 1), "--only", *only)
+    compiled = [
+        Group(name, (f"{root}/bench/compile.py", *options), limit, writes_rows=False)
+        for name, root in compile_in.items()
+    ]
+    return [*compiled, *found]
 
 
 def test_groups(tests: Sequence[str], limit: float) -> list[Group]:
@@ -272,7 +300,10 @@ PARTS = ("tests", "kernels", "steps", "e2e")
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("part", nargs="?", default="all", choices=["smoke", *PARTS, "sweep", "all"])
+    parser.add_argument(
+        "part", nargs="?", default="all", choices=["smoke", *PARTS, "sweep", "compare", "all"]
+    )
+    parser.add_argument("--before", type=Path, default=ROOT, help="the other checkout of `compare`")
     parser.add_argument("--cpu", action="store_true", help="dry run with tiny shapes, without a GPU")
     args = parser.parse_args(argv)
     try:
@@ -295,7 +326,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         for part in parts:
             limit = SMOKE_SECONDS if part == "smoke" else PART_SECONDS
-            run_part(part, groups(part, card), limit, out, found.setdefault(part, []), card)
+            run_part(
+                part, groups(part, card, args.before.resolve()), limit, out, found.setdefault(part, []), card
+            )
     finally:
         ends = {part: {o.name: o.status for o in outcomes} for part, outcomes in found.items()}
         bad = sum(status not in ("ok", "skipped") for part in ends.values() for status in part.values())
