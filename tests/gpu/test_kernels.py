@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanospec.kernels.layer.linear import make_linear
 from tests.kernels.layer.test_attention import CASES, check_independence, compare_with_naive
 from tests.kernels.products import KINDS, Products
 from tests.kernels.texts import Texts
@@ -58,6 +59,25 @@ def test_linear_matches_float64(widths: tuple[int, int], kind: str, gpu: torch.d
         assert torch.equal(products.run(kind, rows), together[rows]), rows
     for _ in range(50):  # a race between the parts of K would change the result
         assert torch.equal(products.run(kind), together)
+
+
+def test_layers_run_on_two_streams_at_once(gpu: torch.device) -> None:
+    """The layers of two engines have counters of their own, so neither adds up parts of K too early."""
+    streams, layers = [torch.cuda.Stream(gpu) for _ in range(2)], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x, weight = (torch.randn(n, 12288, device=gpu, dtype=BF16) for n in (5, 1024))
+        layers.append((make_linear(weight), x))
+    expected = [layer(x) for layer, x in layers]
+    torch.cuda.synchronize(gpu)
+    outs: list[list[Tensor]] = [[], []]
+    for _ in range(200):
+        for stream, (layer, x), out in zip(streams, layers, outs, strict=True):
+            with torch.cuda.stream(stream):
+                out.append(layer(x))
+    torch.cuda.synchronize(gpu)
+    for want, found in zip(expected, outs, strict=True):
+        assert all(torch.equal(one, want) for one in found)
 
 
 def test_layer_under_graph_capture(gpu: torch.device) -> None:

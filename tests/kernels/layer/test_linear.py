@@ -90,6 +90,14 @@ def test_parts_of_k_depend_only_on_weight_shape(name: str) -> None:
             assert not chosen.split_k or tiles <= len(counters)
 
 
+def test_layers_do_not_share_counters() -> None:
+    """Two engines may run on different streams of a GPU."""
+    with forced("triton"):
+        layers = [make_linear(torch.ones(64, 64)) for _ in range(2)]
+    first, second = (layer._launch.keywords["counters"] for layer in layers)  # type: ignore[attr-defined]
+    assert first.data_ptr() != second.data_ptr()
+
+
 def test_implementation_depends_on_backend_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """If oneDNN does not support bfloat16 (CPUs without AVX-512), weights are not packed."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
