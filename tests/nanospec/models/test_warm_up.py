@@ -22,7 +22,7 @@ from tests.drive import make_engine
 from tests.tiny import tiny_model
 
 LENGTH = 1024
-OF_LAYERS = {"_gemm", "_attend", "_rope_cache", "_residual_add"}  # not run here
+OF_LAYERS = {"_gemm", "_attend", "_combine", "_rope_cache", "_residual_add"}  # not run here
 
 
 @pytest.fixture
