@@ -3,45 +3,59 @@
     weight[n, k] = code[n, k] * scale[n, g] + minimum[n, g]
 
 Symmetric codes have the minimum -offset * scale. So the scale and minimum of a group are always one word of
-32 bits, the smallest that GPUs copy asynchronously: two float16, multiplied by a power of 2 per weight, as
-those of small weights would underflow. Codes become float32 by bit operations, which are faster than
-conversions and need no float8 instructions: an integer is put into the highest bits of the mantissa of
-2^bits, float8 into the lowest bits of the exponent and the highest of the mantissa.
+32 bits, the smallest that GPUs copy asynchronously: two numbers in the dtype of the activations. They are
+divided by `factor`, a power of 2 per weight, as those of small weights would underflow in float16, and the
+sums of products are multiplied by it.
+
+NVIDIA GPUs dequantize two weights with 2 to 4 instructions and keep them in registers, from which the MMA
+instructions read them:
+
+* The codes of each 64 columns are stored so that those which a thread needs are adjacent (`rearrange`).
+* Codes are only masked, not converted. The bits of an integer below 256, read as a bfloat16, are the integer
+  times 2^-133, a subnormal number; those of a float8, moved by 4, are its value times 2^-120. Scales are
+  divided by this `unit` in advance, and a packed FMA computes code * scale + minimum, rounded once.
 """
 
 import math
+import os
 from collections import namedtuple
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quantized import Quantized, as_integers
+from ..launch import gpu_of
+from .quantized import Quantized
 
 FLOAT8 = tl.constexpr(2.0**120)  # corrects the exponent of float8 in float32: the biases are 7 and 127
 FLOAT8_BITS = tl.constexpr(-0x78100000)  # sign, low 4 bits of the exponent, high 3 bits of the mantissa
-MAX_FLOAT8_SCALE = 128.0  # times FLOAT8, still finite in float32
+UNITS = {torch.bfloat16: (2.0**-133, 2.0**-120), torch.float16: (2.0**-24, 2.0**-8)}  # of integers, float8
+OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)  # see `column_order`
 
-# Compile-time constants: BITS per code; FLOAT: whether codes are float8; SCALES: per row of a tile, at least
-# two, since with one, Triton passes the dequantized tile through shared memory.
-Codes = namedtuple("Codes", "BITS FLOAT SCALES")
+# Compile-time constants: BITS per code; FLOAT: whether codes are float8; SCALES: per row and 64 columns, 1 or
+# 2; WIDTH: see `PackedCodes`; PTX: whether codes are dequantized by inline assembly.
+Codes = namedtuple("Codes", "BITS FLOAT SCALES WIDTH PTX")
 
 
 class PackedCodes(NamedTuple):
     """A quantized weight [N, K]. The number of columns in a group is K or a power of 2."""
 
-    codes: Tensor  # [N, K] uint8, or with 4 bits [N, K / 2], where byte j has column 2 j in its low bits
-    words: Tensor  # [groups, N] int32: float16 scales (low bits) and minima (high bits), divided by `factor`
-    factor: float
+    codes: Tensor  # [N, ceil(K / 64) * 2 * bits] int32 words of codes in `stored_order`
+    words: Tensor  # [groups, N] int32: scales / unit (low bits) and minima (high bits), both / factor
+    columns: int  # K
+    factor: float  # a power of 2
+    unit: float  # a power of 2; 1 if codes are converted to float32, without assembly
+    width: int  # see `column_order`
     bits: int
     is_float: bool  # whether codes are float8_e4m3fn
     dtype: torch.dtype  # of the activations that it is multiplied with
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
+        return self.codes.shape[0], self.columns
 
     @property
     def device(self) -> torch.device:
@@ -55,55 +69,90 @@ class PackedCodes(NamedTuple):
     @property
     def shift(self) -> int:
         """The group of a column is column >> shift: log2 of the columns per group, or 31 if there is one."""
-        return 31 if len(self.words) == 1 else (self.shape[1] // len(self.words)).bit_length() - 1
+        return 31 if len(self.words) == 1 else (self.columns // len(self.words)).bit_length() - 1
+
+    @property
+    def constants(self) -> Codes:
+        return Codes(self.bits, self.is_float, 2 if self.shift == 5 else 1, self.width, self.unit != 1)
 
     def rows(self, index: Tensor) -> Tensor:
         """Return dequantized rows [T, K]."""
-        codes, words = self.codes.index_select(0, index), self.words.index_select(1, index)
+        codes, words = self.codes.index_select(0, index).view(torch.uint8), self.words.index_select(1, index)
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
-        pairs = words.T[..., None].contiguous().view(torch.float16).float() * self.factor
-        scale, minimum = pairs.unbind(-1)
-        codes = codes.view(torch.float8_e4m3fn) if self.is_float else codes
+        codes = rearrange(codes, stored_order(self.bits), column_order(self.width))[:, : self.columns]
+        pairs = words.T[..., None].contiguous().view(pair_dtype(self.dtype)).double() * self.factor
+        scale, minimum = (pairs[..., 0] * self.unit).float(), pairs[..., 1].float()
+        codes = codes.contiguous().view(torch.float8_e4m3fn) if self.is_float else codes
         return Quantized(codes, scale, minimum, self.bits, self.dtype).dequantize()
 
 
 def pack_codes(weight: Quantized) -> PackedCodes:
-    """Return `weight` in the layout of the kernel."""
-    has_values = weight.codes.device.type != "meta"  # no values while kernels are compiled without a GPU
-    if weight.codes.is_floating_point() and has_values and weight.scale.max() >= MAX_FLOAT8_SCALE:
-        weight = as_integers(weight)
+    """Return `weight` in the layout of the kernel. Its scales and minima are rounded to 16 bits."""
     if weight.scale.shape[1] > 1:
         weight = weight.regrouped(weight.group & -weight.group)  # the largest power of 2 that divides it
     codes, scale, minimum, bits, dtype = weight
-    pairs = torch.stack((scale, -weight.offset * scale if minimum is None else minimum), -1)
-    factor = 2.0 ** (math.frexp(pairs.abs().max().item())[1] - 15) if has_values else 1.0
-    words = (pairs / factor).half().view(torch.int32)[..., 0].T.contiguous()
-    data = codes.contiguous().view(torch.uint8)
+    family, is_float, pair = gpu_of(codes).family, codes.is_floating_point(), pair_dtype(dtype)
+    is_ptx = family != "gfx942" and dtype in UNITS and os.environ.get("TRITON_INTERPRET") != "1"
+    unit, factor = UNITS[dtype][is_float] if is_ptx else 1.0, 1.0
+    if codes.device.type != "meta":  # no values while kernels are compiled without a GPU
+        most = max(256 * scale.abs().max().item(), 0 if minimum is None else minimum.abs().max().item())
+        factor = 2.0 ** (math.frexp(most)[1] + 1)  # so that scale / unit is finite, also in float16
+    scale = (scale.double() / (factor * unit)).to(pair)
+    minimum = -weight.offset * unit * scale.double() if minimum is None else minimum.double() / factor
+    words = torch.stack((scale, minimum.to(pair)), -1).view(torch.int32)[..., 0].T.contiguous()
+    width = 4 if family == "gfx942" or (OLD_TRITON and family != "sm_90") else 2
+    data = F.pad(codes.contiguous().view(torch.uint8), (0, -codes.shape[1] % 64))
+    data = rearrange(data, column_order(width), stored_order(bits))
     data = data[:, ::2] | data[:, 1::2] << 4 if bits == 4 else data
-    return PackedCodes(data, words, factor, bits, codes.is_floating_point(), dtype)
+    data = data.contiguous().view(torch.int32)
+    return PackedCodes(data, words, codes.shape[1], factor, unit, width, bits, is_float, dtype)
+
+
+def pair_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of scales and minima."""
+    return dtype if dtype in UNITS else torch.float16
+
+
+def column_order(width: int) -> str:
+    """Return the axes of 64 columns, for `rearrange`. 16 of them are an operand of an MMA instruction, of
+    which each of the 4 lanes of a row (axis l) has two pairs at a distance of 8, or with the width 4, all in
+    sequence. Triton chooses the latter for AMD GPUs, and before version 3.8 for mma.sync."""
+    return "hqjli" if width == 2 else "hqlji"
+
+
+def stored_order(bits: int) -> str:
+    """Return the axes of 64 columns in storage. A lane has 2 or 4 words in sequence. The low half of a word
+    has the first columns of pairs (axis i), the high half the second ones."""
+    return "lhiqj" if bits == 4 else "lhqij"
+
+
+def rearrange(codes: Tensor, old: str, new: str) -> Tensor:
+    """Return codes [N, K] with the axes of each 64 columns in another order. Axis l has 4 elements."""
+    blocks = codes.unflatten(1, (-1, *(4 if axis == "l" else 2 for axis in old)))
+    return blocks.permute(0, 1, *(2 + old.index(axis) for axis in new)).flatten(1)
+
+
+@triton.jit
+def row_words(K, CODES: tl.constexpr):
+    """Return the number of words in a row of codes."""
+    return tl.cdiv(K, 64) * (2 * CODES.BITS)
 
 
 @triton.jit
 def load_dequantized(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.constexpr):
-    """Return the tile [BLOCK_N, BLOCK_K] of the weight from column `first` on, in x's dtype. Elements outside
-    of the weight are finite."""
-    width = tl.multiple_of(sizes.K * CODES.BITS // 8, 16)  # since 32 divides K
-    column = first * CODES.BITS // 8 + tl.arange(0, C.BLOCK_K * CODES.BITS // 8)
+    """Return the tile [BLOCK_N, BLOCK_K] of the weight from column `first` on, divided by `sizes.factor`, in
+    x's dtype. Elements outside of the weight are finite."""
+    BLOCKS: tl.constexpr = C.BLOCK_K // 64
+    width = row_words(sizes.K, CODES)
+    column = first * CODES.BITS // 32 + tl.arange(0, C.BLOCK_K * CODES.BITS // 32)
     inside = tile.rows_in[:, None]
     if not C.EVEN:
         inside = inside & (column < width)[None, :]
     place = operands.weight + tile.rows.to(tl.int64)[:, None] * width + column[None, :]
     codes = tl.load(place, inside, other=0)
-    if CODES.BITS == 4:
-        codes = tl.reshape(tl.join(codes & 15, codes >> 4), [C.BLOCK_N, C.BLOCK_K])
-    if CODES.FLOAT:
-        bits = codes.to(tl.int8, bitcast=True).to(tl.int32) << 20 & FLOAT8_BITS
-    else:
-        bits = codes.to(tl.int32) << (23 - CODES.BITS) | (127 + CODES.BITS) << 23
-    SHARE: tl.constexpr = C.BLOCK_K // CODES.SCALES
-    value = tl.reshape(bits.to(tl.float32, bitcast=True), [C.BLOCK_N, CODES.SCALES, SHARE])
-    column = first + tl.arange(0, CODES.SCALES) * SHARE
+    codes = tl.reshape(codes, [C.BLOCK_N, BLOCKS, 4, 2, CODES.BITS // 4])  # axes l, h and, with 8 bits, q
+    column = first + tl.arange(0, BLOCKS * CODES.SCALES) * (64 // CODES.SCALES)
     inside = tile.rows_in[:, None]
     if not C.EVEN:
         inside = inside & (column < sizes.K)[None, :]
@@ -111,16 +160,75 @@ def load_dequantized(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.co
     words = tl.load(
         operands.words + (column >> sizes.shift)[None, :] * N + tile.rows[:, None], inside, other=0
     )
-    scale, minimum = half_of(words) * sizes.factor, half_of(words >> 16) * sizes.factor
-    if CODES.FLOAT:
-        scale *= FLOAT8
+    words = tl.reshape(words, [C.BLOCK_N, BLOCKS, 1, CODES.SCALES, 1])
+    x = operands.x
+    value = tl.join(unpack(codes, words, x, 0, CODES), unpack(codes, words, x, 1, CODES))  # axes i, j
+    if CODES.BITS == 4:
+        high = tl.join(unpack(codes, words, x, 2, CODES), unpack(codes, words, x, 3, CODES))
+        value = tl.reshape(tl.join(value, high), [C.BLOCK_N, BLOCKS, 4, 2, 2, 2, 2])
+        value = tl.permute(value, [0, 1, 2, 3, 6, 4, 5])  # put axis q before i and j
+    if CODES.WIDTH == 2:  # from lhqij to `column_order`
+        value = tl.permute(value, [0, 1, 3, 4, 6, 2, 5])
     else:
-        minimum -= scale * (1 << CODES.BITS)
-    value = value * scale[:, :, None] + minimum[:, :, None]
-    return tl.reshape(value, [C.BLOCK_N, C.BLOCK_K]).to(operands.x.dtype.element_ty)
+        value = tl.permute(value, [0, 1, 3, 4, 2, 6, 5])
+    value = tl.reshape(value, [C.BLOCK_N, C.BLOCK_K])
+    if CODES.PTX:  # a copy that takes no instruction, without which Triton does not compile for sm_100
+        T = x.dtype.element_ty
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], T, is_pure=True, pack=2)
+    return value
 
 
 @triton.jit
-def half_of(words):
-    """Return the float16 in the low bits of words as float32."""
-    return (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def unpack(codes, words, x, INDEX: tl.constexpr, CODES: tl.constexpr):
+    """Return weights [.., 2] in x's dtype: pair number INDEX of each word of codes, dequantized."""
+    if CODES.PTX:
+        T = x.dtype.element_ty
+        ptx: tl.constexpr = unpack_ptx(INDEX, CODES.BITS, CODES.FLOAT, x.dtype.element_ty == tl.bfloat16)
+        first, second = tl.inline_asm_elementwise(
+            ptx, "=h,=h,r,r", [codes, words], (T, T), is_pure=True, pack=1
+        )
+    else:
+        first = dequantized(codes, words, x, INDEX * CODES.BITS, CODES)
+        second = dequantized(codes, words, x, 16 + INDEX * CODES.BITS, CODES)
+    return tl.join(first, second)
+
+
+@triton.jit
+def dequantized(codes, words, x, FIRST: tl.constexpr, CODES: tl.constexpr):
+    """Return the weights of the codes at bit FIRST of each word, computed in float32."""
+    scale = half_of(words, x)
+    if CODES.FLOAT:
+        value = (codes << 24 - FIRST >> 4 & FLOAT8_BITS).to(tl.float32, bitcast=True)
+        scale *= FLOAT8
+    else:
+        value = (codes >> FIRST & (1 << CODES.BITS) - 1).to(tl.float32)
+    return (value * scale + half_of(words >> 16, x)).to(x.dtype.element_ty)
+
+
+@triton.jit
+def half_of(words, x):
+    """Return the number in the low bits of words as float32."""
+    half = (words & 0xFFFF).to(tl.int16)
+    if x.dtype.element_ty == tl.bfloat16:
+        return half.to(tl.bfloat16, bitcast=True).to(tl.float32)
+    return half.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.constexpr_function
+def unpack_ptx(index: int, bits: int, is_float: bool, is_bf16: bool) -> str:
+    """Return assembly that dequantizes pair number `index` of the codes in $2 to $0 and $1. The low half of
+    $3 is the scale, the high half the minimum."""
+    kind, scale = "bf16x2" if is_bf16 else "f16x2", "prmt.b32 s, $3, 0, 0x1010;"
+    first = index * bits % 8  # bit
+    if is_float:  # extend the signs of bytes 0 and 2, or 1 and 3, to 16 bits
+        shift, mask = (4, 0x87F0) if is_bf16 else (7, 0xBF80)
+        code = f"prmt.b32 v, $2, 0, {0xA280 + 0x1111 * index:#x}; shl.b32 v, v, {shift};"
+    else:
+        mask, code = (1 << bits) - 1 << first, f"shr.u32 v, $2, {index * bits - first};"
+    if first:  # at bit 4, a code is 16 times as large
+        sixteenth = 0x3D803D80 if is_bf16 else 0x2C002C00
+        scale += f" mov.b32 m, {sixteenth:#x}; mov.b32 z, 0; fma.rn.{kind} s, s, m, z;"
+    return (
+        f"{{ .reg .b32 v, s, m, z; {scale} {code} and.b32 v, v, {mask * 0x10001:#x}; "
+        f"prmt.b32 m, $3, 0, 0x3232; fma.rn.{kind} v, v, s, m; mov.b32 {{$0, $1}}, v; }}"
+    )

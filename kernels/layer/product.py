@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Gpu, gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
-from .dequantize import Codes, PackedCodes, load_dequantized
+from .dequantize import PackedCodes, load_dequantized, row_words
 from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
 
 Weight = Tensor | PackedCodes
@@ -162,7 +162,7 @@ def prefetch_weight(weight, tile, first, K, C: tl.constexpr, CODES: tl.constexpr
     """Prefetch the first cache lines of each weight row of the tile, from column `first` on."""
     if C.PDL:
         if CODES is not None:
-            first, K = first * CODES.BITS // 8, K * CODES.BITS // 8
+            first, K = first * CODES.BITS // 32, row_words(K, CODES)
         LINES: tl.constexpr = 512 // C.BLOCK_N
         WIDTH: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
         column = tl.minimum(first + tl.arange(0, LINES) * WIDTH, K - 1)
@@ -201,6 +201,8 @@ def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr, CODES: tl.con
                 left = steps
     if C.PARTS > 1 and not C.SPLIT_K:
         acc = total + acc  # acc: zero, or the shorter last part
+    if CODES is not None:
+        acc *= sizes.factor  # a power of 2: exact
     return acc
 
 
@@ -316,7 +318,7 @@ def product(
     if isinstance(weight, PackedCodes):
         operands = operands._replace(weight=weight.codes, words=weight.words)
         sizes = sizes._replace(shift=weight.shift, factor=weight.factor)
-        codes = wrapped(Codes(weight.bits, weight.is_float, max(block_k >> weight.shift, 2)))
+        codes = wrapped(weight.constants)
     _gemm[tiles, blocks, programs](
         operands, new, T, part // block_k, sizes, wrapped(constants), codes,
         num_warps=warps, num_stages=stages, **launch_options,

@@ -10,6 +10,7 @@ from nanospec.kernels.layer.linear import make_linear
 from tests.kernels.layer.test_attention import CASES, check_independence, compare_with_naive
 from tests.kernels.products import KINDS, Products
 from tests.kernels.texts import Texts
+from tests.random_weights import random_quantized
 from tests.util import assert_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -78,6 +79,20 @@ def test_layers_run_on_two_streams_at_once(gpu: torch.device) -> None:
     torch.cuda.synchronize(gpu)
     for want, found in zip(expected, outs, strict=True):
         assert all(torch.equal(one, want) for one in found)
+
+
+@pytest.mark.parametrize("group", [32, 128, 2048])
+@pytest.mark.parametrize("form", ["int4", "int4-min", "int8", "int8-min", "fp8"])
+def test_quantized_linear_matches_float64(form: str, group: int, gpu: torch.device) -> None:
+    """The order of columns in storage is that of the instructions, and no tiling changes a result."""
+    for kind, dtype in (("norm_swiglu", BF16), ("linear_add", FP16)):
+        weight = random_quantized(form, 1028, 2048, group, 2.0**-4, dtype).to(gpu, dtype)
+        products = Products(1100, 1028, 2048, dtype, gpu).of(weight)
+        together = products.run(kind)
+        assert_close(together, products.expected(kind), TOLERANCE[dtype], kind)
+        for first, count in ((0, 1), (3, 8), (200, 20), (301, 64), (7, 100), (200, 320)):
+            rows = slice(first, first + count)
+            assert torch.equal(products.run(kind, rows), together[rows]), rows
 
 
 def test_layer_under_graph_capture(gpu: torch.device) -> None:

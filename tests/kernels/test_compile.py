@@ -95,6 +95,21 @@ def test_loads_overlap_with_products_and_launches(compiled: tuple[list[Row], Row
     assert with_products == {*PRODUCTS, "quantized", "attention"}
 
 
+def test_dequantized_weights_do_not_pass_through_shared_memory(compiled: tuple[list[Row], Row]) -> None:
+    """On sm_90, it only has the stages of x, and one less of the weight, which is copied to registers."""
+    rows = [
+        r for r in compiled[0] if r["kernel"] == "quantized" and r["target"] == "sm_90" and r["needs_mma"]
+    ]
+    for row in rows:
+        constants = dict(part.split("=") for part in row["constants"].split())
+        names = "BLOCK_T", "BLOCK_N", "BLOCK_K", "BITS", "SCALES"
+        tokens, weights, columns, bits, scales = (int(constants[name]) for name in names)
+        weight_bytes = weights * columns * bits // 8 + weights * columns // 64 * scales * 4
+        x_bytes, stages = tokens * columns * 2, row["num_stages"]
+        assert row["shared"] == stages * x_bytes + (stages - 1) * weight_bytes, row["case"]
+    assert rows
+
+
 def test_committed_table_has_several_triton_versions_without_problems() -> None:
     table = compile_table.load(RESULTS)
     assert len({r.triton.rpartition(".")[0] for r in table}) >= 2

@@ -63,17 +63,10 @@ def test_packed_rows_are_the_weight(form: str) -> None:
             linear = make_linear(weight, torch.zeros(7))
         assert isinstance(linear, TritonLinear)
         assert linear.unpacked_weight is None
-        assert linear.nbytes == 7 * (K * weight.bits // 8 + 4 * words)
+        stored = -(-K // 64) * 64  # 96 columns take the memory of 128
+        assert linear.nbytes == 7 * (stored * weight.bits // 8 + 4 * words)
         weight.tables[-1][0] = 1.9999 * 2.0**-40  # rounds up to a power of two in float16
         assert_close(pack_codes(weight).rows(torch.arange(7)), weight.dequantize(), 1e-3)
-
-
-def test_float8_with_large_scales_becomes_integers() -> None:
-    weight = random_quantized("fp8", 5, 64, 32, 2.0**16, torch.bfloat16)
-    packed = pack_codes(weight)
-    assert (packed.is_float, packed.dtype) == (False, torch.bfloat16)
-    error = (packed.rows(torch.arange(5)) - weight.dequantize()).unflatten(1, (2, 32)).abs()
-    assert (error <= as_integers(weight).scale[..., None]).all()
 
 
 @pytest.mark.parametrize(("bits", "levels"), [(8, 254), (4, 15)])
@@ -144,6 +137,6 @@ def test_outputs_with_and_without_guessing_are_those_of_the_dequantized_model(bi
         stored = model(dense=False)
     layers, head = explain.stored_bytes(stored)
     assert layers + head == sum(linear.nbytes for linear in stored.linears)
-    assert head == 64 * 32 * 9 // 8  # 8 bits, and 4 bytes for each 32 columns
+    assert head == 64 * (64 + 4)  # 32 columns of 8 bits take the memory of 64, and have one group
     parts = {part.name: part.bytes for part in explain.parts(config, 1, 10, 2, (layers, head))}
     assert (parts["layers"], parts["head"]) == (layers, head)
