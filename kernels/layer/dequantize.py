@@ -1,19 +1,19 @@
 """Quantized weights for the matrix product of `product.py`, which dequantizes a tile in each step.
 
-    weight[n, k] = code[n, k] * scale[n, g] + minimum[n, g]
+    weight[n, k] = (code[n, k] - center) * scale[n, g] + shift[n, g]      center: 8 with 4 bits, else 0
 
-Symmetric codes have the minimum -offset * scale. So the scale and minimum of a group are always one word of
-32 bits, the smallest that GPUs copy asynchronously: two numbers in the dtype of the activations. They are
-divided by `factor`, a power of 2 per weight, as those of small weights would underflow in float16, and the
-sums of products are multiplied by it.
+So the scale and the shift of a group are always one word of 32 bits, the smallest that GPUs copy
+asynchronously: two numbers in the dtype of the activations. The center keeps the shift, and its rounding,
+small: symmetric codes have none. Both numbers are divided by `factor`, a power of 2 per weight, as those of
+small weights would underflow in float16; the sums of products are multiplied by it.
 
-NVIDIA GPUs dequantize two weights with 2 to 4 instructions and keep them in registers, from which the MMA
+NVIDIA GPUs dequantize two weights with 3 to 5 instructions and keep them in registers, from which the MMA
 instructions read them:
 
 * The codes of each 64 columns are stored so that those which a thread needs are adjacent (`rearrange`).
 * Codes are only masked, not converted. The bits of an integer below 256, read as a bfloat16, are the integer
   times 2^-133, a subnormal number; those of a float8, moved by 4, are its value times 2^-120. Scales are
-  divided by this `unit` in advance, and a packed FMA computes code * scale + minimum, rounded once.
+  divided by this `unit` in advance, and a packed FMA computes code * scale + shift, rounded once.
 """
 
 import math
@@ -33,6 +33,7 @@ from .quantized import Quantized
 FLOAT8 = tl.constexpr(2.0**120)  # corrects the exponent of float8 in float32: the biases are 7 and 127
 FLOAT8_BITS = tl.constexpr(-0x78100000)  # sign, low 4 bits of the exponent, high 3 bits of the mantissa
 UNITS = {torch.bfloat16: (2.0**-133, 2.0**-120), torch.float16: (2.0**-24, 2.0**-8)}  # of integers, float8
+CENTERED = 2.0**-13  # unit of 4-bit codes, after an FMA that subtracts the center exactly
 OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)  # see `column_order`
 
 # Compile-time constants: BITS per code; FLOAT: whether codes are float8; SCALES: per row and 64 columns, 1 or
@@ -44,7 +45,7 @@ class PackedCodes(NamedTuple):
     """A quantized weight [N, K]. The number of columns in a group is K or a power of 2."""
 
     codes: Tensor  # [N, ceil(K / 64) * 2 * bits] int32 words of codes in `stored_order`
-    words: Tensor  # [groups, N] int32: scales / unit (low bits) and minima (high bits), both / factor
+    words: Tensor  # [groups, N] int32: scales / unit (low bits) and shifts (high bits), both / factor
     columns: int  # K
     factor: float  # a power of 2
     unit: float  # a power of 2; 1 if codes are converted to float32, without assembly
@@ -82,25 +83,29 @@ class PackedCodes(NamedTuple):
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
         codes = rearrange(codes, stored_order(self.bits), column_order(self.width))[:, : self.columns]
         pairs = words.T[..., None].contiguous().view(pair_dtype(self.dtype)).double() * self.factor
-        scale, minimum = (pairs[..., 0] * self.unit).float(), pairs[..., 1].float()
+        scale, shift = pairs[..., 0] * self.unit, pairs[..., 1]
+        scale, minimum = scale.float(), (shift - center(self.bits) * scale).float()
         codes = codes.contiguous().view(torch.float8_e4m3fn) if self.is_float else codes
         return Quantized(codes, scale, minimum, self.bits, self.dtype).dequantize()
 
 
 def pack_codes(weight: Quantized) -> PackedCodes:
-    """Return `weight` in the layout of the kernel. Its scales and minima are rounded to 16 bits."""
+    """Return `weight` in the layout of the kernel. Its scales and shifts are rounded to 16 bits."""
     if weight.scale.shape[1] > 1:
         weight = weight.regrouped(weight.group & -weight.group)  # the largest power of 2 that divides it
     codes, scale, minimum, bits, dtype = weight
     family, is_float, pair = gpu_of(codes).family, codes.is_floating_point(), pair_dtype(dtype)
     is_ptx = family != "gfx942" and dtype in UNITS and os.environ.get("TRITON_INTERPRET") != "1"
-    unit, factor = UNITS[dtype][is_float] if is_ptx else 1.0, 1.0
+    unit, factor = (CENTERED if bits == 4 else UNITS[dtype][is_float]) if is_ptx else 1.0, 1.0
     if codes.device.type != "meta":  # no values while kernels are compiled without a GPU
         most = max(256 * scale.abs().max().item(), 0 if minimum is None else minimum.abs().max().item())
         factor = 2.0 ** (math.frexp(most)[1] + 1)  # so that scale / unit is finite, also in float16
-    scale = (scale.double() / (factor * unit)).to(pair)
-    minimum = -weight.offset * unit * scale.double() if minimum is None else minimum.double() / factor
-    words = torch.stack((scale, minimum.to(pair)), -1).view(torch.int32)[..., 0].T.contiguous()
+    exact, rounded = scale.double() / factor, (scale.double() / (factor * unit)).to(pair)
+    if minimum is None:
+        shift = (center(bits) - weight.offset) * unit * rounded.double()
+    else:
+        shift = minimum.double() / factor + center(bits) * exact
+    words = torch.stack((rounded, shift.to(pair)), -1).view(torch.int32)[..., 0].T.contiguous()
     width = 4 if family == "gfx942" or (OLD_TRITON and family != "sm_90") else 2
     data = F.pad(codes.contiguous().view(torch.uint8), (0, -codes.shape[1] % 64))
     data = rearrange(data, column_order(width), stored_order(bits))
@@ -109,8 +114,13 @@ def pack_codes(weight: Quantized) -> PackedCodes:
     return PackedCodes(data, words, codes.shape[1], factor, unit, width, bits, is_float, dtype)
 
 
+def center(bits: int) -> int:
+    """Return the code that is subtracted from all codes."""
+    return 8 if bits == 4 else 0
+
+
 def pair_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scales and minima."""
+    """Return the dtype of scales and shifts."""
     return dtype if dtype in UNITS else torch.float16
 
 
@@ -202,6 +212,8 @@ def dequantized(codes, words, x, FIRST: tl.constexpr, CODES: tl.constexpr):
         scale *= FLOAT8
     else:
         value = (codes >> FIRST & (1 << CODES.BITS) - 1).to(tl.float32)
+        if CODES.BITS == 4:
+            value -= 8
     return (value * scale + half_of(words >> 16, x)).to(x.dtype.element_ty)
 
 
@@ -217,18 +229,20 @@ def half_of(words, x):
 @triton.constexpr_function
 def unpack_ptx(index: int, bits: int, is_float: bool, is_bf16: bool) -> str:
     """Return assembly that dequantizes pair number `index` of the codes in $2 to $0 and $1. The low half of
-    $3 is the scale, the high half the minimum."""
-    kind, scale = "bf16x2" if is_bf16 else "f16x2", "prmt.b32 s, $3, 0, 0x1010;"
+    $3 is the scale, the high half the shift."""
+    kind, center = "bf16x2" if is_bf16 else "f16x2", ""
     first = index * bits % 8  # bit
     if is_float:  # extend the signs of bytes 0 and 2, or 1 and 3, to 16 bits
         shift, mask = (4, 0x87F0) if is_bf16 else (7, 0xBF80)
         code = f"prmt.b32 v, $2, 0, {0xA280 + 0x1111 * index:#x}; shl.b32 v, v, {shift};"
     else:
         mask, code = (1 << bits) - 1 << first, f"shr.u32 v, $2, {index * bits - first};"
-    if first:  # at bit 4, a code is 16 times as large
-        sixteenth = 0x3D803D80 if is_bf16 else 0x2C002C00
-        scale += f" mov.b32 m, {sixteenth:#x}; mov.b32 z, 0; fma.rn.{kind} s, s, m, z;"
+    if bits == 4:  # (code - 8) * 2^-13; at bit 4, a code is 16 times as large
+        times, minus = ((0x7B80, 0x7980), 0xBA80) if is_bf16 else ((0x6800, 0x5800), 0x9400)
+        center = f"mov.b32 s, {times[first // 4] * 0x10001:#x}; mov.b32 m, {minus * 0x10001:#x}; "
+        center += f"fma.rn.{kind} v, v, s, m;"
     return (
-        f"{{ .reg .b32 v, s, m, z; {scale} {code} and.b32 v, v, {mask * 0x10001:#x}; "
-        f"prmt.b32 m, $3, 0, 0x3232; fma.rn.{kind} v, v, s, m; mov.b32 {{$0, $1}}, v; }}"
+        f"{{ .reg .b32 v, s, m; {code} and.b32 v, v, {mask * 0x10001:#x}; {center} "
+        f"prmt.b32 s, $3, 0, 0x1010; prmt.b32 m, $3, 0, 0x3232; "
+        f"fma.rn.{kind} v, v, s, m; mov.b32 {{$0, $1}}, v; }}"
     )

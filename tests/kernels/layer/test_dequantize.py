@@ -30,12 +30,13 @@ def test_assembly_dequantizes_the_weight(
             packed = pack_codes(weight)
         assert packed.width == width
         weights = emulated(packed).double() * packed.factor
-        if dtype == BF16:  # which represents the scales and minima
+        if dtype == BF16 and form != "int4-min":  # which represents the scales and shifts
             expected = weight.dequantize()
             assert torch.equal(weights, expected.double())
             assert torch.equal(packed.rows(torch.tensor([6, 2])), expected[[6, 2]])
         else:
-            assert_close(weights, weight._replace(dtype=torch.float64).dequantize(), 1e-3)
+            exact = weight._replace(dtype=torch.float64).dequantize()
+            assert_close(weights, exact, 1e-3 if dtype == FP16 else 2.5e-3)
 
 
 def emulated(packed: PackedCodes) -> Tensor:
