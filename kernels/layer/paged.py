@@ -59,8 +59,8 @@ def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.const
     work = find_work(batch, num_tokens, max_tiles, sizes, C)
     keys, values, blocks = row_of_cache(operands, batch.block_table, sizes)
     first_unit = tl.program_id(2) * work.share
-    place = locate(blocks, tile_range(first_unit, work)[0], work, C)
     if C.SPLIT:  # few programs, limited by latency
+        place = locate(blocks, tile_range(first_unit, work)[0], work, C)
         prefetch_rows(keys, place, C)
         prefetch_rows(values, place, C)
     wait_for_previous(C.PDL)
@@ -72,6 +72,8 @@ def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.const
     for unit in range(first_unit, tl.minimum(first_unit + work.share, work.count)):
         begin, end = tile_range(unit, work)
         state = empty_state(C.COLUMNS, C)
+        if not C.SPLIT:  # earlier, 8 bytes would spill with 8 warps (triton 3.9)
+            place = locate(blocks, begin, work, C)
         for tile in range(begin, end):
             k, v = load_rows(keys, place, C), load_rows(values, place, C)
             # Look up the next tile in advance: the compiler overlaps copies (4 groups on sm_90, 2 on sm_80)

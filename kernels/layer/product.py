@@ -135,13 +135,16 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr, CODES: tl.constexpr =
             squares = load_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
         else:
             total = sum_squares(operands.squares, t, t_in, T, C.GROUPS, COUNT)
-    if C.ADD:
+    EARLY: tl.constexpr = C.BLOCK_T <= 32 or not C.SPLIT_K  # else `add_parts` needs the registers
+    if C.ADD and EARLY:
         residual = load_residual(new, tile, 0, T, sizes.N, C)
     acc = sum_of_products(operands, tile, steps, sizes, C, CODES)
     if C.SPLIT_K:
         acc, last = add_parts(acc, operands, tile, C)
         if not last:
             return
+    if C.ADD and not EARLY:
+        residual = load_residual(new, tile, 0, T, sizes.N, C)
     if C.GROUPS > 0:
         if C.BLOCK_T <= 32:
             total = pairwise_sum(squares)
