@@ -9,9 +9,10 @@ Tokens with equal scores are kept or dropped together. So top-k may keep more th
 does not depend on a sorting order.
 
 Kernel: it sorts only the maxima of groups of 64 to 256 tokens, which `scan.py` computes while it reads the
-logits. Groups are opened in descending order until the remaining ones cannot contain a kept token; for
-a peaked distribution, a few suffice. A radix search over the tokens of the open groups then determines the
-threshold exactly, 4 bits of an order-preserving integer at a time.
+logits. For top-k it opens the groups whose maximum is at least the k-th largest maximum: closed groups cannot
+contain a kept token. Without top-k, groups are opened in descending order until this holds; for a peaked
+distribution, a few suffice. A radix search over the tokens of the open groups then determines the threshold
+exactly, 4 bits of an order-preserving integer at a time.
 """
 
 import math
@@ -28,6 +29,7 @@ from .scores import load_chunks, load_scores, update_max
 
 PIVOTS = tl.constexpr(16)  # thresholds tried at once: 4 bits of the result
 TILE = tl.constexpr(1024)  # tokens per iteration
+LOWEST = tl.constexpr(0x00800000)  # `order_key` of the lowest finite score; -inf is never drawn
 
 
 def naive(scores: Tensor, s: int, table: Table) -> Tensor:
@@ -55,10 +57,12 @@ def naive(scores: Tensor, s: int, table: Table) -> Tensor:
     return threshold
 
 
-class Open(NamedTuple):
-    """The open groups: the first `count` of `order`, which lists all groups by descending maximum."""
+class Groups(NamedTuple):
+    """The groups of a query by descending maximum: a pointer to their numbers, and the keys of their maxima.
+    The first `count` groups are open."""
 
     order: Any
+    largest: Any
     count: Any
 
 
@@ -85,25 +89,24 @@ def threshold(scan, query, best):
     temperature = tl.load(table.temperature + s)
     top_k, top_p, min_p = tl.load(table.top_k + s), tl.load(table.top_p + s), tl.load(table.min_p + s)
     by_count = (top_k > 0) & (top_k < table.vocab_size)
-    floor = best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
-    floor = order_key(tl.where(min_p > 0, floor, float("-inf")))
-    # Sum of the weights of the whole vocabulary.
-    largest = load_chunks(scan, query, scan.largest)
-    mass = load_chunks(scan, query, scan.mass, 0.0)
-    mass = tl.sum(mass * tl.exp((largest - best) / temperature))
-    target = tl.where(by_count, top_k.to(tl.float32), tl.where(top_p < 1, top_p * mass, float("inf")))
-    weighing = Weighing(by_count, best, temperature, target)
-    opened = _open_groups(scan, query, weighing, floor)
-    key = tl.full([], 0, tl.uint32)
-    if by_count:
-        key = _search(scan, query, opened, weighing, key, False)
-        target = top_p  # times the sum over the tokens that top-k keeps
+    floor = order_key(best + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0)))
+    floor = tl.where(min_p > 0, floor, LOWEST)
+    groups, target = _sort_groups(scan, query), top_p
+    if by_count:  # at least k tokens reach the k-th largest maximum
+        g = tl.arange(0, groups.largest.shape[0])
+        least = tl.max(tl.where(g == top_k - 1, groups.largest, LOWEST))
+        weighing = Weighing(True, best, temperature, top_k)
+        least = _search(scan, query, _open(groups, least), weighing, least, False)
+    else:
+        largest, mass = load_chunks(scan, query, scan.largest), load_chunks(scan, query, scan.mass, 0.0)
+        target *= tl.sum(mass * tl.exp((largest - best) / temperature))  # times the mass of the vocabulary
+        least = _lower_bound(scan, query, groups, Weighing(False, best, temperature, target), floor)
     if top_p < 1:
         weighing = Weighing(False, best, temperature, target)
-        found = _search(scan, query, opened, weighing, key, by_count)
-        # Keep at least the most likely token, even if top_p is 0.
-        key = tl.minimum(tl.maximum(found, key), order_key(best))
-    return opened, tl.maximum(key, floor)
+        least = _search(scan, query, _open(groups, least), weighing, least, by_count)
+    # Keep at least the most likely token, even if top_p is 0.
+    key = tl.maximum(tl.minimum(least, order_key(best)), floor)
+    return _open(groups, key), key
 
 
 @triton.jit
@@ -124,70 +127,87 @@ def draw(scan, query, best):
 
 
 @triton.jit
-def _open_groups(scan, query, weighing, floor):
-    """Open groups until the tokens above all closed ones reach the target, or min-p drops all closed ones."""
+def _sort_groups(scan, query):
+    """Return the groups of a query, all closed."""
     g = tl.arange(0, triton.next_power_of_2(scan.GROUPS))
-    groups = scan.groups + query.line.to(tl.int64) * scan.GROUPS
-    key = order_key(tl.load(groups + g, g < scan.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
+    line = query.line.to(tl.int64) * scan.GROUPS
+    key = order_key(tl.load(scan.groups + line + g, g < scan.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
     key = tl.sort(tl.where(g < scan.GROUPS, key | g.to(tl.uint64), 0), descending=True)
-    order, largest = (key & 0xFFFFFFFF).to(tl.int32), (key >> 32).to(tl.uint32)
-
-    count = tl.minimum(scan.inputs.table.vocab_size, TILE // scan.GROUP)
-    enough = count >= scan.GROUPS
-    while not enough:
-        closed_max = tl.max(tl.where(g >= count, largest, 0))
-        pivots = tl.zeros([PIVOTS], tl.uint32) + (closed_max + 1)
-        above = tl.max(_weigh(scan, query, Open(order, count), weighing, pivots, 0))
-        if (above >= weighing.target) | ((closed_max < floor) & (not weighing.by_count)):
-            enough = True
-        else:
-            count = tl.minimum(2 * count, scan.GROUPS)
-            enough = count >= scan.GROUPS
-    return Open(order, tl.minimum(count, scan.GROUPS))
+    tl.store(scan.order + line + g, (key & 0xFFFFFFFF).to(tl.int32), g < scan.GROUPS)
+    tl.debug_barrier()  # other threads of the program read it
+    return Groups(scan.order + line, (key >> 32).to(tl.uint32), 0)
 
 
 @triton.jit
-def _search(scan, query, opened, weighing, min_key, is_share):
-    """Return the largest key such that the open tokens with at least this key, and at least `min_key`,
-    reach the target weight: a radix search from the highest bits down, with 16 pivots per step.
+def _open(groups, least):
+    """Open the groups that have tokens with keys of at least `least`, which is above 0."""
+    return Groups(groups.order, groups.largest, tl.sum((groups.largest >= least).to(tl.int32)))
 
-    If `is_share`, the target is a fraction of the weight of all tokens with keys of at least `min_key`.
+
+@triton.jit
+def _lower_bound(scan, query, groups, weighing, floor):
+    """Open groups, twice as many each time, until the tokens above all closed ones reach the target, or the
+    closed ones are below `floor`. Return the lowest key above the closed groups."""
+    g = tl.arange(0, groups.largest.shape[0])
+    count, least = tl.full([], TILE // scan.GROUP, tl.int32), tl.full([], 0, tl.uint32)
+    short = tl.full([], True, tl.int1)
+    while short:
+        least = tl.max(tl.where(g >= count, groups.largest, LOWEST - 1)) + 1
+        short = least > floor
+        if short:
+            pivot = tl.zeros([1], tl.uint32) + least
+            short = tl.sum(_weigh(scan, query, _open(groups, least), weighing, pivot)) < weighing.target
+        count *= 2
+    return least
+
+
+@triton.jit
+def _search(scan, query, opened, weighing, least, is_share):
+    """Return the largest key such that the open tokens with at least this key reach the target weight, but at
+    least `least`: a radix search from the highest bits down, with 16 pivots per step.
+
+    If `is_share`, the target is a fraction of the weight of the tokens with keys of at least `least`.
     """
     steps = 8
     if scan.inputs.logits.dtype.element_ty == tl.bfloat16:
         # The lower half of the key of a bf16 logit has no information unless penalties have changed it.
         steps = tl.where(tl.load(scan.inputs.table.penalized + query.s), 8, 4)
-    found, target = tl.full([], 0, tl.uint32), weighing.target
-    digits = tl.arange(0, PIVOTS)
+    found, digits = tl.full([], 0, tl.uint32), tl.arange(0, PIVOTS)
+    differing = least ^ order_key(weighing.best)
     for step in range(steps):
-        pivots = found + (digits << (28 - 4 * step)).to(tl.uint32)
-        above = _weigh(scan, query, opened, weighing, pivots, min_key)
-        if (step == 0) & is_share:
-            target *= tl.max(above)  # the first pivot is 0: the weight of all
-        digit = tl.max(tl.where(above >= target, digits, 0))
-        found += (digit << (28 - 4 * step)).to(tl.uint32)
-    return found
+        shift = 28 - 4 * step
+        if (differing >> shift) == 0:  # both bounds have this digit, and all before it
+            found = least >> shift << shift
+        else:
+            pivots = tl.where(digits > 0, found + (digits << shift).to(tl.uint32), 0)
+            above = _weigh(scan, query, opened, weighing, tl.maximum(pivots, least))
+            target = weighing.target * tl.where(is_share, tl.max(above), 1.0)
+            found += (tl.max(tl.where(above >= target, digits, 0)) << shift).to(tl.uint32)
+    return tl.maximum(found, least)
 
 
 @triton.jit
-def _weigh(scan, query, opened, weighing, pivots, min_key):
-    """Return, for each pivot, the weight of the open tokens with keys of at least the pivot and `min_key`."""
-    above = tl.zeros([PIVOTS], tl.float32)
+def _weigh(scan, query, opened, weighing, pivots):
+    """Return, for each pivot, the weight of the open tokens with keys of at least the pivot."""
+    # Each thread adds up its own tokens for all pivots: on sm_90, the loop has no barrier and does not access
+    # shared memory; with a sum per tile, it has 9 barriers and 42 accesses.
+    above = tl.zeros([pivots.shape[0], TILE], tl.float32)
     for first in range(0, opened.count * scan.GROUP, TILE):
-        _, scores = _load_open(scan, query, opened, first)
-        key = order_key(scores)
+        _ids, scores = _load_open(scan, query, opened, first)
         mass = tl.exp((scores - weighing.best) / weighing.temperature)
-        weight = tl.where(key >= min_key, tl.where(weighing.by_count, 1.0, mass), 0.0)
-        above += tl.sum(tl.where(key[:, None] >= pivots[None, :], weight[:, None], 0.0), 0)
-    return above
+        weight = tl.where(weighing.by_count, 1.0, mass)
+        above += tl.where(order_key(scores) >= pivots[:, None], weight, 0.0)
+    return tl.sum(above, 1)
 
 
 @triton.jit
 def _load_open(scan, query, opened, first):
-    """Load token ids and scores of a tile of the open groups, starting at their token number `first`."""
-    j = first + tl.arange(0, TILE)
+    """Load token ids and scores, [1, TILE] each, of the open groups, starting at their token number `first`.
+
+    In one dimension, `_weigh` would have to convert their layout (4 barriers)."""
+    j = first + tl.arange(0, TILE)[None, :]
     inside = j < opened.count * scan.GROUP
-    group = tl.gather(opened.order, tl.where(inside, j // scan.GROUP, 0), 0)
+    group = tl.load(opened.order + j // scan.GROUP, inside, other=0)
     token = group * scan.GROUP + j % scan.GROUP
     ids = tl.where(inside, token, scan.inputs.table.vocab_size)  # else out of range: score -inf
     return ids, load_scores(scan.inputs, query, ids)

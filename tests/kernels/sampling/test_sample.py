@@ -178,6 +178,7 @@ FAR_APART = torch.full((4000,), -30.0)
 FAR_APART[::100] = -0.12 * torch.arange(40.0)
 FIVE = {0, 100, 200, 300, 400}
 FOUR = probabilities(0.3, 0.28, 0.22, 0.2)
+CLOSE = 16 + torch.arange(3000) / 3000  # the keys of all groups share their first digits
 TIES = torch.tensor([1.0, 5.0, 5.0, 5.0, 0.0])
 
 Exact = tuple[Tensor, dict[str, Any], set[int]]  # scores, limits, tokens that may be drawn
@@ -189,11 +190,16 @@ CASES: dict[str, Exact] = {
     "ties at top_k": (TIES, {"top_k": 2}, {1, 2, 3}),
     "ties at top_p": (TIES, {"top_p": 0.4}, {1, 2, 3}),
     "ties in shut groups": (torch.zeros(3000), {"top_k": 2}, set(range(3000))),
+    "ties in shut groups at top_p of 0": (torch.zeros(3000), {"top_p": 0.0}, set(range(3000))),
+    "top_k of close scores": (CLOSE, {"top_k": 3}, {2997, 2998, 2999}),
+    "top_p of close scores": (CLOSE, {"top_p": 0.0012}, {2997, 2998, 2999}),
+    "fewer tokens than top_k": (TIES, {"top_k": 20, "top_p": 0.97}, {1, 2, 3}),
     "top_p of a flat distribution": (torch.zeros(3000), {"top_p": 0.3}, set(range(3000))),
     "whole chunks without a score": (probabilities(*[0.0] * 2500, 0.4, 0.6), {"top_p": 0.5}, {2501}),
     "few in many groups": (probabilities(0.3, 0.3, 0.4, rest=3990), {"top_p": 0.8}, {0, 1, 2}),
     "all three in many groups": (FAR_APART, {"top_k": 30, "top_p": 0.125, "min_p": 0.6}, {0, 100}),
     "top_k in many groups": (FAR_APART, {"top_k": 25}, {*range(0, 2500, 100)}),
+    "more than all groups": (FAR_APART, {"top_k": 90, "top_p": 0.125}, {0, 100}),
     "min_p with top_k in many groups": (FAR_APART, {"top_k": 25, "min_p": 0.6}, FIVE),
 }
 
