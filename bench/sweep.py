@@ -37,8 +37,8 @@ from bench.rows import Rows
 from nanospec.kernels.launch import Gpu, forced, gpu_of
 from nanospec.kernels.layer import product
 from nanospec.kernels.layer.linear import make_linear
-from nanospec.kernels.layer.product import Tiling, choose_tiling, split_k_parts
 from nanospec.kernels.layer.residual import Norm, embed
+from nanospec.kernels.layer.tiling import Tiling, choose_tiling, split_k_parts
 
 SHAPES = {shape.name: shape for shape in (*MODELS, Shape("tiny", 64, 1152, 1, 1, 64, 64))}
 TILES = [*pairs((64, 128), (32, 64, 128, 256)), (256, 64), (256, 128)]  # rows of the weight, tokens

@@ -5,7 +5,7 @@
 The result of a token is bitwise independent of the number of tokens, because the order of its sum depends
 only on the shape of the weight. "Rows" here are rows of the weight:
 
-* K is divided into parts (`split_k_parts`). Each part is summed in ascending order in one accumulator, and
+* K is divided into parts (`tiling.py`). Each part is summed in ascending order in one accumulator, and
   the parts are added in ascending order. For few tokens (`split_k`), each part is a program, and the last
   one to finish adds them, without floating-point atomics or a second launch. For many tokens, one program
   processes all parts and adds each to the total, without storing partial sums.
@@ -16,74 +16,19 @@ RMSNorm of x needs no launch and no work in the loop, see `residual.py`.
 """
 
 from collections import namedtuple
-from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Gpu, gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
+from ..launch import gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
 from .dequantize import PackedCodes, load_dequantized, row_words
 from .residual import Outputs, Residual, load_squares, pairwise_sum, store_squares, sum_squares
+from .tiling import MAX_SPLIT_TOKENS, choose_tiling
 
 Weight = Tensor | PackedCodes
 VALUES = 4096  # elements of a tile per slice of the epilogue
-MAX_UNSPLIT_K = 1024  # up to this K, one program is as fast as several parts
-MIN_PART_K = 256  # minimum columns of a part
-MAX_SPLIT_TOKENS = 256  # no split K for more tokens: storing the partial sums costs too much bandwidth
-
-
-class Tiling(NamedTuple):
-    """The launch configuration of a product."""
-
-    rows: int  # rows of the weight per tile
-    width: int  # tokens per tile
-    block_k: int  # columns of K per iteration
-    warps: int
-    stages: int
-    parts: int  # number of parts of K
-    part: int  # columns per part; the last one may be shorter
-    split_k: bool  # whether each part is a program; otherwise one program processes all parts
-
-
-def split_k_parts(N: int, K: int, gpu: Gpu) -> tuple[int, int]:
-    """Return the number of parts of K, enough to fill the GPU with programs of 64 rows in a small step, and
-    the columns of each part except the last."""
-    step = 128 if K % 128 == 0 else 64  # a multiple of BLOCK_K
-    most = K // MIN_PART_K if K > MAX_UNSPLIT_K else 1
-    count = max(min(gpu.multiprocessors // triton.cdiv(N, 64), most), 1)
-    part = step * triton.cdiv(K, step * count)
-    return triton.cdiv(K, part), part
-
-
-@cache
-def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsize: float) -> Tiling:
-    """Return the tiling for x [T, K] and weight [N, K]: the largest tile that occupies most of the GPU.
-    `itemsize`, `weight_itemsize`: bytes per element of a tile of x and of the weight."""
-    parts, part = split_k_parts(N, K, gpu)
-    split_k = parts > 1 and T <= MAX_SPLIT_TOKENS
-    tiles = [(64, 16 if T <= 16 else 32)] if T <= 32 else [(128, 64), (64, 64)]
-    if T > 64 and (parts == 1 or gpu.family != "sm_86"):  # two accumulators spill on sm_120
-        tiles = [(128, 128), *tiles]
-    if T > 64 and parts == 1 and gpu.family == "sm_90":  # only its registers suffice
-        tiles = [(256, 128), *tiles]
-    for rows, width in tiles:
-        programs = triton.cdiv(N, rows) * triton.cdiv(T, width) * (parts if split_k else 1)
-        if programs >= 0.75 * gpu.multiprocessors:
-            break
-    block_k = 128 if rows == 64 and width <= 32 and K % 128 == 0 else 64
-    share = triton.cdiv(programs, gpu.multiprocessors)
-    together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
-    if gpu.pdl and T <= 32:  # room for a program of the next kernel, which prefetches its weight
-        together = max(together, 2)
-    if width > 32:  # with many tokens, keep room to convert the layout of codes
-        weight_itemsize = itemsize
-    steps = triton.cdiv(part if split_k else K, block_k)
-    stages = gpu.stages(int(rows * weight_itemsize + width * itemsize) * block_k, min(steps + 1, 6), together)
-    warps = 8 if rows * width >= 128 * 64 else 4
-    return Tiling(rows, width, block_k, warps, stages, parts, part, split_k)
 
 
 # x [T, K], weight [N, K], bias [N]; `squares` of `Residual` for the norm of x; with split K, `partial`
@@ -98,7 +43,7 @@ Sizes = namedtuple("Sizes", "N K x_stride eps shift factor", defaults=[None, Non
 # and masks of those in range.
 Tile = namedtuple("Tile", "index block part t t_in rows rows_in")
 
-# Compile-time constants: the tiling (see `Tiling`); SLICE: tokens per slice of the epilogue; GROUPS: sums
+# Compile-time constants: the tiling (see `tiling.py`); SLICE: tokens per slice of the epilogue; GROUPS: sums
 # of squares per token; the fused operations, where GATE is "silu", "gelu" or "".
 Constants = namedtuple(
     "Constants", "PARTS SPLIT_K BLOCK_T BLOCK_N BLOCK_K SLICE EVEN PRECISION PDL GROUPS BIAS GATE ADD"
@@ -110,32 +55,20 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr, CODES: tl.constexpr =
     """Grid: (tiles of tokens, blocks of weight rows, parts of K if split_k). A part has `steps` steps of
     BLOCK_K columns. `new`: see `Outputs`. CODES: if the weight is quantized."""
     release_next(C.PDL)
-    index, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t = index * C.BLOCK_T + tl.arange(0, C.BLOCK_T)
-    t_in = t < T
-    i = tl.arange(0, C.BLOCK_N)
-    rows = block * C.BLOCK_N + i
-    column = rows
-    if C.GATE != "":  # put rows `column` and N + column 8 apart: one thread gets both results
-        column = block * (C.BLOCK_N // 2) + i // 16 * 8 + i % 8
-        rows = column + i // 8 % 2 * sizes.N
-    rows_in = column < sizes.N
-    tile = Tile(index, block, part, t, t_in, rows, rows_in)
-    prefetch_weight(operands.weight, tile, part * steps * C.BLOCK_K, sizes.K, C, CODES)
+    tile = this_tile(T, sizes, C)
+    prefetch_weight(operands.weight, tile, tile.part * steps * C.BLOCK_K, sizes.K, C, CODES)
     by = 0.0
     if C.ADD:  # the weight of the next norm
-        by = tl.load(new.weight + rows, rows_in, other=0.0).to(tl.float32)[:, None]
+        by = tl.load(new.weight + tile.rows, tile.rows_in, other=0.0).to(tl.float32)[:, None]
     wait_for_previous(C.PDL)
-    # With few tokens, add up the squares after the product, which then hides the latency of their loads; with
-    # many, it needs the registers.
+    FEW: tl.constexpr = C.BLOCK_T <= 32  # tokens: registers keep what is loaded here until after the product
     scale = tl.full([1, C.BLOCK_T], 1.0, tl.float32)
-    COUNT: tl.constexpr = max(triton.next_power_of_2(C.GROUPS), 2)
     if C.GROUPS > 0:
-        if C.BLOCK_T <= 32:
-            squares = load_squares(operands.squares, 0, t, t_in, T, C.GROUPS, COUNT)
+        if FEW:
+            squares = load_squares(operands.squares, tile.t, tile.t_in, T, C.GROUPS)
         else:
-            total = sum_squares(operands.squares, t, t_in, T, C.GROUPS, COUNT)
-    EARLY: tl.constexpr = C.BLOCK_T <= 32 or not C.SPLIT_K  # else `add_parts` needs the registers
+            total = sum_squares(operands.squares, tile.t, tile.t_in, T, C.GROUPS)
+    EARLY: tl.constexpr = FEW or not C.SPLIT_K  # else `add_parts` needs the registers
     if C.ADD and EARLY:
         residual = load_residual(new, tile, 0, T, sizes.N, C)
     acc = sum_of_products(operands, tile, steps, sizes, C, CODES)
@@ -146,18 +79,30 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr, CODES: tl.constexpr =
     if C.ADD and not EARLY:
         residual = load_residual(new, tile, 0, T, sizes.N, C)
     if C.GROUPS > 0:
-        if C.BLOCK_T <= 32:
-            total = pairwise_sum(squares)
+        total = pairwise_sum(squares) if FEW else total
         scale = tl.rsqrt(total / sizes.K + sizes.eps)[None, :]
     for s in tl.static_range(C.BLOCK_T // C.SLICE):  # by slices, to save registers
         value = token_slice(acc, s, C.SLICE) * token_slice(scale, s, C.SLICE)
         if C.BIAS:
-            value += tl.load(operands.bias + rows, rows_in, other=0.0).to(tl.float32)[:, None]
+            value += tl.load(operands.bias + tile.rows, tile.rows_in, other=0.0).to(tl.float32)[:, None]
         if C.ADD:
             value += residual.to(tl.float32)
             if s + 1 < C.BLOCK_T // C.SLICE:  # a slice ahead
                 residual = load_residual(new, tile, s + 1, T, sizes.N, C)
         epilogue(value, by, new, tile, s, T, sizes.N, C)
+
+
+@triton.jit
+def this_tile(T, sizes, C: tl.constexpr):
+    """Return the tile of this program."""
+    index, block = tl.program_id(0), tl.program_id(1)
+    t, i = index * C.BLOCK_T + tl.arange(0, C.BLOCK_T), tl.arange(0, C.BLOCK_N)
+    rows = block * C.BLOCK_N + i
+    column = rows
+    if C.GATE != "":  # put rows `column` and N + column 8 apart: one thread gets both results
+        column = block * (C.BLOCK_N // 2) + i // 16 * 8 + i % 8
+        rows = column + i // 8 % 2 * sizes.N
+    return Tile(index, block, tl.program_id(2), t, t < T, rows, column < sizes.N)
 
 
 @triton.jit

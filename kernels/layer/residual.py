@@ -137,19 +137,19 @@ def store_squares(x, squares, first, t, T, H):
 
 
 @triton.jit
-def load_squares(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.constexpr):
-    """Load the sums of squares [WIDTH, COUNT] of tokens t [WIDTH] for the groups from `first` on, 0 beyond
-    GROUPS. COUNT is a power of two."""
-    group = first + tl.arange(0, COUNT)
+def load_squares(squares, t, t_in, T, GROUPS: tl.constexpr):
+    """Load the sums of squares [WIDTH, groups] of tokens t [WIDTH], 0 beyond GROUPS."""
+    group = tl.arange(0, triton.next_power_of_2(GROUPS))
     inside = t_in[:, None] & (group < GROUPS)[None, :]
     return tl.load(squares + group[None, :] * T + t[:, None], inside, other=0.0)
 
 
 @triton.jit
-def sum_squares(squares, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.constexpr):
+def sum_squares(squares, t, t_in, T, GROUPS: tl.constexpr):
     """Return `pairwise_sum` of `load_squares` for many tokens, one per thread, without exchange of data."""
-    left = sum_groups(squares, 0, t, t_in, T, GROUPS, COUNT // 2)
-    right = sum_groups(squares, COUNT // 2, t, t_in, T, GROUPS, COUNT // 2)
+    HALF: tl.constexpr = triton.next_power_of_2((GROUPS + 1) // 2)
+    left = sum_groups(squares, 0, t, t_in, T, GROUPS, HALF)
+    right = sum_groups(squares, HALF, t, t_in, T, GROUPS, HALF)
     # A reduction of two: the compiler would repeat the loads for a plain sum in the layout of the product
     # (Qwen3-8B, 64 tokens: 1,008 additions per thread instead of 63).
     return tl.sum(tl.join(left, right), 1)

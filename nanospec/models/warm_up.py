@@ -35,8 +35,8 @@ def warm_up(model: Model, table: Table, max_tokens: int, write: Callable[[Batch]
 def chunk_sizes(model: Model, limit: int, context: int) -> list[int]:
     """Return numbers of tokens, up to `limit`, that together use every kernel of prompt chunks at the
     beginning and at the end of the context."""
-    from ..kernels.layer.product import choose_tiling  # not needed on a CPU
-    from ..kernels.layer.split_kv import split_kv
+    from ..kernels.layer.split_kv import split_kv  # not needed on a CPU
+    from ..kernels.layer.tiling import choose_tiling
 
     c, gpu = model.config, gpu_of(model.norm.weight)
     heads = c.num_heads, c.num_kv_heads, c.head_dim

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanospec.config import SamplingParams
 from nanospec.kernels import launch
-from nanospec.kernels.layer import product
+from nanospec.kernels.layer import product, tiling
 from tests.drive import Job, known_text_drafter, make_engine, run, run_alone
 from tests.tiny import tiny_model
 
@@ -63,9 +63,9 @@ def traces(k: int, texts: list[list[int]], num_blocks: int | None, budget: int) 
 @pytest.mark.usefixtures("ordered_dot")
 def test_kv_cache_is_bitwise_independent_of_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of more than 64 columns have several parts."""
-    monkeypatch.setattr(product, "choose_tiling", product.choose_tiling.__wrapped__)  # uncached
-    monkeypatch.setattr(product, "MAX_UNSPLIT_K", 64)
-    monkeypatch.setattr(product, "MIN_PART_K", 32)
+    monkeypatch.setattr(product, "choose_tiling", tiling.choose_tiling.__wrapped__)  # uncached
+    monkeypatch.setattr(tiling, "MAX_UNSPLIT_K", 64)
+    monkeypatch.setattr(tiling, "MIN_PART_K", 32)
     assert product.choose_tiling(1, 128, 80, launch.GPUS["sm_90"], 4, 4).parts > 1
     with launch.forced("triton"):
         off = traces(0, [], None, 256)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanospec.kernels.launch import GPUS, forced
-from nanospec.kernels.layer import product
+from nanospec.kernels.layer import product, tiling
 from nanospec.kernels.layer.linear import Linear, NativeLinear, OneDnnLinear, TritonLinear, make_linear
 from nanospec.kernels.native import library
 from tests.kernels.products import KINDS, Products
@@ -66,7 +66,7 @@ def test_slice_of_a_wider_input(backend: Any) -> None:
 
 
 def test_parts_and_stages_depend_on_the_gpu() -> None:
-    parts = {name: product.split_k_parts(1024, 3072, gpu)[0] for name, gpu in GPUS.items()}
+    parts = {name: tiling.split_k_parts(1024, 3072, gpu)[0] for name, gpu in GPUS.items()}
     assert (parts["sm_86"], parts["sm_90"], parts["sm_120"]) == (5, 8, 8)
     assert GPUS["sm_86"].stages(33 << 10, 6, programs=3) == 1  # 1 KiB is reserved for each program
 
@@ -75,11 +75,11 @@ def test_parts_and_stages_depend_on_the_gpu() -> None:
 def test_parts_of_k_depend_only_on_weight_shape(name: str) -> None:
     target = GPUS[name]
     for N, K in ((4096, 1024), (576, 576), (151936, 1024), (24576, 4096), (576, 1536), (8, 16)):
-        parts, part = product.split_k_parts(N, K, target)
+        parts, part = tiling.split_k_parts(N, K, target)
         assert part % (128 if K % 128 == 0 else 64) == 0
         assert (parts - 1) * part < K <= parts * part
         for T in (1, 33, 65, 4096):
-            chosen = product.choose_tiling(T, N, K, target, 2, 2)
+            chosen = tiling.choose_tiling(T, N, K, target, 2, 2)
             assert (chosen.parts, chosen.part, chosen.split_k) == (parts, part, parts > 1 and T <= 256)
             assert part % chosen.block_k == 0
             size = (chosen.rows + chosen.width) * chosen.block_k * 2
