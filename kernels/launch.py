@@ -11,9 +11,9 @@ A kernel launched with `options(...)` starts as soon as all programs of the prev
 called `release_next` or exited. Until it calls `wait_for_previous`, it may only read memory that no kernel
 writes, such as weights, and must not write. Every program must call it, even one that returns early, because
 the next kernel assumes that once this one has completed, all earlier ones have. If a kernel calls
-`release_next` after its own wait, the next kernel may also read, before waiting, everything that was written
-before this kernel. The kernel before attention does so, because attention reads the block table before it
-waits. `NANOSPEC_PDL=0` disables PDL; without it, these functions do nothing.
+`release_next` after its own wait, the next kernels may also read, before waiting, everything that was written
+before this kernel. The kernel before attention does so, because attention and the kernel that combines its
+partial results read the batch before they wait. `NANOSPEC_PDL=0` disables PDL; without it, these functions do nothing.
 """
 
 import os
