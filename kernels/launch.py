@@ -13,7 +13,8 @@ writes, such as weights, and must not write. Every program must call it, even on
 the next kernel assumes that once this one has completed, all earlier ones have. If a kernel calls
 `release_next` after its own wait, the next kernels may also read, before waiting, everything that was written
 before this kernel. The kernel before attention does so, because attention and the kernel that combines its
-partial results read the batch before they wait. `NANOSPEC_PDL=0` disables PDL; without it, these functions do nothing.
+partial results read the batch before they wait. `NANOSPEC_PDL=0` disables PDL; without it, these functions do
+nothing.
 """
 
 import os
