@@ -4,7 +4,8 @@
 
 `smoke` selects from all parts what any GPU of compute capability 8.0 with 8 GB of memory can run in five
 minutes. Shapes, contexts and batches that do not fit in the free memory are skipped, with a row that says so.
-`compare` times kernels and steps of an older checkout and of this one in turn.
+`compare` runs the smoke tests, times kernels and steps of the checkout `--before` and of this one in turn,
+and writes a row with the ratio for each.
 
 A part is a list of groups, most important first; groups of tests run at the same time. Each group is a
 process, which is restarted after an item that crashed it, so that a crash loses only one item. Processes
@@ -117,7 +118,7 @@ def groups(part: str, card: Card | None, before: Path = ROOT) -> list[Group]:
         return Group(name, (f"{root}/bench/{script}.py", *given), limit, skip=skip)
 
     def compared(kernels: str, steps: str, *shapes: str) -> list[Group]:
-        """Return groups that alternate between the checkouts."""
+        """Return groups that run in both checkouts in turn."""
         runs = [("kernels", kernels, ""), *(("steps", steps, shape) for shape in shapes)]
         checkouts = ("before", before), ("after", ROOT)
         return [
@@ -222,6 +223,24 @@ def run_group(group: Group, part: str, out: Path, until: float, cpu: bool = Fals
     return outcome
 
 
+def write_ratios(file: Path) -> None:
+    """Write and print the ratio of the times after and before, for each kernel and captured step."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows.read(file):
+        when = row.get("group", "").rpartition(" ")[2]
+        if "us" in row:
+            times.setdefault(f"{row['kernel']}-{row['case']}", {})[when] = row["us"]["kernel"]
+        elif row.get("mode") == "graph":
+            what = f"step-{row['shape']}-B{row['batch']}-K{row['k']}"
+            times.setdefault(what, {})[when] = 1e3 * row["ms"]
+    for what, us in times.items():
+        if len(us) == 2:
+            ratio = us["after"] / us["before"]
+            text = f"{what}: {us['before']:.2f} us before, {us['after']:.2f} after, ratio {ratio:.3f}"
+            rows.write(file, {"group": "ratios", "text": text, "case": what, "ratio": round(ratio, 4)})
+            print(text)
+
+
 def _wait(command: list[str], sink: Any, end: float) -> tuple[str, str]:
     """Run a command until `end`. Return its status and, if known, the reason."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
@@ -303,13 +322,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "part", nargs="?", default="all", choices=["smoke", *PARTS, "sweep", "compare", "all"]
     )
-    parser.add_argument("--before", type=Path, default=ROOT, help="the other checkout of `compare`")
+    parser.add_argument("--before", type=Path, help="the other checkout of `compare`")
     parser.add_argument("--cpu", action="store_true", help="dry run with tiny shapes, without a GPU")
     args = parser.parse_args(argv)
     try:
         card = None if args.cpu else find_card()
     except ValueError as error:
         raise SystemExit(f"bench/gpu.py requires a GPU, or --cpu for a dry run. {error}") from None
+    if args.part == "compare" and args.before is None:
+        parser.error("compare needs --before, another checkout; with make: BEFORE=FOLDER.")
+    before = (args.before or ROOT).resolve()
     parts, out = PARTS if args.part == "all" else [args.part], args.out.resolve()
     if {"smoke", "tests"} & {*parts} and not args.cpu:
         check_for(["pytest", "hypothesis"])
@@ -326,9 +348,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         for part in parts:
             limit = SMOKE_SECONDS if part == "smoke" else PART_SECONDS
-            run_part(
-                part, groups(part, card, args.before.resolve()), limit, out, found.setdefault(part, []), card
-            )
+            run_part(part, groups(part, card, before), limit, out, found.setdefault(part, []), card)
+            if part == "compare":
+                write_ratios(out / "compare.jsonl")
     finally:
         ends = {part: {o.name: o.status for o in outcomes} for part, outcomes in found.items()}
         bad = sum(status not in ("ok", "skipped") for part in ends.values() for status in part.values())

@@ -113,6 +113,8 @@ def inputs(fused: str, T: int, N: int, K: int, device: str) -> tuple[Call, Call,
 
 def ways_of(fused: str, T: int, N: int, K: int, device: str, sets: int) -> tuple[Ways, Ways]:
     """Return the ways to compute a fused product, and those to compute the plain one, today's first."""
+    # Enough for a candidate with split K and any number of tokens.
+    product.new_counters = lambda w: torch.zeros(1 << 16, dtype=torch.int32, device=w.device)  # type: ignore[assignment]
     built = [inputs(fused, T, N, K, device) for _ in range(sets)]
     ways: Ways = {"today": [call for call, *_ in built]}
     every = 15 if device == "cpu" else 1  # fewer in a dry run
@@ -135,15 +137,18 @@ def output(call: Call, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def compare(out: Rows, what: str, ways: Ways, repeats: int) -> None:
-    """Time all ways, compare their outputs with those of the first, and write a row for each."""
-    us, expected = dict[str, float](), output(ways["today"][0])
+    """Time all ways in turn, compare their outputs with those of the first, and write a row for each."""
+    expected, same, graphs = output(ways["today"][0]), dict[str, bool](), dict[str, tuple[Call, int]]()
     for name, calls in ways.items():
         with out.attempt(f"{what} {name}"):
-            same = torch.equal(output(calls[0], expected.dtype), expected)
-            out.failed += not same and name != "cublas" and not out.cpu
-            us[name] = 1e3 * statistics.median(events.interleaved({"": events.capture(calls)}, repeats)[""])
-            text = f"{'' if same else 'OTHER BITS '}{what} {name}: {us[name]:.2f} us"
-            out.add(text, headline=not same, case=what, way=name, us=round(us[name], 2), same=same)
+            same[name] = torch.equal(output(calls[0], expected.dtype), expected)
+            graphs[name] = events.capture(calls)
+    us = {name: 1e3 * statistics.median(ms) for name, ms in events.interleaved(graphs, repeats).items()}
+    for name in us:
+        wrong = not same[name] and name != "cublas"
+        out.failed += wrong and not out.cpu  # the interpreter's sums depend on the tile
+        text = f"{'OTHER BITS ' if wrong else ''}{what} {name}: {us[name]:.2f} us"
+        out.add(text, headline=wrong, case=what, way=name, us=round(us[name], 2), same=same[name])
     best = min((name for name in us if name != "cublas"), key=us.__getitem__)
     text = f"{what}: today {us['today']:.2f} us, best {us[best]:.2f} with {best}"
     out.add(text, headline=True, case=what, best=best, us=us[best], today=us["today"])
@@ -158,7 +163,6 @@ def compile_all(job: tuple[str, int, int, int]) -> None:
 
 
 def measure(out: Rows, args: argparse.Namespace) -> None:
-    product.new_counters = lambda w: torch.zeros(1 << 16, dtype=torch.int32, device=w.device)  # type: ignore[assignment]
     s, device = SHAPES[args.shape], str(out.device)
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     weights = {

@@ -3,17 +3,19 @@
     weight[n, k] = (code[n, k] - center) * scale[n, g] + shift[n, g]      center: 8 with 4 bits, else 0
 
 So the scale and the shift of a group are always one word of 32 bits, the smallest that GPUs copy
-asynchronously: two numbers in the dtype of the activations. The center keeps the shift, and its rounding,
-small: symmetric codes have none. Both numbers are divided by `factor`, a power of 2 per weight, as those of
-small weights would underflow in float16; the sums of products are multiplied by it.
+asynchronously: two numbers in the dtype of the activations. With 4 bits, the center keeps the rounding of
+shifts small, and symmetric codes have none. With 8 bits, the shift of symmetric integers is -128 * scale,
+which is exact. Both numbers are divided by `factor`, a power of 2 per weight, as those of small weights would
+underflow in float16; the sums of products are multiplied by it.
 
 NVIDIA GPUs dequantize two weights with 3 to 5 instructions and keep them in registers, from which the MMA
 instructions read them:
 
 * The codes of each 64 columns are stored so that those which a thread needs are adjacent (`rearrange`).
-* Codes are only masked, not converted. The bits of an integer below 256, read as a bfloat16, are the integer
-  times 2^-133, a subnormal number; those of a float8, moved by 4, are its value times 2^-120. Scales are
-  divided by this `unit` in advance, and a packed FMA computes code * scale + shift, rounded once.
+* An integer below 256 needs no conversion: its bits, read as a bfloat16, are the integer times 2^-133. Bytes
+  of float8 are sign-extended and shifted, which gives the value times 2^-120 (float16: 2^-24 and 2^-8).
+  Scales are divided by this `unit` in advance, and one packed FMA per two weights computes code * scale +
+  shift, rounded once. 4-bit codes take another FMA before it, which subtracts the center exactly.
 """
 
 import math
@@ -33,8 +35,15 @@ from .quantized import Quantized
 FLOAT8 = tl.constexpr(2.0**120)  # corrects the exponent of float8 in float32: the biases are 7 and 127
 FLOAT8_BITS = tl.constexpr(-0x78100000)  # sign, low 4 bits of the exponent, high 3 bits of the mantissa
 UNITS = {torch.bfloat16: (2.0**-133, 2.0**-120), torch.float16: (2.0**-24, 2.0**-8)}  # of integers, float8
+CENTER = {4: 8, 8: 0}  # by bits
+# Axes of 64 columns, for `rearrange`: h halves, q the 16 columns of an MMA instruction in them, l its 4 lanes
+# of a row, j pairs of a lane, i columns of a pair. By width: the two pairs of a lane are 8 columns apart (2)
+# or in sequence (4), as Triton chooses for AMD GPUs and, before version 3.8, for mma.sync.
+COLUMNS = {2: "hqjli", 4: "hqlji"}
+# By bits: the axes in storage. A lane has 2 or 4 words in sequence; low halves have the first of each pair.
+STORED = {4: "lhiqj", 8: "lhqij"}
 CENTERED = 2.0**-13  # unit of 4-bit codes, after an FMA that subtracts the center exactly
-OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)  # see `column_order`
+OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)  # see `COLUMNS`
 
 # Compile-time constants: BITS per code; FLOAT: whether codes are float8; SCALES: per row and 64 columns, 1 or
 # 2; WIDTH: see `PackedCodes`; PTX: whether codes are dequantized by inline assembly.
@@ -44,12 +53,12 @@ Codes = namedtuple("Codes", "BITS FLOAT SCALES WIDTH PTX")
 class PackedCodes(NamedTuple):
     """A quantized weight [N, K]. The number of columns in a group is K or a power of 2."""
 
-    codes: Tensor  # [N, ceil(K / 64) * 2 * bits] int32 words of codes in `stored_order`
+    codes: Tensor  # [N, ceil(K / 64) * 2 * bits] int32 words of codes in the order `STORED`
     words: Tensor  # [groups, N] int32: scales / unit (low bits) and shifts (high bits), both / factor
     columns: int  # K
     factor: float  # a power of 2
     unit: float  # a power of 2; 1 if codes are converted to float32, without assembly
-    width: int  # see `column_order`
+    width: int  # see `COLUMNS`
     bits: int
     is_float: bool  # whether codes are float8_e4m3fn
     dtype: torch.dtype  # of the activations that it is multiplied with
@@ -81,10 +90,10 @@ class PackedCodes(NamedTuple):
         codes, words = self.codes.index_select(0, index).view(torch.uint8), self.words.index_select(1, index)
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
-        codes = rearrange(codes, stored_order(self.bits), column_order(self.width))[:, : self.columns]
+        codes = rearrange(codes, STORED[self.bits], COLUMNS[self.width])[:, : self.columns]
         pairs = words.T[..., None].contiguous().view(pair_dtype(self.dtype)).double() * self.factor
         scale, shift = pairs[..., 0] * self.unit, pairs[..., 1]
-        scale, minimum = scale.float(), (shift - center(self.bits) * scale).float()
+        scale, minimum = scale.float(), (shift - CENTER[self.bits] * scale).float()
         codes = codes.contiguous().view(torch.float8_e4m3fn) if self.is_float else codes
         return Quantized(codes, scale, minimum, self.bits, self.dtype).dequantize()
 
@@ -102,39 +111,21 @@ def pack_codes(weight: Quantized) -> PackedCodes:
         factor = 2.0 ** (math.frexp(most)[1] + 1)  # so that scale / unit is finite, also in float16
     exact, rounded = scale.double() / factor, (scale.double() / (factor * unit)).to(pair)
     if minimum is None:
-        shift = (center(bits) - weight.offset) * unit * rounded.double()
+        shift = (CENTER[bits] - weight.offset) * unit * rounded.double()
     else:
-        shift = minimum.double() / factor + center(bits) * exact
+        shift = minimum.double() / factor + CENTER[bits] * exact
     words = torch.stack((rounded, shift.to(pair)), -1).view(torch.int32)[..., 0].T.contiguous()
     width = 4 if family == "gfx942" or (OLD_TRITON and family != "sm_90") else 2
     data = F.pad(codes.contiguous().view(torch.uint8), (0, -codes.shape[1] % 64))
-    data = rearrange(data, column_order(width), stored_order(bits))
+    data = rearrange(data, COLUMNS[width], STORED[bits])
     data = data[:, ::2] | data[:, 1::2] << 4 if bits == 4 else data
     data = data.contiguous().view(torch.int32)
     return PackedCodes(data, words, codes.shape[1], factor, unit, width, bits, is_float, dtype)
 
 
-def center(bits: int) -> int:
-    """Return the code that is subtracted from all codes."""
-    return 8 if bits == 4 else 0
-
-
 def pair_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of scales and shifts."""
     return dtype if dtype in UNITS else torch.float16
-
-
-def column_order(width: int) -> str:
-    """Return the axes of 64 columns, for `rearrange`. 16 of them are an operand of an MMA instruction, of
-    which each of the 4 lanes of a row (axis l) has two pairs at a distance of 8, or with the width 4, all in
-    sequence. Triton chooses the latter for AMD GPUs, and before version 3.8 for mma.sync."""
-    return "hqjli" if width == 2 else "hqlji"
-
-
-def stored_order(bits: int) -> str:
-    """Return the axes of 64 columns in storage. A lane has 2 or 4 words in sequence. The low half of a word
-    has the first columns of pairs (axis i), the high half the second ones."""
-    return "lhiqj" if bits == 4 else "lhqij"
 
 
 def rearrange(codes: Tensor, old: str, new: str) -> Tensor:
@@ -177,7 +168,7 @@ def load_dequantized(operands, tile, first, sizes, C: tl.constexpr, CODES: tl.co
         high = tl.join(unpack(codes, words, x, 2, CODES), unpack(codes, words, x, 3, CODES))
         value = tl.reshape(tl.join(value, high), [C.BLOCK_N, BLOCKS, 4, 2, 2, 2, 2])
         value = tl.permute(value, [0, 1, 2, 3, 6, 4, 5])  # put axis q before i and j
-    if CODES.WIDTH == 2:  # from lhqij to `column_order`
+    if CODES.WIDTH == 2:  # from lhqij to the order of `COLUMNS`
         value = tl.permute(value, [0, 1, 3, 4, 6, 2, 5])
     else:
         value = tl.permute(value, [0, 1, 3, 4, 2, 6, 5])
@@ -208,7 +199,7 @@ def dequantized(codes, words, x, FIRST: tl.constexpr, CODES: tl.constexpr):
     """Return the weights of the codes at bit FIRST of each word, computed in float32."""
     scale = half_of(words, x)
     if CODES.FLOAT:
-        value = (codes << 24 - FIRST >> 4 & FLOAT8_BITS).to(tl.float32, bitcast=True)
+        value = (((codes << (24 - FIRST)) >> 4) & FLOAT8_BITS).to(tl.float32, bitcast=True)
         scale *= FLOAT8
     else:
         value = (codes >> FIRST & (1 << CODES.BITS) - 1).to(tl.float32)

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from ..launch import prefetch, release_next, wait_for_previous
-from .split_kv import SPAN, add_tile, combine, elements_of, empty_state, end_unit, query_rows, store_output
+from .split_kv import SPAN, add_tile, combine, empty_state, end_unit, load_queries, store_output
 
 # q and out [T, Hq, D]; k and v [Hkv, num_blocks, block_size, D].
 Operands = namedtuple("Operands", "q k v out")
@@ -72,7 +72,7 @@ def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.const
     for unit in range(first_unit, tl.minimum(first_unit + work.share, work.count)):
         begin, end = tile_range(unit, work)
         state = empty_state(C.COLUMNS, C)
-        if not C.SPLIT:  # earlier, 8 bytes would spill with 8 warps (triton 3.9)
+        if not C.SPLIT:  # once, before the loop, would suffice, but spills 8 bytes with 8 warps (triton 3.9)
             place = locate(blocks, begin, work, C)
         for tile in range(begin, end):
             k, v = load_rows(keys, place, C), load_rows(values, place, C)
@@ -82,18 +82,19 @@ def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.const
             s = mask(scores(k, query, C), tile, position, work, C)
             state = add_tile(state, s, v, sizes.scale, C)
         total = end_unit(partials, unit, total, state, work, C)
-    store_output(operands.out, total, work, C)
+    if not C.SPLIT:
+        store_output(operands.out, total, 0, C.COLUMNS, work, C)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
 def _combine(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.constexpr):
-    """Combine the partial results of queries that attend to several units. Grid: (tiles of queries * KV
-    heads, rows, columns of such a tile). A program is a warp for one column, so that all load at once."""
+    """Combine the partial results of split attention. Grid: (tiles of queries * KV heads, rows, columns of
+    such a tile), with one warp per column, so that the loads of all columns overlap."""
     release_next(C.PDL)
     work = find_work(batch, num_tokens, max_tiles, sizes, C)
     column = tl.program_id(2)
     wait_for_previous(C.PDL)
-    if (work.count > 1) & (column < work.num_columns):
+    if column < work.num_columns:
         combine(partials, operands.out, column, work, C)
 
 
@@ -167,19 +168,10 @@ def load_rows(base, place, C: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(base, place, C: tl.constexpr):
-    """Prefetch the keys or values at slots `place`. The L2 cache sees what the previous kernel writes."""
-    if C.PDL:
-        WIDTH: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
-        d = tl.arange(0, triton.cdiv(C.BLOCK_D, WIDTH)) * WIDTH
-        prefetch(base + tl.maximum(place, 0)[:, None] * C.HEAD_DIM + d[None, :], C.PDL)
-
-
-@triton.jit
-def load_queries(q, work, C: tl.constexpr):
-    """Load a tile of queries [D, COLUMNS]."""
-    rows, valid = query_rows(work, 0, C.COLUMNS, C)
-    at, inside = elements_of(rows, valid, C)
-    return tl.load(q + work.row * C.HEAD_DIM + at, inside, other=0.0)
+    """Prefetch the keys or values at slots `place`. Lines that the previous kernel writes stay valid."""
+    WIDTH: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
+    d = tl.arange(0, triton.cdiv(C.BLOCK_D, WIDTH)) * WIDTH
+    prefetch(base + tl.maximum(place, 0)[:, None] * C.HEAD_DIM + d[None, :], C.PDL)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the kernel for trees of drafts, and the launch of both kernels.
+"""Attention over the paged KV cache: the kernel for trees of drafts, and the launch of all kernels.
 
 The output of a node is bitwise identical to that of the last query of a chain of its ancestors and itself.
 Node i is at cache index base + i, and the set bits of its ancestor mask are the nodes that it attends to.
@@ -20,8 +20,8 @@ from torch import Tensor
 from ..batch import Batch
 from ..launch import LOG2_E, gpu_of, options, release_next, wait_for_previous, wrapped
 from . import paged
-from .paged import find_work, load_queries, load_rows, load_slots, mask, row_of_cache, scores, tile_range
-from .split_kv import add_tile, empty_partials, empty_state, end_unit, split_kv, store_output
+from .paged import find_work, load_rows, load_slots, mask, row_of_cache, scores, tile_range
+from .split_kv import add_tile, empty_partials, empty_state, end_unit, load_queries, split_kv, store_output
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
@@ -58,7 +58,8 @@ def _attend_tree(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.
             s = mask(scores(k, query, C), tile, query_position, work, C)
             state = add_tile(state, s, v, sizes.scale, C)
         total = end_unit(partials, unit, total, state, work, C)
-    store_output(operands.out, total, work, C)
+    if not C.SPLIT:
+        store_output(operands.out, total, 0, C.COLUMNS, work, C)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
     out [T, N] = epilogue(x [T, K] @ weight [N, K].T)         epilogue: bias, gate, residual stream
 
 The result of a token is bitwise independent of the number of tokens, because the order of its sum depends
-only on the shape of the weight. "Rows" here are rows of the weight:
+only on the shape of the weight and on the GPU. "Rows" here are rows of the weight:
 
 * K is divided into parts (`tiling.py`). Each part is summed in ascending order in one accumulator, and
   the parts are added in ascending order. For few tokens (`split_k`), each part is a program, and the last
@@ -31,9 +31,9 @@ Weight = Tensor | PackedCodes
 VALUES = 4096  # elements of a tile per slice of the epilogue
 
 
-# x [T, K], weight [N, K], bias [N]; `squares` of `Residual` for the norm of x; with split K, `partial`
-# [tiles, parts, BLOCK_T, BLOCK_N] float32 and `counters` (see `new_counters`); for `PackedCodes`, the codes
-# as `weight`, and `words`.
+# x [T, K], weight [N, K], bias [N]; `squares` of `Residual` for the norm of x; with split K, `partial` [tiles
+# of tokens * blocks of rows, parts, BLOCK_T, BLOCK_N] float32 and `counters` (see `new_counters`); for
+# `PackedCodes`, the codes as `weight`, and `words`.
 Operands = namedtuple("Operands", "x weight bias squares partial counters words", defaults=[None])
 
 # N: rows of the weight, or of its gate half. eps: of the norm of x. shift, factor: see `PackedCodes`.
@@ -61,14 +61,13 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr, CODES: tl.constexpr =
     if C.ADD:  # the weight of the next norm
         by = tl.load(new.weight + tile.rows, tile.rows_in, other=0.0).to(tl.float32)[:, None]
     wait_for_previous(C.PDL)
-    FEW: tl.constexpr = C.BLOCK_T <= 32  # tokens: registers keep what is loaded here until after the product
-    scale = tl.full([1, C.BLOCK_T], 1.0, tl.float32)
+    FEW: tl.constexpr = C.BLOCK_T <= 32  # registers hold the squares, to be added up after the product
     if C.GROUPS > 0:
         if FEW:
             squares = load_squares(operands.squares, tile.t, tile.t_in, T, C.GROUPS)
         else:
             total = sum_squares(operands.squares, tile.t, tile.t_in, T, C.GROUPS)
-    EARLY: tl.constexpr = FEW or not C.SPLIT_K  # else `add_parts` needs the registers
+    EARLY: tl.constexpr = FEW or not C.SPLIT_K  # else 8 bytes spill in `add_parts` (triton 3.9)
     if C.ADD and EARLY:
         residual = load_residual(new, tile, 0, T, sizes.N, C)
     acc = sum_of_products(operands, tile, steps, sizes, C, CODES)
@@ -82,7 +81,7 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr, CODES: tl.constexpr =
         total = pairwise_sum(squares) if FEW else total
         scale = tl.rsqrt(total / sizes.K + sizes.eps)[None, :]
     for s in tl.static_range(C.BLOCK_T // C.SLICE):  # by slices, to save registers
-        value = token_slice(acc, s, C.SLICE) * token_slice(scale, s, C.SLICE)
+        value = token_slice(acc, s, C.SLICE) * (token_slice(scale, s, C.SLICE) if C.GROUPS > 0 else 1.0)
         if C.BIAS:
             value += tl.load(operands.bias + tile.rows, tile.rows_in, other=0.0).to(tl.float32)[:, None]
         if C.ADD:
@@ -108,14 +107,13 @@ def this_tile(T, sizes, C: tl.constexpr):
 @triton.jit
 def prefetch_weight(weight, tile, first, K, C: tl.constexpr, CODES: tl.constexpr):
     """Prefetch the first cache lines of each weight row of the tile, from column `first` on."""
-    if C.PDL:
-        if CODES is not None:
-            first, K = first * CODES.BITS // 32, row_words(K, CODES)
-        LINES: tl.constexpr = 512 // C.BLOCK_N
-        WIDTH: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
-        column = tl.minimum(first + tl.arange(0, LINES) * WIDTH, K - 1)
-        row = tl.where(tile.rows_in, tile.rows, 0).to(tl.int64)
-        prefetch(weight + row[:, None] * K + column[None, :], C.PDL)
+    if CODES is not None:
+        first, K = first * CODES.BITS // 32, row_words(K, CODES)
+    LINES: tl.constexpr = 512 // C.BLOCK_N
+    WIDTH: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
+    column = tl.minimum(first + tl.arange(0, LINES) * WIDTH, K - 1)
+    row = tl.where(tile.rows_in, tile.rows, 0).to(tl.int64)
+    prefetch(weight + row[:, None] * K + column[None, :], C.PDL)
 
 
 @triton.jit
@@ -156,8 +154,8 @@ def sum_of_products(operands, tile, steps, sizes, C: tl.constexpr, CODES: tl.con
 
 @triton.jit
 def add_parts(acc, operands, tile, C: tl.constexpr):
-    """Store the sums of this part, and count the programs of the tile that have. In the last one, return the
-    sum of all parts in ascending order, read past the L1 cache, and True; in the others, `acc` and False."""
+    """Store the sums of this part and increment the tile's counter. In the last program to do so, return the
+    sum of all parts in ascending order and True; in the others, return `acc` and False."""
     number = tile.block * tl.num_programs(0) + tile.index
     i, t = tl.arange(0, C.BLOCK_N)[:, None], tl.arange(0, C.BLOCK_T)[None, :]
     place = operands.partial + number * C.PARTS * C.BLOCK_N * C.BLOCK_T + t * C.BLOCK_N + i
@@ -169,7 +167,7 @@ def add_parts(acc, operands, tile, C: tl.constexpr):
         acc = tl.zeros([C.BLOCK_N, C.BLOCK_T], tl.float32)
         for part in tl.static_range(C.PARTS):  # unrolled, so that the loads overlap
             at = place + part * C.BLOCK_N * C.BLOCK_T
-            acc += tl.load(at, tile.t_in[None, :], other=0.0, cache_modifier=".cg")
+            acc += tl.load(at, tile.t_in[None, :], other=0.0, cache_modifier=".cg")  # not from a stale L1
     return acc, last
 
 
@@ -230,7 +228,7 @@ def epilogue(value, by, new, tile, s, T, N, C: tl.constexpr):
 def new_counters(weight: Weight) -> Tensor:
     """Return counters for the products of a layer: one int32 per tile, 0 between launches. Launches with the
     same counters must not overlap; each layer has its own, so engines may run on different streams."""
-    tiles = triton.cdiv(MAX_SPLIT_TOKENS, 32) * triton.cdiv(weight.shape[0], 64)
+    tiles = triton.cdiv(MAX_SPLIT_TOKENS, 32) * triton.cdiv(weight.shape[0], 64)  # of 32 tokens and 64 rows
     return torch.zeros(tiles, dtype=torch.int32, device=weight.device)
 
 

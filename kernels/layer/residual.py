@@ -146,7 +146,7 @@ def load_squares(squares, t, t_in, T, GROUPS: tl.constexpr):
 
 @triton.jit
 def sum_squares(squares, t, t_in, T, GROUPS: tl.constexpr):
-    """Return `pairwise_sum` of `load_squares` for many tokens, one per thread, without exchange of data."""
+    """Return `pairwise_sum(load_squares(...))` for many tokens. A thread adds up all groups of a token."""
     HALF: tl.constexpr = triton.next_power_of_2((GROUPS + 1) // 2)
     left = sum_groups(squares, 0, t, t_in, T, GROUPS, HALF)
     right = sum_groups(squares, HALF, t, t_in, T, GROUPS, HALF)

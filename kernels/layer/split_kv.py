@@ -81,7 +81,7 @@ def split_kv(
     spans = triton.cdiv(kv_len, SPAN.value)
     max_tiles = min(256 // max(query_tiles * rows, 1), tiles)
     programs = max(min(32768 // max(columns * query_tiles * rows, 1), spans), max_tiles, 1)
-    if query_tiles * rows >= 2 * gpu.multiprocessors:
+    if query_tiles * rows >= 2 * gpu.multiprocessors:  # two programs fit on each, so these fill the GPU
         programs = 1
     if tree:
         columns = max(min(columns, widest // 2), min_columns)
@@ -111,7 +111,7 @@ def add_tile(state, s, v, scale, C: tl.constexpr):
     """Add a tile with scores s [TILE, columns], still to be scaled by `scale`, and values v [TILE, D]."""
     tile_m = tl.maximum(tl.ceil(tl.max(s, 0) * scale), FLOOR)
     p = tl.exp2(tl.fma(s, scale, -tile_m[None, :]))
-    z = sum_pairs(p, C.TILE // 16, 4)
+    z = sum_pairs(p, 4)
     value = tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
     return add_states(state, State(tile_m, z, value), C)
 
@@ -126,9 +126,10 @@ def add_states(first, second, C: tl.constexpr):
 
 
 @triton.jit
-def sum_pairs(x, GROUPS: tl.constexpr, STEPS: tl.constexpr):
-    """Sum groups of 2^STEPS rows by pairs: [rows, columns] -> [GROUPS, columns], in an order that does not
-    depend on the layout. In the layout of tensor cores, 16 rows need no exchange between warps."""
+def sum_pairs(x, STEPS: tl.constexpr):
+    """Sum groups of 2^STEPS rows by pairs: [rows, columns] -> [rows >> STEPS, columns], in an order that does
+    not depend on the layout. In the layout of tensor cores, 16 rows need no exchange between warps."""
+    GROUPS: tl.constexpr = x.shape[0] >> STEPS
     COLUMNS: tl.constexpr = x.shape[1]
     for step in tl.static_range(STEPS):
         x = tl.sum(tl.reshape(x, [GROUPS, 2, (1 << STEPS) >> (step + 1), COLUMNS]), 1)
@@ -151,24 +152,30 @@ def query_rows(work, first, COLUMNS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def elements_of(rows, valid, C: tl.constexpr):
+def element_offsets(rows, valid, C: tl.constexpr):
     """Return the offsets [D, columns] of the elements of rows, and a mask of those in range."""
     d = tl.arange(0, C.BLOCK_D)
     return rows[None, :] * C.HEAD_DIM + d[:, None], valid[None, :] & (d < C.HEAD_DIM)[:, None]
 
 
 @triton.jit
+def load_queries(q, work, C: tl.constexpr):
+    """Load a tile of queries [D, COLUMNS]."""
+    rows, valid = query_rows(work, 0, C.COLUMNS, C)
+    at, inside = element_offsets(rows, valid, C)
+    return tl.load(q + work.row * C.HEAD_DIM + at, inside, other=0.0)
+
+
+@triton.jit
 def end_unit(partials, unit, total, state, work, C: tl.constexpr):
-    """Return total + state. With SPLIT, return the state; store it first if there are several units."""
+    """With SPLIT, store the state of a unit; without, add it to `total`. Return the total."""
     if C.SPLIT:
-        if work.count > 1:
-            rows, valid = query_rows(work, 0, C.COLUMNS, C)
-            m, z, acc = partial_pointers(partials, unit, rows, work, C)
-            tl.store(m, state.m, valid)
-            tl.store(z, state.z, valid[None, :])
-            at, inside = elements_of(rows, valid, C)
-            tl.store(acc + at, state.acc, inside)
-        total = state
+        rows, valid = query_rows(work, 0, C.COLUMNS, C)
+        m, z, acc = partial_pointers(partials, unit, rows, work, C)
+        tl.store(m, state.m, valid)
+        tl.store(z, state.z, valid[None, :])
+        at, inside = element_offsets(rows, valid, C)
+        tl.store(acc + at, state.acc, inside)
     else:
         total = add_states(total, state, C)
     return total
@@ -183,30 +190,20 @@ def partial_pointers(partials, unit, rows, work, C: tl.constexpr):
 
 
 @triton.jit
-def store_output(out, total, work, C: tl.constexpr):
-    """Store the output, unless there are several units, which `_combine` of `paged.py` adds up."""
-    alone = True
-    if C.SPLIT:
-        alone = work.count == 1
-    if alone:
-        write(out, total, 0, C.COLUMNS, work, C)
-
-
-@triton.jit
-def write(out, state, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
+def store_output(out, state, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
     """Store acc / sum(z) to `out` [T * Hq, D] for the columns from `first` on."""
     rows, valid = query_rows(work, first, COLUMNS, C)
-    at, inside = elements_of(rows, valid, C)
-    z = tl.where(valid[None, :], sum_pairs(state.z, 1, C.TILE // 32), 1.0)
+    at, inside = element_offsets(rows, valid, C)
+    z = tl.where(valid[None, :], sum_pairs(state.z, C.TILE // 32), 1.0)  # log2 of 2 or 4 rows
     tl.store(out + work.row * C.HEAD_DIM + at, (state.acc / z).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def combine(partials, out, column, work, C: tl.constexpr):
-    """Add up all units of a column in order, the tiles of each span and then the spans, and store the output.
-    The loads of the tiles of a span, or of as many spans, overlap."""
+    """Add up the units of a column in order and store the output. If they are tiles, those of each span are
+    added up first. As many units as a span has tiles are loaded at once, so that their latencies overlap."""
     UNITS: tl.constexpr = SPAN // C.TILE
-    # Tiles of the first span that precede the first unit, because they are outside of the window.
+    # If units are tiles: tiles of the first span that lie before the window.
     missing = tl.where(work.size == 1, work.first % UNITS, 0)
     total, state = empty_state(1, C), empty_state(1, C)
     for begin in range(-missing, work.count, UNITS):
@@ -216,18 +213,17 @@ def combine(partials, out, column, work, C: tl.constexpr):
         for i in tl.static_range(UNITS):
             one = State(states[i][0], states[i][1], states[i][2])  # triton 3.6 loses the field names
             state = add_states(state, one, C)
-        if work.size == 1:  # this was a span
+        if work.size == 1:  # the tiles of a span are complete
             total, state = add_states(total, state, C), empty_state(1, C)
-    write(out, add_states(total, state, C), column, 1, work, C)
+    store_output(out, add_states(total, state, C), column, 1, work, C)
 
 
 @triton.jit
 def load_state(partials, unit, column, work, C: tl.constexpr):
-    """Load the state of a column of a unit, bypassing the L1 cache; an empty one if there is no such unit."""
+    """Load the state of a column of a unit; an empty one if there is no such unit."""
     rows, valid = query_rows(work, column, 1, C)
     m, z, acc = partial_pointers(partials, unit, rows, work, C)
     valid = valid & ((unit >= 0) & (unit < work.count))
-    at, inside = elements_of(rows, valid, C)
-    m = tl.load(m, valid, FLOOR, cache_modifier=".cg")
-    z = tl.load(z, valid[None, :], 0.0, cache_modifier=".cg")
-    return State(m, z, tl.load(acc + at, inside, 0.0, cache_modifier=".cg"))
+    at, inside = element_offsets(rows, valid, C)
+    m, z = tl.load(m, valid, FLOOR), tl.load(z, valid[None, :], 0.0)
+    return State(m, z, tl.load(acc + at, inside, 0.0))

@@ -1,7 +1,8 @@
 """Chooses the launch configuration of a product (`product.py`).
 
 Only the division of K into parts determines the order of a sum. It depends on the shape of the weight and on
-the number of multiprocessors; all else may depend on the number of tokens.
+the number of multiprocessors; all else may depend on the number of tokens. Without parts, the 16 blocks of 64
+rows of a small weight would occupy 16 of 132 multiprocessors.
 """
 
 from functools import cache
@@ -61,7 +62,7 @@ def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsi
         together = max(together, 2)
     if width > 32:  # with many tokens, keep room to convert the layout of codes
         weight_itemsize = itemsize
-    steps = triton.cdiv(part if split_k else K, block_k)
+    steps = triton.cdiv(part if split_k else K, block_k)  # iterations; more stages would not be used
     stages = gpu.stages(int(rows * weight_itemsize + width * itemsize) * block_k, min(steps + 1, 6), together)
     warps = 8 if rows * width >= 128 * 64 else 4
     return Tiling(rows, width, block_k, warps, stages, parts, part, split_k)

@@ -39,7 +39,7 @@ class Scan(NamedTuple):
     largest: Tensor
     mass: Tensor
     groups: Tensor
-    order: Tensor  # of the groups, written by `top_k_top_p.py`
+    order: Tensor  # written by `top_k_top_p.py`: the groups by descending maximum
     CHUNKS: tl.constexpr
     GROUPS: tl.constexpr
     GROUP: tl.constexpr  # tokens per group
@@ -97,8 +97,13 @@ def scan(inputs: Inputs, max_q_len: int) -> Scan:
     group = max(64, next_power_of_2(triton.cdiv(V, MAX_GROUPS)))
     groups = chunks * (CHUNK.value // group)
     f32, i32 = torch.float32, torch.int32
-    shapes = ((chunks, f32), (chunks, i32), *[(chunks, f32)] * 2, (groups, f32), (groups, i32))
-    tensors = (inputs.logits.new_empty(N, columns, dtype=dtype) for columns, dtype in shapes)
+    per_chunk, per_group = (
+        ((chunks, f32), (chunks, i32), (chunks, f32), (chunks, f32)),
+        ((groups, f32), (groups, i32)),
+    )
+    tensors = (
+        inputs.logits.new_empty(N, columns, dtype=dtype) for columns, dtype in (*per_chunk, *per_group)
+    )
     result = Scan._make((inputs, *tensors, *map(tl.constexpr, (chunks, groups, group))))
     if N and B:
         _scan[(max_q_len, B, chunks)](result, num_warps=4)

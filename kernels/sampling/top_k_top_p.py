@@ -10,9 +10,9 @@ does not depend on a sorting order.
 
 Kernel: it sorts only the maxima of groups of 64 to 256 tokens, which `scan.py` computes while it reads the
 logits. For top-k it opens the groups whose maximum is at least the k-th largest maximum: closed groups cannot
-contain a kept token. Without top-k, groups are opened in descending order until this holds; for a peaked
-distribution, a few suffice. A radix search over the tokens of the open groups then determines the threshold
-exactly, 4 bits of an order-preserving integer at a time.
+contain a kept token. Without top-k, groups are opened in descending order until no closed group can; for a
+peaked distribution, a few suffice. A radix search over the tokens of the open groups then determines the
+threshold exactly, 4 bits of an order-preserving integer at a time.
 """
 
 import math
@@ -128,7 +128,7 @@ def draw(scan, query, best):
 
 @triton.jit
 def _sort_groups(scan, query):
-    """Return the groups of a query, all closed."""
+    """Sort the groups of a query by descending maximum and store their numbers. Return them, all closed."""
     g = tl.arange(0, triton.next_power_of_2(scan.GROUPS))
     line = query.line.to(tl.int64) * scan.GROUPS
     key = order_key(tl.load(scan.groups + line + g, g < scan.GROUPS, other=float("-inf"))).to(tl.uint64) << 32
@@ -179,6 +179,7 @@ def _search(scan, query, opened, weighing, least, is_share):
         if (differing >> shift) == 0:  # both bounds have this digit, and all before it
             found = least >> shift << shift
         else:
+            # Digit 0 stands for `least`: its weight is that of all tokens considered, as `is_share` needs.
             pivots = tl.where(digits > 0, found + (digits << shift).to(tl.uint32), 0)
             above = _weigh(scan, query, opened, weighing, tl.maximum(pivots, least))
             target = weighing.target * tl.where(is_share, tl.max(above), 1.0)

@@ -50,7 +50,7 @@ def emulated(packed: PackedCodes) -> Tensor:
         ptx = dequantize.unpack_ptx(index, bits, packed.is_float, packed.dtype == BF16)
         pairs.append(run_ptx(ptx, packed.codes, words, packed.dtype))
     stored = torch.stack(pairs, -1).flatten(1)  # a word has its first columns, and then its second ones
-    orders = dequantize.stored_order(bits), dequantize.column_order(packed.width)
+    orders = dequantize.STORED[bits], dequantize.COLUMNS[packed.width]
     return rearrange(stored, *orders)[:, :K]
 
 
