@@ -121,29 +121,38 @@ def attention_cases() -> Iterator[Case]:
     yield attention_case(QWEN3_8B, 8, 16, 4096, tree=True)
     yield attention_case(PHI, 8, 16, 4096, tree=True)
     yield attention_case(QWEN3_8B, 64, 9, 4096)  # a larger K: wider tiles
+    yield attention_case(QWEN3_8B, 64, 1, 16384, rest=512)  # one long row
     yield attention_case(QWEN3_8B, 1, 100, 4096)  # a short prompt chunk: split KV
     for shape in (*MODELS, PHI, GEMMA):  # prefill: the second half of a prompt
         yield attention_case(shape, 1, 2048, 4096)
 
 
-def attention_case(shape: Shape, B: int, Q: int, length: int, tree: bool = False) -> Case:
+def attention_case(
+    shape: Shape, B: int, Q: int, length: int, tree: bool = False, rest: int | None = None
+) -> Case:
+    """Return attention of `Q` queries per row over `length` tokens, or `rest` in all rows but the first."""
     scale = shape.head_dim**-0.5
 
     def build(device: str) -> Built:
         batch = make_batch(device, B, Q, length, tree)
+        if rest is not None:
+            batch.base_len[1:] = rest - Q
+            batch.positions[Q:] += rest - length
         cache = make_cache(device, shape, batch)
         metadata = AttentionMetadata(batch, shape.window)
         q = normal(device, B * Q, shape.heads, shape.head_dim)
         return Built(
             lambda: attention(q, cache, metadata, scale, shape.softcap),
-            {} if device == "meta" or tree or shape.window or shape.softcap else sdpa(q, cache, batch, scale),
+            {}
+            if device == "meta" or tree or rest or shape.window or shape.softcap
+            else sdpa(q, cache, batch, scale),
         )
 
     seen = min(length, (shape.window or length) + Q)
-    kv = B * seen * shape.kv_heads * shape.head_dim * 2 * 2
+    kv = (seen + (B - 1) * (rest or seen)) * shape.kv_heads * shape.head_dim * 2 * 2
     qo = 2 * B * Q * shape.heads * shape.head_dim * 2
     pairs = B * Q * (seen - Q // 2)  # (query, key) pairs of a head
-    label = f"{shape.name}-B{B}-q{Q}-L{length}{'-tree' * tree}"
+    label = f"{shape.name}-B{B}-q{Q}-L{length}{'-tree' * tree}{f'-L{rest}' if rest else ''}"
     flops = 4 * pairs * shape.heads * shape.head_dim
     return Case("attention", label, build, bytes=kv + qo, flops=flops, dots=True)
 

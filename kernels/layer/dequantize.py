@@ -1,12 +1,12 @@
 """Quantized weights for the matrix product of `product.py`, which dequantizes a tile in each step.
 
-    weight[n, k] = (code[n, k] - center) * scale[n, g] + shift[n, g]      center: 8 with 4 bits, else 0
+    weight[n, k] = (code[n, k] - center) * scale[n, g] + shift[n, g]
 
 So the scale and the shift of a group are always one word of 32 bits, the smallest that GPUs copy
-asynchronously: two numbers in the dtype of the activations. With 4 bits, the center keeps the rounding of
-shifts small, and symmetric codes have none. With 8 bits, the shift of symmetric integers is -128 * scale,
-which is exact. Both numbers are divided by `factor`, a power of 2 per weight, as those of small weights would
-underflow in float16; the sums of products are multiplied by it.
+asynchronously: two numbers in the dtype of the activations. The center, 8 or 128, keeps the rounding of
+shifts small, and symmetric 4-bit codes have none. It is 0 for float8, and for symmetric 8-bit integers, whose
+shift is -128 * scale, which is exact. Both numbers are divided by `factor`, a power of 2 per weight, as those
+of small weights would underflow in float16; the sums of products are multiplied by it.
 
 NVIDIA GPUs dequantize two weights with 3 to 5 instructions and keep them in registers, from which the MMA
 instructions read them:
@@ -15,7 +15,7 @@ instructions read them:
 * An integer below 256 needs no conversion: its bits, read as a bfloat16, are the integer times 2^-133. Bytes
   of float8 are sign-extended and shifted, which gives the value times 2^-120 (float16: 2^-24 and 2^-8).
   Scales are divided by this `unit` in advance, and one packed FMA per two weights computes code * scale +
-  shift, rounded once. 4-bit codes take another FMA before it, which subtracts the center exactly.
+  shift, rounded once. A center takes another FMA before it, which subtracts it exactly.
 """
 
 import math
@@ -35,19 +35,18 @@ from .quantized import Quantized
 FLOAT8 = tl.constexpr(2.0**120)  # corrects the exponent of float8 in float32: the biases are 7 and 127
 FLOAT8_BITS = tl.constexpr(-0x78100000)  # sign, low 4 bits of the exponent, high 3 bits of the mantissa
 UNITS = {torch.bfloat16: (2.0**-133, 2.0**-120), torch.float16: (2.0**-24, 2.0**-8)}  # of integers, float8
-CENTER = {4: 8, 8: 0}  # by bits
 # Axes of 64 columns, for `rearrange`: h halves, q the 16 columns of an MMA instruction in them, l its 4 lanes
 # of a row, j pairs of a lane, i columns of a pair. By width: the two pairs of a lane are 8 columns apart (2)
 # or in sequence (4), as Triton chooses for AMD GPUs and, before version 3.8, for mma.sync.
 COLUMNS = {2: "hqjli", 4: "hqlji"}
 # By bits: the axes in storage. A lane has 2 or 4 words in sequence; low halves have the first of each pair.
 STORED = {4: "lhiqj", 8: "lhqij"}
-CENTERED = 2.0**-13  # unit of 4-bit codes, after an FMA that subtracts the center exactly
+CENTERED = 2.0**-13  # unit of integers after the center has been subtracted
 OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)  # see `COLUMNS`
 
 # Compile-time constants: BITS per code; FLOAT: whether codes are float8; SCALES: per row and 64 columns, 1 or
-# 2; WIDTH: see `PackedCodes`; PTX: whether codes are dequantized by inline assembly.
-Codes = namedtuple("Codes", "BITS FLOAT SCALES WIDTH PTX")
+# 2; CENTER, WIDTH: see `PackedCodes`; PTX: whether codes are dequantized by inline assembly.
+Codes = namedtuple("Codes", "BITS FLOAT SCALES CENTER WIDTH PTX")
 
 
 class PackedCodes(NamedTuple):
@@ -58,6 +57,7 @@ class PackedCodes(NamedTuple):
     columns: int  # K
     factor: float  # a power of 2
     unit: float  # a power of 2; 1 if codes are converted to float32, without assembly
+    center: int  # the code that is subtracted from all codes
     width: int  # see `COLUMNS`
     bits: int
     is_float: bool  # whether codes are float8_e4m3fn
@@ -83,7 +83,8 @@ class PackedCodes(NamedTuple):
 
     @property
     def constants(self) -> Codes:
-        return Codes(self.bits, self.is_float, 2 if self.shift == 5 else 1, self.width, self.unit != 1)
+        scales, is_ptx = 2 if self.shift == 5 else 1, self.unit != 1
+        return Codes(self.bits, self.is_float, scales, self.center, self.width, is_ptx)
 
     def rows(self, index: Tensor) -> Tensor:
         """Return dequantized rows [T, K]."""
@@ -93,7 +94,7 @@ class PackedCodes(NamedTuple):
         codes = rearrange(codes, STORED[self.bits], COLUMNS[self.width])[:, : self.columns]
         pairs = words.T[..., None].contiguous().view(pair_dtype(self.dtype)).double() * self.factor
         scale, shift = pairs[..., 0] * self.unit, pairs[..., 1]
-        scale, minimum = scale.float(), (shift - CENTER[self.bits] * scale).float()
+        scale, minimum = scale.float(), (shift - self.center * scale).float()
         codes = codes.contiguous().view(torch.float8_e4m3fn) if self.is_float else codes
         return Quantized(codes, scale, minimum, self.bits, self.dtype).dequantize()
 
@@ -102,25 +103,37 @@ def pack_codes(weight: Quantized) -> PackedCodes:
     """Return `weight` in the layout of the kernel. Its scales and shifts are rounded to 16 bits."""
     if weight.scale.shape[1] > 1:
         weight = weight.regrouped(weight.group & -weight.group)  # the largest power of 2 that divides it
+    if weight.bits == 8 and weight.minimum is not None:
+        weight = centered(weight)
     codes, scale, minimum, bits, dtype = weight
+    center = 8 if bits == 4 else 0 if minimum is None else 128
     family, is_float, pair = gpu_of(codes).family, codes.is_floating_point(), pair_dtype(dtype)
     is_ptx = family != "gfx942" and dtype in UNITS and os.environ.get("TRITON_INTERPRET") != "1"
-    unit, factor = (CENTERED if bits == 4 else UNITS[dtype][is_float]) if is_ptx else 1.0, 1.0
+    unit, factor = (CENTERED if center else UNITS[dtype][is_float]) if is_ptx else 1.0, 1.0
     if codes.device.type != "meta":  # no values while kernels are compiled without a GPU
         most = max(256 * scale.abs().max().item(), 0 if minimum is None else minimum.abs().max().item())
         factor = 2.0 ** (math.frexp(most)[1] + 1)  # so that scale / unit is finite, also in float16
     exact, rounded = scale.double() / factor, (scale.double() / (factor * unit)).to(pair)
     if minimum is None:
-        shift = (CENTER[bits] - weight.offset) * unit * rounded.double()
+        shift = (center - weight.offset) * unit * rounded.double()
     else:
-        shift = minimum.double() / factor + CENTER[bits] * exact
+        shift = minimum.double() / factor + center * exact
     words = torch.stack((rounded, shift.to(pair)), -1).view(torch.int32)[..., 0].T.contiguous()
     width = 4 if family == "gfx942" or (OLD_TRITON and family != "sm_90") else 2
     data = F.pad(codes.contiguous().view(torch.uint8), (0, -codes.shape[1] % 64))
     data = rearrange(data, COLUMNS[width], STORED[bits])
     data = data[:, ::2] | data[:, 1::2] << 4 if bits == 4 else data
     data = data.contiguous().view(torch.int32)
-    return PackedCodes(data, words, codes.shape[1], factor, unit, width, bits, is_float, dtype)
+    return PackedCodes(data, words, codes.shape[1], factor, unit, center, width, bits, is_float, dtype)
+
+
+def centered(weight: Quantized) -> Quantized:
+    """Return an equal weight of 8-bit integers with minima in which 128 is the middle of the codes of each
+    row. Some formats use fewer than 256."""
+    assert weight.minimum is not None
+    codes = weight.codes.short()
+    up = 128 - (codes.amin(1, keepdim=True) + codes.amax(1, keepdim=True) + 1) // 2  # [N, 1]
+    return weight._replace(codes=(codes + up).to(torch.uint8), minimum=weight.minimum - up * weight.scale)
 
 
 def pair_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -184,7 +197,8 @@ def unpack(codes, words, x, INDEX: tl.constexpr, CODES: tl.constexpr):
     """Return weights [.., 2] in x's dtype: pair number INDEX of each word of codes, dequantized."""
     if CODES.PTX:
         T = x.dtype.element_ty
-        ptx: tl.constexpr = unpack_ptx(INDEX, CODES.BITS, CODES.FLOAT, x.dtype.element_ty == tl.bfloat16)
+        BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+        ptx: tl.constexpr = unpack_ptx(INDEX, CODES.BITS, CODES.FLOAT, CODES.CENTER, BF16)
         first, second = tl.inline_asm_elementwise(
             ptx, "=h,=h,r,r", [codes, words], (T, T), is_pure=True, pack=1
         )
@@ -202,9 +216,7 @@ def dequantized(codes, words, x, FIRST: tl.constexpr, CODES: tl.constexpr):
         value = (((codes << (24 - FIRST)) >> 4) & FLOAT8_BITS).to(tl.float32, bitcast=True)
         scale *= FLOAT8
     else:
-        value = (codes >> FIRST & (1 << CODES.BITS) - 1).to(tl.float32)
-        if CODES.BITS == 4:
-            value -= 8
+        value = (codes >> FIRST & (1 << CODES.BITS) - 1).to(tl.float32) - CODES.CENTER
     return (value * scale + half_of(words >> 16, x)).to(x.dtype.element_ty)
 
 
@@ -218,22 +230,24 @@ def half_of(words, x):
 
 
 @triton.constexpr_function
-def unpack_ptx(index: int, bits: int, is_float: bool, is_bf16: bool) -> str:
+def unpack_ptx(index: int, bits: int, is_float: bool, center: int, is_bf16: bool) -> str:
     """Return assembly that dequantizes pair number `index` of the codes in $2 to $0 and $1. The low half of
     $3 is the scale, the high half the shift."""
-    kind, center = "bf16x2" if is_bf16 else "f16x2", ""
+    kind, subtract = "bf16x2" if is_bf16 else "f16x2", ""
     first = index * bits % 8  # bit
     if is_float:  # extend the signs of bytes 0 and 2, or 1 and 3, to 16 bits
         shift, mask = (4, 0x87F0) if is_bf16 else (7, 0xBF80)
         code = f"prmt.b32 v, $2, 0, {0xA280 + 0x1111 * index:#x}; shl.b32 v, v, {shift};"
     else:
         mask, code = (1 << bits) - 1 << first, f"shr.u32 v, $2, {index * bits - first};"
-    if bits == 4:  # (code - 8) * 2^-13; at bit 4, a code is 16 times as large
-        times, minus = ((0x7B80, 0x7980), 0xBA80) if is_bf16 else ((0x6800, 0x5800), 0x9400)
-        center = f"mov.b32 s, {times[first // 4] * 0x10001:#x}; mov.b32 m, {minus * 0x10001:#x}; "
-        center += f"fma.rn.{kind} v, v, s, m;"
+    if center:  # (code - center) * 2^-13; at bit 4, a code is 16 times as large
+        times = ((0x7B80, 0x7980) if is_bf16 else (0x6800, 0x5800))[first // 4]
+        minus = {8: (0x9400, 0xBA80), 128: (0xA400, 0xBC80)}[center][is_bf16]
+        subtract = (
+            f"mov.b32 s, {times * 0x10001:#x}; mov.b32 m, {minus * 0x10001:#x}; fma.rn.{kind} v, v, s, m;"
+        )
     return (
-        f"{{ .reg .b32 v, s, m; {code} and.b32 v, v, {mask * 0x10001:#x}; {center} "
+        f"{{ .reg .b32 v, s, m; {code} and.b32 v, v, {mask * 0x10001:#x}; {subtract} "
         f"prmt.b32 s, $3, 0, 0x1010; prmt.b32 m, $3, 0, 0x3232; "
         f"fma.rn.{kind} v, v, s, m; mov.b32 {{$0, $1}}, v; }}"
     )

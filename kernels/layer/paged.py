@@ -171,7 +171,8 @@ def prefetch_rows(base, place, C: tl.constexpr):
     """Prefetch the keys or values at slots `place`. Lines that the previous kernel writes stay valid."""
     WIDTH: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
     d = tl.arange(0, triton.cdiv(C.BLOCK_D, WIDTH)) * WIDTH
-    prefetch(base + tl.maximum(place, 0)[:, None] * C.HEAD_DIM + d[None, :], C.PDL)
+    d = tl.minimum(d, C.HEAD_DIM - 1)[None, :]
+    prefetch(base + tl.maximum(place, 0)[:, None] * C.HEAD_DIM + d, C.PDL)
 
 
 @triton.jit

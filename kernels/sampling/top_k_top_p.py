@@ -99,7 +99,8 @@ def threshold(scan, query, best):
         least = _search(scan, query, _open(groups, least), weighing, least, False)
     else:
         largest, mass = load_chunks(scan, query, scan.largest), load_chunks(scan, query, scan.mass, 0.0)
-        target *= tl.sum(mass * tl.exp((largest - best) / temperature))  # times the mass of the vocabulary
+        mass = tl.sum(mass * tl.exp((largest - best) / temperature))  # of the vocabulary
+        target = tl.where(top_p < 1, top_p * mass, float("inf"))
         least = _lower_bound(scan, query, groups, Weighing(False, best, temperature, target), floor)
     if top_p < 1:
         weighing = Weighing(False, best, temperature, target)

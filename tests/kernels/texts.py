@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.launch import forced
-from nanospec.kernels.layer import split_kv
+from nanospec.kernels.layer import paged_tree, split_kv
 from nanospec.kernels.layer.attention import AttentionMetadata, attention
 from tests.kernels.batches import ints, make_batch
 
@@ -110,7 +110,7 @@ def divide(monkeypatch: pytest.MonkeyPatch, programs: int, max_tiles: int = 0) -
     def chosen(*shape: Any) -> split_kv.Split:
         return split(*shape)._replace(programs=programs, max_tiles=max_tiles, units=units)
 
-    monkeypatch.setattr(split_kv, "split_kv", chosen)
+    monkeypatch.setattr(paged_tree, "split_kv", chosen)
 
 
 def on(batch: Batch, device: str | torch.device) -> Batch:

@@ -47,7 +47,8 @@ def test_product_matches_dequantized_weight(
     with forced(gpu=GPUS[target]):
         out = products.run(kind)
     assert out.dtype == dtype
-    assert_close(out, products.expected(kind), 1e-3 if dtype == FP16 else 1e-6, kind)
+    rounded = dtype == FP16 or form == "int8-min"  # whose shifts have 16 bits
+    assert_close(out, products.expected(kind), 1e-3 if rounded else 1e-6, kind)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -56,7 +57,8 @@ def test_packed_rows_are_the_weight(form: str) -> None:
     for K, group, words in ((96, 96, 1), (192, 96, 6), (256, 128, 2)):
         weight = random_quantized(form, 7, K, group, 2.0**-40)
         packed, ids = pack_codes(weight), torch.tensor([6, 0, 0, 3], dtype=torch.int32)
-        assert torch.equal(packed.rows(ids), weight.dequantize()[ids.long()])
+        exact = 0 if form != "int8-min" else 1e-3  # whose shifts are rounded to 16 bits
+        assert_close(packed.rows(ids), weight.dequantize()[ids.long()], exact)
         assert packed.shape == weight.shape
         assert packed.words.shape == (words, 7)
         with forced("triton"):
