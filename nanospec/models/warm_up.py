@@ -23,7 +23,7 @@ def warm_up(model: Model, table: Table, max_tokens: int, write: Callable[[Batch]
     if not use_triton(model.norm.weight):
         return
     context, runs = table.max_context, list[list[Chunk]]()
-    for size in chunk_sizes(model, min(max_tokens, table.num_rows * context), context):
+    for size in chunk_sizes(model, min(max_tokens, table.num_rows * context)):
         starts = range(0, size, context)
         runs.append([Chunk(row, 0, min(size - start, context)) for row, start in enumerate(starts)])
         if size < context:
@@ -32,9 +32,8 @@ def warm_up(model: Model, table: Table, max_tokens: int, write: Callable[[Batch]
         write(Batch.from_chunks(table, chunks))
 
 
-def chunk_sizes(model: Model, limit: int, context: int) -> list[int]:
-    """Return numbers of tokens, up to `limit`, that together use every kernel of prompt chunks at the
-    beginning and at the end of the context."""
+def chunk_sizes(model: Model, limit: int) -> list[int]:
+    """Return numbers of tokens, up to `limit`, that together use every kernel of prompt chunks."""
     from ..kernels.layer.split_kv import split_kv  # not needed on a CPU
     from ..kernels.layer.tiling import choose_tiling
 
@@ -44,8 +43,7 @@ def chunk_sizes(model: Model, limit: int, context: int) -> list[int]:
 
     def kernels_of(T: int) -> Hashable:
         tilings = (choose_tiling(T, *w.shape, gpu, model.dtype.itemsize, w.itemsize) for w in weights)
-        splits = [split_kv(1, T, length, heads, gpu) for length in (T, context)]
-        return *((split.columns, split.programs > 1) for split in splits), *tilings
+        return split_kv(1, T, T, heads, gpu).columns, *tilings
 
     # The smallest of each class, and the limit, as tensor parallelism reduces long chunks in slices.
     return sorted({limit, *{kernels_of(T): T for T in range(limit, 0, -1)}.values()})

@@ -85,6 +85,9 @@ def test_parts_of_k_depend_only_on_weight_shape(name: str) -> None:
             size = (chosen.rows + chosen.width) * chosen.block_k * 2
             buffers = chosen.stages - (target.family not in ("sm_90", "sm_100"))
             assert max(buffers, 1) * size <= target.shared
+            assert chosen.stages <= 1 + -(-(part if chosen.split_k else K) // chosen.block_k)
+            if T == 1 and target.pdl:  # with room for the next kernel
+                assert 2 * (buffers * size + 1024) <= target.shared + 1024
             tiles = -(-T // chosen.width) * -(-N // chosen.rows)
             counters = product.new_counters(torch.empty(N, K, device="meta"))
             assert not chosen.split_k or tiles <= len(counters)
