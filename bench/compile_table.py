@@ -71,7 +71,7 @@ def problems(results: Iterable[Result]) -> list[str]:
     found = []
     keys = defaultdict(set)
     for r in results:
-        keys[r.triton].add(r.key)
+        keys[r.triton].add((r.kernel, r.function, r.case, r.target))  # constants may depend on the version
         known = SPILLED.get((r.function, r.case, r.target, r.triton.rpartition(".")[0]), 0)
         if r.registers < min(65536 // (32 * r.num_warps), 255):
             known = CHOSEN
