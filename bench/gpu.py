@@ -333,7 +333,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("compare needs --before, another checkout; with make: BEFORE=FOLDER.")
     before = (args.before or ROOT).resolve()
     parts, out = PARTS if args.part == "all" else [args.part], args.out.resolve()
-    if {"smoke", "tests"} & {*parts} and not args.cpu:
+    if {"smoke", "tests", "compare"} & {*parts} and not args.cpu:
         check_for(["pytest", "hypothesis"])
     try:
         out.mkdir(parents=True, exist_ok=True)
