@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 MODEL  := smollm2-135m-instruct
 OUT    ?= bench/results
 PART   ?= all
-FILES  ?= kernels/speculation/verify.py
+FILES  ?= nanospec/kernels/speculation/verify.py
 SAMPLE ?= 40
 SEED   ?= 0
 PEERS  ?= .peers
@@ -90,8 +90,8 @@ $(RACES)/.done: campaigns/races.txt
 	@touch $@
 
 lint: $(DONE)lint  ## run ruff and mypy
-	@$(BIN)/ruff check nanospec kernels bench tests campaigns run.py
-	@$(BIN)/mypy nanospec bench tests campaigns run.py  # nanospec/kernels is kernels
+	@$(BIN)/ruff check nanospec bench tests campaigns run.py
+	@$(BIN)/mypy nanospec bench tests campaigns run.py
 
 pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
 	@$(BIN)/python -m bench.pictures && $(BIN)/python -m bench.diagrams

@@ -37,7 +37,7 @@ def imports() -> set[tuple[str, str]]:
     layer_of = {name.strip(" /").removesuffix(".py"): layer for layer in LAYERS for name in layer.split(",")}
     pairs, order = set(), list(LAYERS)
     package_root = ROOT / "nanospec"
-    for path in [*package_root.rglob("*.py"), *(package_root / "kernels").rglob("*.py")]:
+    for path in package_root.rglob("*.py"):
         package = path.relative_to(ROOT).parent.parts
         source = layer_of.get(package[1] if package[1:] else path.stem)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

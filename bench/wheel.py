@@ -44,7 +44,7 @@ def build_wheel(into: Path, *options: str) -> Path:
     with tempfile.TemporaryDirectory() as copy:
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, copy)
-        for name in ("nanospec", "kernels", "weights/drafters"):
+        for name in ("nanospec", "weights/drafters"):
             shutil.copytree(ROOT / name, Path(copy) / name, symlinks=True, ignore=ignored)
         for path in Path(copy).rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)  # otherwise as in the checkout, depending on umask

@@ -1,6 +1,6 @@
 """Mutation testing: change the code at one place at a time, and check that a test fails.
 
-    make mutants FILES="kernels/speculation/verify.py nanospec/engine/blocks.py" SAMPLE=40 SEED=0
+    make mutants FILES="nanospec/kernels/speculation/verify.py nanospec/engine/blocks.py" SAMPLE=40 SEED=0
 
 SEED selects SAMPLE mutants of each file (0: all). A mutant is killed if a test of its file fails, or if they
 take 20 s more than twice their normal CPU time. A surviving mutant shows a missing test, or is

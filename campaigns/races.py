@@ -102,8 +102,10 @@ class Plugin:
 
 
 def kernels() -> set[str]:
-    """Return the names of the kernels that the functions of kernels/ launch."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "kernels").rglob("*.py")]
+    """Return the names of the kernels that the functions of nanospec/kernels/ launch."""
+    trees = [
+        ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "nanospec/kernels").rglob("*.py")
+    ]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     jitted = {n.name for n in nodes if isinstance(n, ast.FunctionDef) and "@triton.jit" in ast.unparse(n)}
     launches = [n.func.value for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript)]

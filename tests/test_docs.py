@@ -20,7 +20,7 @@ from nanospec import llm
 from nanospec.apps.cli.parser import parse
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("nanospec", "kernels", "bench", "campaigns", "tests", "docs")
+FOLDERS = ("nanospec", "bench", "campaigns", "tests", "docs")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CHANGELOG = ROOT / "CHANGELOG.md"
 PLACEHOLDER = re.compile(r"\b(NAME|FILE|FOLDER|DRAFT|DIR|PATH|MODEL|OUT)\b|\.\.\.|[<{]|^~|^\./|^https?:")
@@ -34,8 +34,7 @@ def files() -> frozenset[str]:
     """Return the paths of all files and folders in the root and below `FOLDERS`."""
     paths = [path for path in ROOT.iterdir() if not path.name.startswith(".")]
     paths += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
-    result = {str(path.relative_to(ROOT)) for path in paths}
-    return frozenset(result | {f"nanospec/{name}" for name in result if name.startswith("kernels/")})
+    return frozenset(str(path.relative_to(ROOT)) for path in paths)
 
 
 @cache

@@ -26,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_wheel_contents(wheel: dict[str, bytes]) -> None:
     """The wheel includes C++ sources, pages and the drafter, but no tests, models or compiled code."""
-    folders = {"nanospec": "nanospec", "kernels": "nanospec/kernels", "weights/drafters": "nanospec/weights"}
+    folders = {"nanospec": "nanospec", "weights/drafters": "nanospec/weights"}
     sources = {}
     for folder, there in folders.items():
         for file in (ROOT / folder).rglob("*"):
