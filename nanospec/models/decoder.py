@@ -156,11 +156,11 @@ class Model:
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
         wide = None
         if inputs is None:
-            residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
+            residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale, batch.num_used)
         else:
             wide = self.wide_inputs(batch.input_ids, inputs)
             start = wide[:, inputs.shape[1] :].contiguous() if self.config.norm_before_residual else inputs
-            residual = Residual(start, norms[0])
+            residual = Residual(start, norms[0], num_used=batch.num_used)
         for n, (layer, cache, norm) in enumerate(zip(self.layers, kv_cache, norms[1:], strict=True)):
             _keep(residual, n, states)
             residual = layer(residual, cache, angles[layer.rope], metadata[layer.window], norm, wide)
@@ -189,10 +189,10 @@ class Model:
     def _angles(self, batch: Batch) -> dict[Rope, Tensor]:
         return {rope: table.index_select(0, batch.positions) for rope, table in self.cos_sin.items()}
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None, num_used: Tensor | None = None) -> Tensor:
         """Return the logits of the next token from hidden states of `forward`: [N, H] -> [N, V], written to
-        `out` if given."""
-        logits = self.lm_head(hidden, out)
+        `out` if given. `num_used`: see `Batch`."""
+        logits = self.lm_head(hidden, out, num_used)
         if (cap := self.config.logit_softcap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
