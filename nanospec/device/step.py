@@ -21,8 +21,8 @@ from torch import Tensor
 from ..drafters import Drafter, methods
 from ..drafters.policy import Choice
 from ..kernels.batch import Batch
-from ..kernels.sampling.accept import accept
 from ..kernels.sampling.sample import sample
+from ..kernels.sampling.typical import accept_typical
 from ..kernels.speculation.kv_move import kv_move
 from ..kernels.speculation.layout import lay_out
 from ..kernels.speculation.proposal import Proposal
@@ -58,7 +58,7 @@ class Step:
         exact: bool,
         estimates: Estimates | None = None,
     ) -> None:
-        """`exact`: all requests use the acceptance rule "exact", so `accept` is skipped. `estimates`: the numbers
+        """`exact`: all requests use the acceptance rule "exact", so `accept_typical` is skipped. `estimates`: the numbers
         by which drafts are selected for verification; None: all are verified."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafters, self.extensions, self.exact, self.estimates = drafters, extensions, exact, estimates
@@ -91,7 +91,7 @@ class Step:
         with self.stages["forward"]:
             logits, states = self._forward(batch)
         with self.stages["verify"]:
-            targets = self._sample(logits, batch, proposal, extensions)
+            targets = self._sample(logits, batch, extensions)
             verdict = commit(targets, batch, self.table, proposal)
             self._learn(proposal, batch, verdict, states, extensions)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
@@ -117,15 +117,13 @@ class Step:
         T, shared = len(hidden), self._logits
         return self.model.logits(hidden, shared[:T] if len(shared) >= T else None, batch.num_used), kept
 
-    def _sample(
-        self, logits: Tensor, batch: Batch, proposal: Proposal, extensions: Sequence[Extension]
-    ) -> Tensor:
+    def _sample(self, logits: Tensor, batch: Batch, extensions: Sequence[Extension]) -> Tensor:
         """Return the target's token [T] after each token of the batch."""
         for extension in extensions:
             extension.process_logits(logits, batch)
         targets = sample(logits, self.table, batch)
         if not self.exact and batch.max_q_len > 1:
-            targets = accept(targets, logits, self.table, batch, proposal)
+            targets = accept_typical(targets, logits, self.table, batch)
         return targets
 
     def _learn(
