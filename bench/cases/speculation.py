@@ -14,7 +14,9 @@ from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import use_triton
 from nanospec.kernels.sampling import noise, sample, typical
 from nanospec.kernels.speculation import ngram
-from nanospec.kernels.speculation.proposal import Proposal, lay_out, lay_out_text
+from nanospec.kernels.speculation.layout import lay_out
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.trim import Estimates, trim
 from nanospec.kernels.speculation.verify import commit
 from nanospec.kernels.table import Table
 
@@ -35,7 +37,7 @@ RECORDED = (  # mean logits of ranks 1, 2, 4, ..., 32768 and the last, by SmolLM
 def cases() -> Iterator[Case]:
     for part in (
         ngram_cases, ngram_tree_cases, sample_cases, sample_tree_cases, typical_cases, typical_tree_cases,
-        verify_cases, layout_cases, noise_cases,
+        verify_cases, trim_cases, layout_cases, noise_cases,
     ):  # fmt: skip
         yield from part()
 
@@ -204,13 +206,24 @@ def layout_cases() -> Iterator[Case]:
 
             def build(device: str, B: int = B, K: int = K, text: bool = text) -> Built:
                 table, batch = make_table(B, 1, device, 32768, num_tokens=4000), make_batch(B, K + 1, device)
-                if text:
-                    args = table, batch.rows, batch.base_len, batch.q_len, K + 1
-                    return Built(lambda: lay_out_text(*args))
-                proposal = proposed(B, K, device)
-                return Built(lambda: lay_out(table, batch.rows, proposal))
+                drafts = None if text else proposed(B, K, device).drafts
+                args = table, batch.rows, batch.base_len, batch.q_len, K + 1, drafts
+                return Built(lambda: lay_out(*args))
 
             yield Case("layout", f"B{B}-K{K}{'-text' if text else ''}", build)
+
+
+def trim_cases() -> Iterator[Case]:
+    """Yield the selection of the drafts to verify."""
+    for B, K in ((1, 4), (64, 4), (64, 16), (256, 0)):
+
+        def build(device: str, B: int = B, K: int = K) -> Built:
+            table, rows = make_table(B, 1, device, 32768, num_tokens=4000), make_batch(B, K + 1, device).rows
+            _, estimates = Estimates.empty(2, 256, device)
+            proposal = proposed(B, K, device)
+            return Built(lambda: trim(table, rows, proposal, estimates))
+
+        yield Case("trim", f"B{B}-K{K}", build)
 
 
 def noise_cases() -> Iterator[Case]:

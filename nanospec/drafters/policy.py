@@ -72,11 +72,12 @@ class AutoPolicy(Policy):
         self.estimator, self._num_drafters, self._model = Estimator(), num_drafters, model_drafter
         # The key of the rates by which K is chosen, before drafts are proposed; NO_DRAFTER: of all drafts.
         self._unmatched = NO_DRAFTER if costs.captured and model_drafter else model_drafter
+        self._chooses_k = costs.captured or model_drafter != NO_DRAFTER  # before drafts are proposed
         self._accepted: dict[int, float] = {}  # drafts accepted per step, by row
         self._num_steps = 0
         self._model_k = 0  # of the latest step: the number of drafts of the model, if steps are not captured
         self._propose_ms = 0.0  # of the latest step
-        self._credit, self._turn = 0.0, 0  # ms available for probes; the row of the next probe
+        self._credit, self._turn = 0.0, 0  # ms available for probes; their number so far
 
     def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
         B, max_k, costs = len(limits), max(limits.values()), self.costs
@@ -85,14 +86,15 @@ class AutoPolicy(Policy):
         self._credit = min(self._credit + OVERHEAD * plain, plain)
         self._num_steps += 1
         self.probing, chosen = False, max_k
-        if costs.captured or self._model != NO_DRAFTER:
+        if self._chooses_k:
             chosen = self._choose_k(limits if costs.captured else drafter_limits, context)
         k = chosen if costs.captured or (self._model == 0 and limits == drafter_limits) else max_k
         self._model_k = 0 if costs.captured or self._model == NO_DRAFTER else chosen
         keep, probe = (chosen, -1) if self.probing else (0, -1)
-        if k and not self.probing and self._spend_credit(costs.cost(B, B + 1, context) - plain):
-            self._turn += 1
-            probe = self._turn % B
+        # Probes of a larger K and of another draft of a row take turns.
+        by_row = k and not self.probing and (self._turn % 2 or not self._chooses_k)
+        if by_row and self._spend_credit(costs.cost(B, B + 1, context) - plain):
+            probe = self._turn // (1 + self._chooses_k) % B
         shared = own = 0.0
         margin = UNLIMITED_MS
         if not (waiting or self.probing):
@@ -109,7 +111,8 @@ class AutoPolicy(Policy):
         rates = {k: n / ms[k] for k, n in zip(ms, tokens)}
         best = max(rates, key=rates.__getitem__)
         larger = min((k for k in ms if k > best), default=best)
-        self.probing = larger > best and self._spend_credit(ms[larger] - ms[best])
+        due = larger > best and (best == 0 or self._turn % 2 == 0)
+        self.probing = due and self._spend_credit(ms[larger] - ms[best])
         return larger if self.probing else best
 
     def _min_match(self, B: int, k: int, model_k: int, plain: float) -> int:
@@ -136,9 +139,10 @@ class AutoPolicy(Policy):
 
     def _spend_credit(self, ms: float) -> bool:
         """Take the cost of a probe from the credit; return False if the credit is too small."""
-        affordable = ms <= self._credit
-        self._credit -= ms if affordable else 0.0
-        return affordable
+        if ms > self._credit:
+            return False
+        self._credit, self._turn = self._credit - ms, self._turn + 1
+        return True
 
     def add_time(self, propose_ms: float) -> None:
         self._propose_ms = propose_ms

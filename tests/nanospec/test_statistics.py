@@ -20,7 +20,8 @@ from nanospec import SamplingParams
 from nanospec.drafters import Drafter, SimpleDrafter, draft_limits, make_proposal
 from nanospec.engine.engine import Engine
 from nanospec.kernels.sampling import sample
-from nanospec.kernels.speculation.proposal import Proposal, lay_out_text
+from nanospec.kernels.speculation.layout import lay_out
+from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.table import Table
 from nanospec.models.decoder import Model
 from nanospec.models.weights import load_model
@@ -86,9 +87,13 @@ class SamplingDrafter(Drafter):
         num_drafts, last = draft_limits(table, rows, k), table.num_tokens[index] - 1
         token, drafts = table.tokens[index, last.clamp(min=0)], list[Tensor]()
         for j in range(k):
-            batch = lay_out_text(table, rows, last + j, (num_drafts - j).clamp(0, 1), 1)
-            token = sample.sample(self.bigram[token], own, batch).clamp(min=0)
+            batch = lay_out(table, rows, last + j, (num_drafts > j).int(), 1)
+            if not batch.num_tokens:
+                break
+            ids = sample.sample(self.bigram[token[batch.row_of_token]], own, batch).clamp(min=0)
+            token = torch.where(num_drafts > j, ids[batch.last_tokens()], 0)
             drafts.append(token)
+        drafts += [torch.zeros_like(rows)] * (k - len(drafts))
         return make_proposal(torch.stack(drafts, 1), num_drafts)
 
 

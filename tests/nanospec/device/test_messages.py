@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nanospec.config import GREEDY_BELOW, SamplingParams, SpecConfig
-from nanospec.device.messages import Admission, write_row
+from nanospec.device.messages import Admission
+from nanospec.device.rows import write_row
 from nanospec.kernels import MAX_STOP_IDS
 from nanospec.kernels.table import Table
 
