@@ -1,7 +1,8 @@
 """Strategies that choose the number of verified drafts, and the loop that simulates them on traces.
 
-A `Batch` of requests advances through its traces. A `Strategy` plans each step and learns from its result. Each
-row costs as much as its own drafts; results of captured steps are known one step later. See `simulate.py`.
+A `Batch` of requests advances through its traces. A `Strategy` plans each step and learns from its result.
+Each row costs as much as its own drafts; results of captured steps are known one step later. See
+`simulate.py`.
 """
 
 import math
@@ -10,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.traces import MAX_DRAFTS, Trace
 import torch
 
+from bench.traces import MAX_DRAFTS, Trace
 from nanospec.drafters.estimates import StepCosts
 from nanospec.drafters.policy import AutoPolicy, Policy
 from nanospec.kernels import NO_DRAFTER, RUNNING

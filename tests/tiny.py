@@ -16,8 +16,8 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from nanospec.kernels.speculation.layout import lay_out
 from nanospec.kernels.batch import MAX_QUERIES, Batch, Chunk
+from nanospec.kernels.speculation.layout import lay_out
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig, Rope
 from nanospec.models.decoder import Model

@@ -117,8 +117,8 @@ class Simulation:
             draft.after = draft.after + settings["blur"] * draft.after.roll(1, 0)
         if "dflash" in method:
             given, custom = [*method.split("+")[:-1], MockReader(self.model, spec["tree_width"])], True
-        captured = {size: {k: 1 + 0.1 * k for k in range(64)} for size in (1, 2, 4, 8)}
-        costs = StepCosts(captured) if settings["captured"] else StepCosts(packed={1: 1.0, 64: 2.0, 600: 9.0})
+        captured = {size: {size * (k + 1): 1 + 0.1 * k for k in (*range(8), 63)} for size in (1, 2, 4, 8)}
+        costs = StepCosts(captured, True) if settings["captured"] else StepCosts({8: {1: 1.0, 64: 2.0, 600: 9.0}})
         with mock.patch.object(Worker, "measure", return_value=costs):
             return make_engine(
                 self.model,

@@ -7,9 +7,10 @@ tokens of a row are its last committed token and its drafts. One forward pass sc
 these positions the target samples the next token, and a draft is accepted as long as it equals the token
 sampled at the position before it. The output is therefore the same as without speculation.
 
-Rows are laid out back to back (`kernels/batch.py`). On a GPU, shapes are those of K + 1 tokens per row and the
-number of tokens in use is known on the device only, so the step never waits and can be captured (`graphs.py`).
-On a CPU, tensors have the size of the tokens, and a drafter that runs a model is skipped if it has no rows.
+Rows are laid out back to back (`kernels/batch.py`). On a GPU, shapes are those of K + 1 tokens per row, and
+the number of tokens in use is known on the device only, so the step never waits and can be captured
+(`graphs.py`). On a CPU, tensors have the size of the tokens, and a drafter that runs a model is skipped if no
+row needs it.
 """
 
 from collections.abc import Sequence
@@ -58,8 +59,8 @@ class Step:
         exact: bool,
         estimates: Estimates | None = None,
     ) -> None:
-        """`exact`: all requests use the acceptance rule "exact", so `accept_typical` is skipped. `estimates`: the numbers
-        by which drafts are selected for verification; None: all are verified."""
+        """`exact`: all requests use the acceptance rule "exact", so `accept_typical` is skipped. `estimates`:
+        the numbers by which drafts are selected for verification; None: all are verified."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafters, self.extensions, self.exact, self.estimates = drafters, extensions, exact, estimates
         # The hidden states that the drafters read, as numbers of layers.

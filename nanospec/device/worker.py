@@ -21,6 +21,7 @@ from ..drafters.estimates import StepCosts
 from ..drafters.methods import captures_steps
 from ..kernels import NO_DRAFTER, STOPPED
 from ..kernels.batch import Batch, Chunk
+from ..kernels.launch import use_triton
 from ..kernels.speculation.report import kept_logprobs
 from ..kernels.speculation.trim import Estimates
 from ..kernels.table import Table
@@ -131,7 +132,7 @@ class Worker:
             extension.send(value, bucket.k if bucket else choice.k)
         if numbers := choice.estimates:
             upload(numbers, torch.float32, self.device, out=self._estimates[: len(numbers)])
-        if self.device.type != "cpu":  # on a CPU, the step does this for the rows that a drafter drafts for
+        if use_triton(self.kv_cache):  # on a CPU, the step does this for the rows that a drafter drafts for
             with self.stages["propose"]:
                 for drafter in self.drafters:
                     drafter.catch_up(inputs.drafting)

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..config import SpecConfig
 from ..kernels import NO_DRAFTER
 from ..kernels.batch import Batch, Chunk
+from ..kernels.launch import use_triton
 from ..kernels.sampling.sample import sample
 from ..kernels.speculation.layout import lay_out
 from ..kernels.speculation.proposal import Proposal
@@ -58,11 +59,7 @@ class ModelDrafter(Drafter):
     def __init__(self, spec: SpecConfig, model: Model, vocab_size: int) -> None:
         """`vocab_size` is the target's. If the models pad it differently, only common tokens are drafted."""
         self.model, self.vocab_size = model, vocab_size
-        # Maximum number of tokens per row in the first forward pass of a step; rows that lack the K/V of more
-        # get no drafts. After a step with its drafts, a row lacks one, or two if all were accepted; more if
-        # n-gram lookup runs first and `catch_up` does not know the current counts.
-        lags = model.device.type != "cpu" and len(spec.methods) > 1
-        self.first_pass = spec.max_k + 2 if lags else 2
+        self._max_missing = 2 if len(spec.methods) == 1 else spec.max_k + 2
         per_token, window = model.config.kv_bytes_per_token(model.dtype), model.config.max_position_embeddings
         self.memory = Memory(model.weight_bytes, per_token, window)
 
@@ -78,13 +75,18 @@ class ModelDrafter(Drafter):
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int) -> None:
         self.table, self.max_tokens = table, max_tokens
+        self._lags = use_triton(table.tokens)  # whether `catch_up` uses counts of an earlier step
+        # Maximum number of tokens per row in the first forward pass of a step; rows that lack the K/V of more
+        # get no drafts. After a step with its drafts, a row lacks one, or two if all were accepted; more if
+        # n-gram lookup runs first and `catch_up` lags.
+        self.first_pass = self._max_missing if self._lags else 2
         self.kv = self.model.allocate_kv_cache(num_blocks, table.block_size)
         # [S + 1] for S rows: number of tokens with K/V in `kv`; last entry: padding.
         self.computed = torch.full((table.num_rows + 1,), ALL, dtype=torch.int32, device=self.model.device)
         self._states: dict[int, _RowState] = {}
         self._drafted: set[int] = set()
         self._copy = self._start_copy()
-        if self.model.device.type != "cpu":
+        if self._lags:
             warm_up(self.model, table, max_tokens, lambda batch: self.model.write_kv(batch, self.kv))
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
@@ -107,7 +109,7 @@ class ModelDrafter(Drafter):
         """Compute the missing K/V of these rows, except that of the last token and what the first pass of a
         step computes anyway; at most `max_tokens` tokens in total. The host does not wait for a GPU: it uses
         counts whose copy was started in the previous call."""
-        if self.model.device.type == "cpu":
+        if not self._lags:
             self._copy = self._start_copy()
         states, wait = self._copy
         computed, num_tokens = wait()

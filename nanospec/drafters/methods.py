@@ -18,6 +18,7 @@ from torch import Tensor
 from ..config import EngineConfig, SpecConfig
 from ..kernels import NO_DRAFTER
 from ..kernels.batch import Batch
+from ..kernels.launch import use_triton
 from ..kernels.speculation import ngram
 from ..kernels.speculation.layout import lay_out
 from ..kernels.speculation.proposal import Proposal, draft_limits, merge
@@ -157,8 +158,8 @@ def load_drafters(spec: SpecConfig, target: Target, given: Drafters | None = Non
 def propose(
     drafters: Sequence[Drafter], table: Table, rows: Tensor, k: int, model_k: int, min_match: Tensor | None
 ) -> Proposal:
-    """Return drafts for each of the rows [B], in k columns. The last drafter proposes at most `model_k`; if it
-    runs a model, its drafts replace those of matches shorter than `min_match`."""
+    """Return drafts for each of the rows [B], in k columns. The last drafter proposes at most `model_k`; if
+    it runs a model, its drafts replace those of matches shorter than `min_match`."""
     merged: Proposal | None = None
     for code, drafter in enumerate(drafters):
         limit = min(model_k, k) if drafter is drafters[-1] else k
@@ -171,7 +172,7 @@ def propose(
                 # A match length of 0: the drafts are not from lookup.
                 kept &= (merged.match_len == 0) | (merged.match_len >= min_match)
             remaining = torch.where(kept, -1, rows)
-        if drafter.runs_model and rows.device.type == "cpu":  # where reading the rows does not wait
+        if drafter.runs_model and not use_triton(rows):  # on a CPU, reading the rows does not wait
             remaining = torch.where(draft_limits(table, remaining, limit) > 0, remaining, -1)
             drafting = [row for row in remaining.tolist() if row >= 0]
             if not drafting:

@@ -52,7 +52,9 @@ class Engine:
         shares = config.enable_prefix_caching and "ngram" in worker.methods
         self.history = History(worker.max_model_len if shares and config.spec.prompt_lookup_history else 0)
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
-        self.policy = AutoPolicy(worker.measure(), len(worker.methods), worker.model_drafter) if auto else Policy()
+        self.policy = Policy()
+        if auto:
+            self.policy = AutoPolicy(worker.measure(), len(worker.methods), worker.model_drafter)
         on_gpu, is_async = worker.device.type == "cuda", config.async_scheduling
         self.lag = int(worker.graphs is not None and (on_gpu if is_async is None else is_async))
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens

@@ -25,7 +25,8 @@ from ...device.resources import compute_info, use_device
 from ...device.worker import Worker
 from ...engine.engine import Engine, QueuedStep
 from ...engine.request import Request
-from ...kernels.speculation.proposal import Proposal, num_valid, parents_of
+from ...kernels.speculation.proposal import Proposal, parents_of
+from ...kernels.speculation.trim import num_valid
 from ...kernels.table import Table
 from ...kernels.transfer import to_host
 from ...outputs import NOT_TRACED

@@ -41,7 +41,7 @@ def rope_cache(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: 
 
 def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    heads = qkv.unflatten(1, (-1, head_dim))
     num_heads = heads.shape[1] - 2 * num_kv_heads
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if norms is not None:
@@ -50,7 +50,7 @@ def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms
     (cos, sin), (first, second) = angles.to(qk.dtype)[:, None].chunk(2, -1), qk.chunk(2, -1)
     qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     k = qk[:, num_heads:]
-    index = batch.with_slot
+    index = (batch.slots >= 0).nonzero().squeeze(1)
     for to, new in zip(cache.view(2, num_kv_heads, -1, head_dim), (k, v), strict=True):
         to[:, batch.slots[index].long()] = new[index].transpose(0, 1)
     return qk[:, :num_heads]

@@ -28,11 +28,11 @@ def lay_out(
     table: Table, rows: Tensor, first: Tensor, q_len: Tensor, width: int,
     drafts: Tensor | None = None, parents: Tensor | None = None,
 ) -> Batch:  # fmt: skip
-    """Return a batch of `q_len` [B] int32 tokens of each request row in `rows` [B] int32, from index `first`
-    [B] int32 on; see the module docstring.
+    """Return a batch of `q_len` [B] tokens of each request row in `rows` [B], from index `first` [B] on; see
+    the module docstring. All tensors are int32.
 
-    `width`: an upper bound of `q_len`. `drafts` [B, K] int32: the tokens after the text. `parents` [B, K] int32:
-    for trees, the node that each draft follows. `q_len` is 0 for inactive rows (-1).
+    `width`: an upper bound of `q_len`. `drafts` [B, K]: the tokens after the text. `parents` [B, K]: for trees,
+    the node that each draft follows. `q_len` is 0 for inactive rows (-1).
     """
     if use_triton(rows):
         return launch(table, rows, first, q_len, width, drafts, parents)

@@ -5,8 +5,8 @@
 
 A draft can be verified if it is valid (a token of the vocabulary that follows an earlier node, as all drafts
 before it) and leaves room for the target's token within the request's `max_len`. Which of these drafts are
-verified depends on `Estimates`, which the host computes from the results of earlier steps. With chance(i), the
-probability that draft i is accepted, and n the number of drafts with chance(i) >= threshold, the expected
+verified depends on `Estimates`, which the host computes from the results of earlier steps. With chance(i),
+the probability that draft i is accepted, and n the number of drafts with chance(i) >= threshold, the expected
 speed of a step is
 
     (rows + sum of these chances) / ms(rows + n)    tokens per ms,
@@ -85,7 +85,7 @@ class Estimates(NamedTuple):
 
 
 def trim(table: Table, rows: Tensor, proposal: Proposal, estimates: Estimates | None) -> Tensor:
-    """Return `q_len` for request rows `rows` [B] int32. Without `estimates`, all valid drafts are verified."""
+    """Return `q_len` for request rows `rows` [B] int32. Without `estimates`, all valid drafts are kept."""
     if use_triton(rows):
         return launch(table, rows, proposal, estimates)
     return (native if use_native(rows, torch.int32) else naive)(table, rows, proposal, estimates)
@@ -185,7 +185,9 @@ def _count_valid(table, rows, proposal, k, B, ROWS: tl.constexpr, TREE: tl.const
 
 
 @triton.jit(do_not_specialize=["sizes"])
-def _trim(table, rows, proposal, e, q_len, sizes, ROWS: tl.constexpr, TREE: tl.constexpr, CHOOSE: tl.constexpr):
+def _trim(
+    table, rows, proposal, e, q_len, sizes, ROWS: tl.constexpr, TREE: tl.constexpr, CHOOSE: tl.constexpr
+):
     """CHOOSE: whether there are estimates `e`."""
     B, k, num_drafters = sizes
     b = tl.arange(0, ROWS)

@@ -18,7 +18,7 @@ from nanospec.device import resources
 from nanospec.device.graphs import KS, StepGraphs
 from nanospec.device.resources import plan_cache, spare_memory, step_bytes
 from nanospec.drafters.policy import Choice
-from nanospec.kernels.batch import Batch
+from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer import paged_tree
 from nanospec.kernels.layer.split_kv import Split

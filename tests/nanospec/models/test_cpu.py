@@ -18,7 +18,6 @@ from torch import Tensor
 
 from nanospec.drafters.dflash import as_block
 from nanospec.kernels import native
-from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.quantized import Quantized, quantize
 from nanospec.kernels.speculation.layout import lay_out

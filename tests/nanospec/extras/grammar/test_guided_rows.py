@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from nanospec.extras.grammar.extension import Grammar, mask
 from nanospec.extras.grammar.grammar import Draft
