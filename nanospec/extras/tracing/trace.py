@@ -39,8 +39,6 @@ class StepRecord:
         accepted: 1-based indices into `drafts` of the accepted ones, in order of depth.
         reason: what determined `verified`: "off", "end" (only one token was left to generate), "no match",
             "fixed", "pays", "does not pay" or "probe".
-        expected_speedup: the estimated tokens per ms of the whole step, relative to a step without drafts;
-            None if the policy made no estimate.
         plain_ms: the estimated milliseconds of the step without drafts: its measured time, scaled by the
             ratio of the step costs measured at startup.
     """
@@ -57,7 +55,6 @@ class StepRecord:
     verified: int
     accepted: list[int]
     reason: str
-    expected_speedup: float | None
     plain_ms: float
 
 
