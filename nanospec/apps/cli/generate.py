@@ -1,4 +1,4 @@
-"""Load the model and run the mode of the command line: prompt, chat, batch, demo or explanation."""
+"""Load the model and run the mode of the command line: prompt, chat, batch or demo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ..tasks import with_system
 from .chat import Chat, typed_messages
 from .console import DIM, Console, announce_ranks
 from .demo import Answers, run_demo
-from .explain import explain
 
 
 def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -> None:
@@ -56,9 +55,6 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -
         elif args.chat:
             on_answer = None if args.json else lambda output: console.line(summary(output), DIM)
             Chat(llm, params, console, args.system, on_answer).run(typed_messages(console))
-            report(llm, args, console)
-        elif args.explain:
-            explain(llm, console)
             report(llm, args, console)
         else:
             run_prompt(llm, params, console, args)
