@@ -22,7 +22,6 @@ from ...models.generation_config import default_params
 COMMANDS = {  # name -> module, function(argv)
     "serve": ("nanospec.apps.cli.serve", "main"),
     "fetch": ("nanospec.apps.cli.fetch", "main"),
-    "convert": ("nanospec.apps.cli.fetch", "convert_main"),
     "train": ("nanospec.apps.training", "main"),
 }
 NEEDED = ("torch", "triton", "safetensors", "tokenizers")  # `run.py` explains how to install them

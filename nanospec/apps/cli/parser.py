@@ -23,7 +23,6 @@ Run a model on a prompt, in a chat, on a batch of requests, or in a demo.
 
 commands (run `{0} COMMAND --help` for their options):
     fetch NAME                    download a model
-    convert FILE.gguf [FOLDER]    convert a GGUF file to a model folder with 16-bit weights
     train                         train a drafter for a model
     serve                         start an OpenAI-compatible server
 """
