@@ -22,7 +22,6 @@ from ...models.generation_config import default_params
 COMMANDS = {  # name -> module, function(argv)
     "serve": ("nanospec.apps.cli.serve", "main"),
     "fetch": ("nanospec.apps.cli.fetch", "main"),
-    "train": ("nanospec.apps.training", "main"),
 }
 NEEDED = ("torch", "triton", "safetensors", "tokenizers")  # `run.py` explains how to install them
 EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141

@@ -23,7 +23,6 @@ Run a model on a prompt, in a chat, on a batch of requests, or in a demo.
 
 commands (run `{0} COMMAND --help` for their options):
     fetch NAME                    download a model
-    train                         train a drafter for a model
     serve                         start an OpenAI-compatible server
 """
 DEFAULTS: dict[str, Any] = {"max_tokens": 256}  # of sampling, on the command line
