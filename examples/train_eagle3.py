@@ -207,9 +207,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="local folder, GGUF file, name or hub id")
     parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="training data, JSON Lines")
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="FOLDER", help="written after each epoch"
-    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="written after each epoch")
     parser.add_argument("--vocab", type=int, default=8192, help="number of tokens that can be drafted")
     parser.add_argument("--passes", type=int, default=4, help="number of consecutive drafts that are trained")
     parser.add_argument("--epochs", type=int, default=6, help="number of passes over the text")

