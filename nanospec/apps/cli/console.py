@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TextIO
 from ...kernels import FROM_TARGET
 
 if TYPE_CHECKING:
-    from ...llm import LLM
     from ...outputs import Piece
 
 ACCEPTED = "\x1b[32m"  # green
@@ -54,11 +53,3 @@ def announce(name: str, folder: Path) -> None:
     if sys.stderr.isatty():
         size = sum(path.stat().st_size for path in [*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
         print(f"Loading {name} ({size / 1e9:.2f} GB) ...", file=sys.stderr)
-
-
-def announce_ranks(llm: LLM) -> None:
-    """Print the memory needed by each rank of a tensor-parallel model."""
-    plans = llm.engine.worker.memory
-    for rank, plan in enumerate(plans if len(plans) > 1 else ()):
-        sizes = ", ".join(f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in plan.items())
-        print(f"Rank {rank} needs {sum(plan.values()) / 1e6:,.1f} MB: {sizes}.", file=sys.stderr)

@@ -73,6 +73,7 @@ def _run(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     """Run the mode that a command line without a command selects."""
+    from ..batch.lines import open_input
     from ..batch.run import open_batch
     from ..options import fields_set
     from .console import announce
@@ -82,7 +83,8 @@ def _generate(argv: list[str]) -> int:
     sampling = {**DEFAULTS, **fields_set(args, "SamplingParams")}
     SamplingParams(**sampling)  # report errors before the model is downloaded
     if args.prompt == "-":
-        args.prompt = _standard_input()
+        with open_input("-") as file:
+            args.prompt = file.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     args.folder = resolve_model(args.model)
     params = replace(default_params(args.folder), **sampling)
     with open_batch(args, params) if args.input else nullcontext() as batch:
@@ -94,20 +96,6 @@ def _generate(argv: list[str]) -> int:
 
         run(args, params, batch)
     return 0
-
-
-def _standard_input() -> str:
-    """Return standard input without its last newline. Raises ValueError if it is too long or not UTF-8."""
-    from ..batch.lines import MAX_LINE, open_input
-
-    with open_input("-") as file:
-        data = file.read(MAX_LINE + 1)
-    if len(data) > MAX_LINE:
-        raise ValueError(f"standard input is longer than {MAX_LINE >> 20} MB, the limit for a prompt.")
-    try:
-        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not valid UTF-8 at byte {error.start}.") from None
 
 
 def _discard_output() -> None:

@@ -149,20 +149,16 @@ def as_in_a_terminal(console: generate.Console, stream: Any = None, show_drafts:
     console.stream, console.color, console.show_drafts = sys.stdout, True, False
 
 
-def test_demo_compares_with_measured_time(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = tmp_path / "trace.html"
+def test_demo_compares_with_measured_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "REQUESTS", {"quotation": PROMPT, "other": "z"})
     monkeypatch.setattr(demo, "SamplingParams", lambda **given: SamplingParams(**{**given, "max_tokens": 8}))
     monkeypatch.setattr(generate.Console, "__init__", as_in_a_terminal)
-    status, colored, errors = run("--demo", "--trace", trace)
+    status, colored, errors = run("--demo")
     assert status == 0, errors
     text = re.sub(r"\x1b\[\d+m", "", colored)
     assert f"--- quotation: {PROMPT}\nefghijkl\n\n--- other: z\n .!é\n" in text
     numbers = r"[\d.]+ +[\d.]+ +[\d.]+x +[\d.]+ +(?:\d+%|-) +yes\n"
     assert re.search(rf"accepted  equal\nquotation +8 +{numbers}other +5 +{numbers}$", text)
-    lanes = lanes_in(trace)
-    assert [lane["name"] for lane in lanes] == ["quotation", "other"]
-    assert all(lane["plain_is_measured"] for lane in lanes)
     assert "\x1b[32mj\x1b[0m" in colored
 
 
@@ -179,4 +175,4 @@ def test_interrupted_run_still_writes_trace(run: Run, tmp_path: Path, monkeypatc
     [lane] = lanes_in(trace)
     assert lane["finish_reason"] == "abort"
     assert 0 < len(lane["token_ids"]) < len(ALPHABET)
-    assert (lane["plain_seconds"] > 0, lane["plain_is_measured"]) == (True, False)
+    assert lane["plain_seconds"] > 0
