@@ -61,8 +61,8 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -
 
 @contextmanager
 def saved_trace(path: str | None, llm: LLM) -> Iterator[None]:
-    """Write the trace of the latest requests, finished or not, to `path`, if it is set, when the block ends or
-    is interrupted."""
+    """When the block ends or is interrupted, write the trace of the latest requests, finished or not, to
+    `path` if it is set."""
     try:
         yield
     finally:

@@ -95,7 +95,6 @@ class App:
         except ValueError as error:
             raise HTTPError(400, str(error), "n") from None
         state = request.state
-        state.log_fields.update(parsed.log_fields)
         answer = format(parsed, state.id, self.model, self.llm.tokenizer)
         return Answer(parsed, job, answer, self.config.request_timeout, state.log_fields)
 
