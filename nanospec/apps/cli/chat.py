@@ -74,11 +74,11 @@ class Chat:
 
 
 def typed_messages(console: Console) -> Iterator[str]:
-    """Yield messages until the input ends or Ctrl-C is pressed twice. A line that ends with a backslash
-    continues on the next one. Prompts are written to the console."""
+    """Yield messages until the input ends. A line that ends with a backslash continues on the next one, and
+    Ctrl-C drops the message. Prompts are written to the console."""
     with suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and a history)
-    text, interrupted = "", False
+    text = ""
     while True:
         try:
             prompt = CONTINUED if text else PROMPT
@@ -90,12 +90,9 @@ def typed_messages(console: Console) -> Iterator[str]:
             console.line()
             return
         except KeyboardInterrupt:
-            if interrupted:
-                return
-            text, interrupted = "", True
-            console.line("\nPress Ctrl-C again or Ctrl-D to end the chat.", DIM)
+            text = ""
+            console.line("\nPress Ctrl-D to end the chat.", DIM)
             continue
-        interrupted = False
         if text.endswith("\\"):
             text = text[:-1] + "\n"
             continue

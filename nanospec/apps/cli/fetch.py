@@ -92,11 +92,8 @@ def pip_download(requirement: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=2", "download"]
     command += ["--no-deps", "--only-binary=:all:", f"--dest={folder}", requirement]
     environment = {**os.environ, "TMPDIR": str(folder)}  # removed with this folder
-    result = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment)
-    if result.returncode:
-        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
-        why = (errors or [f"exit code {result.returncode}"])[-1]
-        raise ValueError(f"pip could not download {requirement} ({why}); check the network and the disk.")
+    if subprocess.run(command, env=environment).returncode:
+        raise ValueError(f"pip could not download {requirement}; check the network and the disk.")
     [wheel] = folder.glob("*.whl")
     return wheel
 

@@ -26,8 +26,8 @@ from .demo import run_demo
 def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -> None:
     """Load the model and run the mode that the options select. Raises ValueError, TypeError or OSError."""
     console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
-    spec, engine = SpecConfig(**fields_set(args, "SpecConfig")), fields_set(args, "EngineConfig")
-    engine_options = {"spec": spec, **engine}
+    spec = SpecConfig(**fields_set(args, "SpecConfig"))
+    engine_options = {"spec": spec, **fields_set(args, "EngineConfig")}
     if args.trace is not None:
         check_target(args.trace)  # before the model is loaded
         engine_options["trace"] = True

@@ -19,10 +19,7 @@ from ...config import SamplingParams
 from ...models import program, resolve_model
 from ...models.generation_config import default_params
 
-COMMANDS = {  # name -> module, function(argv)
-    "serve": ("nanospec.apps.cli.serve", "main"),
-    "fetch": ("nanospec.apps.cli.fetch", "main"),
-}
+COMMANDS = ("serve", "fetch")  # modules of this folder with a function `main`
 NEEDED = ("torch", "triton", "safetensors", "tokenizers")  # `run.py` explains how to install them
 EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
@@ -55,8 +52,7 @@ def _run(argv: list[str]) -> int:
 
     try:
         if argv and argv[0] in COMMANDS:
-            module, function = COMMANDS[argv[0]]
-            return int(getattr(import_module(module), function)(argv[1:]))
+            return int(import_module(f"nanospec.apps.cli.{argv[0]}").main(argv[1:]))
         return _generate(argv)
     except (BrokenPipeError, ModuleNotFoundError):
         raise

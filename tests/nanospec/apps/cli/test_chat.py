@@ -75,15 +75,13 @@ def test_chat_requires_chat_template() -> None:
 
 
 def test_typed_lines_become_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backslash continues a line. Ctrl-C drops the message; pressed twice, it ends the chat."""
-    ctrl_c = KeyboardInterrupt
-    typed = Mock(side_effect=["half\\", ctrl_c, "日本語\\", "two", ctrl_c, "", ctrl_c, ctrl_c])
+    """A backslash continues a line, Ctrl-C drops the message, Ctrl-D ends the chat."""
+    typed = Mock(side_effect=["half\\", KeyboardInterrupt, "日本語\\", "two", "", EOFError])
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.delitem(sys.modules, "readline", raising=False)
     stream = io.StringIO()
     assert list(typed_messages(Console(stream))) == ["日本語\ntwo", ""]
-    hint = "\nPress Ctrl-C again or Ctrl-D to end the chat.\n"
-    assert stream.getvalue() == f"> . {hint}> . > {hint}> > {hint}> "
+    assert stream.getvalue() == "> . \nPress Ctrl-D to end the chat.\n> . > > \n"
     if importlib.util.find_spec("readline"):
         assert "readline" in sys.modules
 
