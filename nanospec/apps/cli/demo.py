@@ -65,14 +65,17 @@ def run_demo(llm: LLM, console: Console) -> None:
 
 
 def _row(name: str, plain: RequestOutput, spec: RequestOutput) -> tuple[str, ...]:
-    """Return one row of the table. Speeds exclude the step of the first token."""
-    before, after = (
-        (len(each.token_ids) - 1) / max(each.seconds - each.first_token_seconds, 1e-9)
-        for each in (plain, spec)
-    )
+    """Return one row of the table."""
+    before, after = _decode_rate(plain), _decode_rate(spec)
     stats = spec.stats
     return (
         name, str(len(spec.token_ids)), f"{before:.1f}", f"{after:.1f}", f"{after / before:.2f}x",
         f"{stats.tokens_per_step:.2f}", f"{stats.acceptance_rate:.0%}" if stats.num_drafted else "-",
         "yes" if plain.token_ids == spec.token_ids else "NO",
     )  # fmt: skip
+
+
+def _decode_rate(output: RequestOutput) -> float:
+    """Return the decoding speed in tokens per second, excluding the step of the first token."""
+    seconds = output.seconds - output.first_token_seconds
+    return (len(output.token_ids) - 1) / max(seconds, 1e-9)

@@ -72,7 +72,6 @@ def _generate(argv: list[str]) -> int:
     from ..batch.lines import open_input
     from ..batch.run import open_batch
     from ..options import fields_set
-    from .console import announce
     from .parser import DEFAULTS, parse
 
     args = parse(argv, COMMANDS)
@@ -87,7 +86,8 @@ def _generate(argv: list[str]) -> int:
         if batch is not None and not batch.todo and not args.json:
             print("All requests already have results; nothing to do.", file=sys.stderr)
             return 0
-        announce(args.model, args.folder)
+        if sys.stderr.isatty():
+            print(f"Loading {args.model} ...", file=sys.stderr)
         from .generate import run
 
         run(args, params, batch)

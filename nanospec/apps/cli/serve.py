@@ -71,7 +71,6 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Path) -> int:
     from ..serve.app import App
     from ..serve.logs import log_to_stderr
     from ..serve.server import listen, run
-    from .console import announce
 
     log_to_stderr(args.log_level)
     spec = SpecConfig(**fields_set(args, "SpecConfig"))
@@ -84,7 +83,6 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Path) -> int:
 
         return deploy(config, folder, args.model, options, args.replicas, args.log_level)
     listener = listen(config)  # before the model is loaded, as the port may be in use
-    announce(args.model, folder)
     llm = LLM(folder, **options)
     app = App(llm, config, str(config.served_model_name))
     return asyncio.run(run(app, listener))
