@@ -90,8 +90,8 @@ $(RACES)/.done: campaigns/races.txt
 	@touch $@
 
 lint: $(DONE)lint  ## run ruff and mypy
-	@$(BIN)/ruff check nanospec bench tests campaigns run.py
-	@$(BIN)/mypy nanospec bench tests campaigns run.py
+	@$(BIN)/ruff check nanospec examples bench tests campaigns run.py
+	@$(BIN)/mypy nanospec examples bench tests campaigns run.py
 
 pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
 	@$(BIN)/python -m bench.pictures && $(BIN)/python -m bench.diagrams

@@ -86,9 +86,8 @@ class Lane:
         steps: all steps; their concatenated tokens are `token_ids`.
         start: seconds from the arrival of the first lane to the arrival of this one.
         seconds, first_token_seconds: see `Completion`.
-        plain_seconds: the time without speculation, measured or estimated from the cost of steps without
-            drafts; None if unknown.
-        plain_is_measured: whether `plain_seconds` was measured.
+        plain_seconds: the time without speculation, estimated from the cost of steps without drafts; None if
+            unknown.
     """
 
     name: str
@@ -103,7 +102,6 @@ class Lane:
     finish_reason: str
     acceptance: str
     plain_seconds: float | None
-    plain_is_measured: bool = False
 
 
 @dataclass
