@@ -230,7 +230,7 @@ def launch(
         batch.num_rows, batch.max_q_len, batch.max_kv_len, (num_heads, num_kv_heads, head_dim), gpu,
         batch.ancestors is not None,
     )  # fmt: skip
-    launch_options = options(q, dots=True)
+    launch_options = options(q, T, dots=True)
     constants = Constants(
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 1 << 30,
         SOFTCAP=scale / softcap if softcap else 0.0, SPLIT=split.programs > 1, TILE=split.tile,
@@ -247,8 +247,9 @@ def launch(
         wrapped(constants),
     )  # fmt: skip
     stages = 1 if q.dtype == torch.float32 else split.stages  # float32 (tests) would not fit
-    grid = split.query_tiles, batch.num_rows
-    attend[(*grid, split.programs)](*arguments, num_warps=split.warps, num_stages=stages, **launch_options)
+    attend[split.query_tiles, batch.num_rows, split.programs](
+        *arguments, num_warps=split.warps, num_stages=stages, **launch_options
+    )
     if split.programs > 1:
-        _combine[(*grid, split.columns)](*arguments, num_warps=1, **launch_options)
+        _combine[split.query_tiles, batch.num_rows, split.columns](*arguments, num_warps=1, **launch_options)
     return out

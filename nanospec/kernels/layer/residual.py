@@ -84,7 +84,7 @@ def residual_add(parts: Tensor, x: Tensor | None, next_norm: Norm, out_norm: Nor
     new = Residual.empty(T, next_norm, parts)
     warps = min(max(next_power_of_2(H) // 512, 1), 16)  # up to 16 elements per thread for H = 8192
     _residual_add[(T,)](
-        parts, out_norm, new.outputs(x), PARTS=N, ADD=x is not None, H=H, num_warps=warps, **options(parts)
+        parts, out_norm, new.outputs(x), PARTS=N, ADD=x is not None, H=H, num_warps=warps, **options(parts, T)
     )
     return new
 

@@ -121,6 +121,6 @@ def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norm
     rope = Rope(angles, batch.slots, q, cache, q_norm, k_norm)
     sizes = Sizes(qkv.stride(0), cache.stride(1), num_heads, num_kv_heads, eps)
     _rope_cache[(T, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS.value))](
-        qkv, rope, sizes, NORM=norms is not None, HEAD_DIM=head_dim, num_warps=2, **options(qkv)
+        qkv, rope, sizes, NORM=norms is not None, HEAD_DIM=head_dim, num_warps=2, **options(qkv, T)
     )
     return q
