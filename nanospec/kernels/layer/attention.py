@@ -24,7 +24,7 @@ from ..batch import Batch
 from ..launch import use_triton
 from . import paged, paged_tree
 
-TILE = 128  # queries at once, which bounds the size of the scores
+TILE = 128  # queries at once, at least those of a tree: bounds the size of the scores
 
 
 def attention(

@@ -64,6 +64,10 @@ def split_kv(
 ) -> Split:
     """Divide rows of up to `q_len` queries over up to `kv_len` positions; `heads` are (Hq, Hkv, D).
 
+    Few rows are limited by latency, so each tile gets a program; from 256 programs on, spans are as fast.
+    Programs without a unit exit at once but together cost a microsecond, so at most 32768 / columns are
+    launched. Many rows or queries fill the GPU unsplit. (Estimated for D = 128 in bf16 on an H200.)
+
     For trees, tiles of queries are smaller, because tiles with drafts are processed once per node. The cache
     and the partial results are divided as for chains."""
     num_heads, num_kv_heads, head_dim = heads
