@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.launch import use_triton
 from ..kernels.layer.attention import attention
 from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.layer.quantized import Quantized, concatenate
@@ -201,12 +200,6 @@ class Model:
         c = self.config
         shape = c.num_layers, 2, c.num_kv_heads, num_blocks, block_size, c.head_dim
         return zeros_on_demand(shape, self.dtype, self.device)
-
-    def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Zero reallocated blocks: `naive` attention multiplies masked values by 0, which does not remove NaN
-        left by the previous request."""
-        if not use_triton(kv_cache):
-            kv_cache[:, :, :, list(blocks)] = 0
 
 
 def new_states(model: Model, num_tokens: int, layers: Sequence[int]) -> tuple[Tensor, States]:
