@@ -110,7 +110,6 @@ class Worker:
         """Set the blocks of a row, which are new from index `num_kept` on. The last block is repeated to the
         end of the block table, so that masked reads there never access blocks of other requests."""
         write(self.table.block_table, row, blocks, end=self.table.max_blocks)
-        self.model.zero_blocks(self.kv_cache, blocks[num_kept:])
         for drafter in self.drafters:
             drafter.admit(row, num_tokens, blocks, num_kept)
 

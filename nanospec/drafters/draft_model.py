@@ -92,7 +92,6 @@ class ModelDrafter(Drafter):
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         new = blocks[num_kept:]
         self._drafted.difference_update(new)
-        self.model.zero_blocks(self.kv, new)
         if row in self._states:
             self._states[row].blocks = list(blocks)
             return

@@ -91,9 +91,6 @@ class HiddenStateDrafter(Drafter):
 
             warm_up(self.model, table, max_tokens, read)
 
-    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
-        self.model.zero_blocks(self.kv, blocks[num_kept:])
-
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         num_drafts = self._ready(table, rows, draft_limits(table, rows, min(k, self.max_drafts)))
         active: Any = num_drafts.nonzero().squeeze(1) if self.may_wait else slice(None)

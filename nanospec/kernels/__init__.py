@@ -1,5 +1,5 @@
 """The hot path, about one operation per file. In most, `naive` is the specification in plain PyTorch,
-`launch` the Triton kernel (that of `attention` is in `paged_tree`, that of `sample` in `scan`), and `native`,
+`launch` the Triton kernel (that of `attention` is in `paged`, that of `sample` in `scan`), and `native`,
 if any, the C++ on a CPU. This package depends on torch and triton only and does not import the engine.
 
 * `batch`, `table`: the tokens of a step, and the request rows that it reads and writes. Operations take

@@ -1,17 +1,17 @@
 """Attention over the paged KV cache.
 
-    q      [T, Hq, D]
+    q      [T, Hq, D]                              T tokens of a batch
     cache  [2, Hkv, num_blocks, block_size, D]     keys, values of one layer; Hq is a multiple of Hkv
     out    [T, Hq, D]
 
 One operation covers decoding (one query per row), verification (K + 1 queries per row, chain or tree) and
-chunked prefill. The batch and the sliding window (in positions, not cache indices) determine the attention
-mask. The query heads that share a KV head are processed together, so K/V are read once for all of them.
-Supports head dimensions up to 256 in bf16, fp16 or fp32.
+chunked prefill. A query attends to the cache entries that the batch gives it (see `batch.py`) and, with a
+`window`, only to those less than `window` positions before it.
 
-On a GPU, the output of a query is bitwise independent of the batch, the number of drafts and the chunk size,
-and the same for a tree node as for a chain (`paged.py`, `paged_tree.py`). In `naive`, a tree is a mask, and
-its nodes equal chains up to rounding.
+`naive` is the specification, and also runs models in fp32 or fp16 on a CPU. In it, a tree is a mask, and its
+nodes equal chains up to rounding. The Triton kernels (`paged.py`, `paged_tree.py`) support head dimensions up
+to 256 in bf16, fp16 or fp32. In them, the output of a query is bitwise independent of the batch, the number
+of drafts and the chunk size, and the same for a tree node as for a chain.
 """
 
 from collections.abc import Iterator
@@ -22,19 +22,13 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..launch import use_triton
+from . import paged, paged_tree
 
-MIN_MULTIPLY_ADDS = 16**3  # per product; PyTorch sums smaller bf16 and fp16 products in another order
-SPLIT_ROWS = 8  # minimum batch size to process rows with one query separately
-TILE = 128  # queries of a prompt chunk processed at once
-
-
-class AttentionMetadata:
-    def __init__(self, batch: Batch, window: int | None = None) -> None:
-        self.batch, self.window = batch, window
+TILE = 128  # queries at once, at least those of a tree: bounds the size of the scores
 
 
 def attention(
-    q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, softcap: float | None = None
+    q: Tensor, cache: Tensor, batch: Batch, window: int | None, scale: float, softcap: float | None = None
 ) -> Tensor:
     """Return softmax(q k^T * scale) v for each query over the cache entries it attends to. With a `softcap`
     c, the scores are c * tanh(q k^T * scale / c).
@@ -42,17 +36,15 @@ def attention(
     The cache must already contain the keys and values of this step. The output of padding tokens is
     unspecified.
     """
-    if use_triton(q):
-        from .paged_tree import launch  # not needed on a CPU
-
-        return launch(q, cache, metadata.batch, metadata.window, scale, softcap)
-    return naive(q, cache, metadata, scale, softcap)
+    if not use_triton(q):
+        return naive(q, cache, batch, window, scale, softcap)
+    kernel = paged._attend if batch.ancestors is None else paged_tree._attend_tree
+    return paged.launch(kernel, q, cache, batch, window, scale, softcap)
 
 
 def naive(
-    q: Tensor, cache: Tensor, metadata: "AttentionMetadata", scale: float, softcap: float | None = None
+    q: Tensor, cache: Tensor, batch: Batch, window: int | None, scale: float, softcap: float | None = None
 ) -> Tensor:
-    batch, window = metadata.batch, metadata.window
     out, num_kv_heads, block_size = torch.empty_like(q), cache.shape[1], cache.shape[3]
     for b, start, n, base in tiles(batch):
         tile = slice(start, start + n)

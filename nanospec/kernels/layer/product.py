@@ -256,7 +256,7 @@ def product(
     rows, width, block_k, warps, stages, parts, part, split_k = tiling
     tiles, blocks, programs = triton.cdiv(T, width), triton.cdiv(N, rows), parts if split_k else 1
     partial = x.new_empty(tiles * blocks * programs * split_k, rows * width, dtype=torch.float32)
-    launch_options = options(x, dots=True)
+    launch_options = options(x, T, dots=True)
     constants = Constants(
         parts, split_k, width, rows, block_k, SLICE=min(width, 32, VALUES // rows),
         EVEN=K % block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",

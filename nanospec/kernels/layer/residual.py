@@ -91,7 +91,7 @@ def residual_add(
     warps = min(max(next_power_of_2(H) // 512, 1), 16)  # up to 16 elements per thread for H = 8192
     _residual_add[(T,)](
         parts, out_norm, new.outputs(x), PARTS=N, ADD=x is not None, H=H, SKIP=num_used is not None,
-        num_warps=warps, **options(parts),
+        num_warps=warps, **options(parts, T),
     )  # fmt: skip
     return new
 

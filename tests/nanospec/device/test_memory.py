@@ -20,7 +20,7 @@ from nanospec.device.resources import plan_cache, spare_memory, step_bytes
 from nanospec.drafters.policy import Choice
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.launch import forced
-from nanospec.kernels.layer import paged_tree
+from nanospec.kernels.layer import paged
 from nanospec.kernels.layer.split_kv import Split
 from tests.drive import Job, make_engine, run
 from tests.no_gpu import DryRun, meta_step
@@ -98,14 +98,14 @@ def test_step_bytes_covers_captures_and_prefill(rows: int, k: Any, monkeypatch: 
 def test_step_bytes_measures_rows_that_split_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention needs memory for partial results only if there are few rows, not in the largest step."""
     spec, splits = SpecConfig(num_speculative_tokens=1), list[tuple[int, int]]()
-    choose = paged_tree.split_kv
+    choose = paged.split_kv
 
     def spy(rows: int, *rest: Any) -> Split:
         split = choose(rows, *rest)
         splits.append((rows, split.units))
         return split
 
-    monkeypatch.setattr(paged_tree, "split_kv", spy)
+    monkeypatch.setattr(paged, "split_kv", spy)
     monkeypatch.setattr(resources, "peak_bytes", lambda _, run: run() or 0)
     model = meta_step(QWEN3, spec, 1).model
     with DryRun():
