@@ -159,7 +159,8 @@ def scores(k, query, tile, position, work, C: tl.constexpr):
 @triton.jit
 def columns_of(work, first, exist, COLUMNS: tl.constexpr, C: tl.constexpr):
     """Return the rows of q [T * Hq, D] of the columns from `first` on, relative to `work.row`; the offsets of
-    their elements [D, columns]; and masks of the columns and of the elements in range."""
+    their elements [D, columns]; and masks of the columns and of the elements in range, all False unless
+    `exist`. (With masks combined in another order, ptxas does not overlap the loads of `_combine`.)"""
     column = first + tl.arange(0, COLUMNS)
     rows = (column // C.GROUP * work.num_kv_heads) * C.GROUP + column % C.GROUP
     valid, d = (column < work.num_columns) & exist, tl.arange(0, C.BLOCK_D)
