@@ -1,9 +1,8 @@
 """Run a batch: read a file of requests and write a file of results, both JSON Lines (`docs/batches.md`).
 
-Results are written as requests finish. Each starts with the key of its request (`Task.key`), a fingerprint of
-the line, parameters and model, so rerunning an interrupted batch only runs requests without a result. A file
-with other content is rejected and left unchanged; only an incomplete last line is removed. The file is locked
-against other processes while it is written.
+Results are written to a locked file as requests finish. Each starts with the key of its request (`Task.key`),
+a fingerprint of the line, parameters and model, so rerunning an interrupted batch only runs requests without
+a result. A file with other content is rejected and left unchanged; only an incomplete last line is removed.
 """
 
 from __future__ import annotations
@@ -128,8 +127,6 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
     without changing anything, for an invalid line, or if the output is not writable, is locked by another
     process, or contains anything but results of these requests."""
     source, output = args.input, args.output
-    if os.path.isfile(output) and os.path.isfile(source) and os.path.samefile(source, output):
-        raise LineError(f"--input {source} and --output {output} are the same file; use another output.")
     sets_max_tokens = "max_tokens" in fields_set(args, "SamplingParams")
     tasks = read_tasks(source, Defaults(params, sets_max_tokens, args.system, args.raw, _fingerprint(args)))
     with nullcontext(sys.stdout.buffer) if output == "-" else results_file(output) as file:
@@ -160,8 +157,7 @@ def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
         batch.write(result_line(lines[position][0], output, model, llm.tokenizer), num_tokens(output))
 
     with batch.running():
-        if lines:
-            llm.generate([ids for _, ids in lines], [task.params for task, _ in lines], write)
+        llm.generate([ids for _, ids in lines], [task.params for task, _ in lines], write)
     return batch.statistics()
 
 
@@ -190,7 +186,5 @@ def prepare_lines(source: str, tasks: Sequence[Task], done: Set[int], llm: LLM) 
 
 def batch_summary(statistics: dict[str, Any]) -> str:
     """Return one line of statistics of a batch."""
-    done_before = statistics["done_before"]
-    text = f"{statistics['requests'] - done_before} requests in {statistics['seconds']:.1f} s, "
-    text += f"{statistics['tokens_per_second']:.0f} tok/s"
-    return text + (f"; {done_before} already had results" if done_before else "")
+    requests = f"{statistics['requests'] - statistics['done_before']} of {statistics['requests']} requests"
+    return f"{requests} in {statistics['seconds']:.1f} s, {statistics['tokens_per_second']:.0f} tok/s"

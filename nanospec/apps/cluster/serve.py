@@ -119,8 +119,7 @@ def run(
 
 
 def deploy(app: serve.Application) -> None:
-    """Deploy the application and wait until all replicas are ready. Raises ValueError with a one-sentence
-    message if they cannot start; Ray's own output is only in its logs."""
+    """Deploy the application and wait until it is ready. Raises ValueError if its replicas cannot start."""
     with redirect_stdout(io.StringIO()) as discarded, redirect_stderr(discarded):
         try:
             serve.run(app, name=APP, logging_config=QUIET)
