@@ -1,7 +1,5 @@
 """Run a batch on several engines, which are Ray actors; this process writes the results.
 
-    nanospec --input requests.jsonl --output results.jsonl --replicas 2
-
 Formats and resuming are those of `batch/run.py`. If a replica dies, Ray restarts it, runs its lines again,
 and returns one result per line.
 """

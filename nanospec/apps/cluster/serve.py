@@ -40,7 +40,6 @@ from .start import connect_ray, last_error, load
 
 APP, REPLICA = "nanospec", "Replica"  # Ray's names of the application and its deployment
 OTHER_REQUESTS = 32  # in addition to running and waiting completions: models, tokenization, the page
-METRICS_TIMEOUT = 4.0  # seconds
 QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 
 
@@ -73,7 +72,7 @@ class Replica(App):
         """Return the metrics of all replicas as one page."""
         replicas = serve.get_deployment_handle(REPLICA, APP).broadcast("own_metrics")
         merged: dict[str, Metric] = {}
-        for metrics in await replicas.results_async(timeout_s=METRICS_TIMEOUT, return_exceptions=True):
+        for metrics in await replicas.results_async(timeout_s=4.0, return_exceptions=True):
             for metric in metrics if isinstance(metrics, list) else ():
                 if (first := merged.setdefault(metric.name, metric)) is not metric:
                     first.samples += metric.samples
