@@ -12,7 +12,7 @@ from pathlib import Path
 from ...config import EngineConfig, SpecConfig
 from ...models import program, resolve_model
 from ...text import shown
-from ..options import Parser, add_settings, base_parser, fields_set, flag_of, in_flags
+from ..options import Parser, add_settings, base_parser, fields_set, in_flags
 from ..serve.settings import ServeConfig
 
 DEFAULTS = {"max_num_batched_tokens": 512}  # limits how long a prompt delays other requests
@@ -27,7 +27,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     options = fields_set(args, "ServeConfig")
     for name in {"write_timeout", "max_connections"} & options.keys() if args.replicas else ():
-        parser.error(f"{flag_of(name)} is not supported with --replicas, as Ray owns the connections")
+        flag = f"--{name.replace('_', '-')}"
+        parser.error(f"{flag} is not supported with --replicas, as Ray owns the connections")
     args.model = args.positional or args.model
     keys = filter(None, os.environ.get("NANOSPEC_API_KEY", "").split(","))
     try:
