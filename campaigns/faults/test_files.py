@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nanospec.apps.batch.run import Batch, indices_done, result_prefix, results_file
+from nanospec.apps.batch.lines import result_prefix
+from nanospec.apps.batch.run import Batch, indices_done, results_file
 from nanospec.apps.cli.main import main
 from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
-from nanospec.apps.batch.run import indices_done, result_prefix
+from nanospec.apps.batch.lines import Defaults, LineError, read_tasks, result_prefix
+from nanospec.apps.batch.run import indices_done
 from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams
 

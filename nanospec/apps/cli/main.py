@@ -7,6 +7,7 @@ model is checked before one is loaded. Bad input prints one sentence; other erro
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -83,8 +84,10 @@ def _generate(argv: list[str]) -> int:
     args.folder = resolve_model(args.model)
     params = replace(default_params(args.folder), **sampling)
     with open_batch(args, params) if args.input else nullcontext() as batch:
-        if batch is not None and not batch.todo and not args.json:
+        if batch is not None and not batch.todo:
             print("All requests already have results; nothing to do.", file=sys.stderr)
+            if args.json:
+                print(json.dumps({"batch": batch.statistics()}))
             return 0
         if sys.stderr.isatty():
             print(f"Loading {args.model} ...", file=sys.stderr)

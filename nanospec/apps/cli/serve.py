@@ -25,8 +25,9 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser("--help-all" in argv)
     args = parser.parse_args(argv)
     options = fields_set(args, "ServeConfig")
-    if args.replicas is not None and "write_timeout" in options:
-        parser.error("--write-timeout is not supported with --replicas, as Ray owns the connections")
+    for name in {"write_timeout", "max_connections"} & options.keys() if args.replicas else ():
+        flag = f"--{name.replace('_', '-')}"
+        parser.error(f"{flag} is not supported with --replicas, as Ray owns the connections")
     args.model = args.positional or args.model
     keys = filter(None, os.environ.get("NANOSPEC_API_KEY", "").split(","))
     config = ServeConfig(**{**options, "api_key": (*options.get("api_key", ()), *keys)})
