@@ -161,12 +161,8 @@ def code_edits(count: int) -> list[str]:
 def code_edit_pairs(count: int) -> list[tuple[str, str]]:
     """Return pairs of (prompt, reference answer) of `code_edits`."""
     prompt = "{instruction}\nReturn the whole code.\n\n```python\n{input}\n```"
-    return [(prompt.format(**row), f"```python\n{row['output']}\n```") for row in code_edit_rows(count)]
-
-
-def code_edit_rows(count: int) -> list[dict[str, Any]]:
-    """Return the instruction, input and output of the `count` code edits with the longest inputs."""
-    return sorted(_lines("code_edits.jsonl"), key=lambda row: -len(row["input"]))[:count]
+    rows = sorted(_lines("code_edits.jsonl"), key=lambda row: -len(row["input"]))[:count]
+    return [(prompt.format(**row), f"```python\n{row['output']}\n```") for row in rows]
 
 
 def shakespeare() -> str:
