@@ -1,0 +1,247 @@
+"""Fuzz targets that read requests: bodies, batch files, response formats and chat templates."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
+from nanospec.apps.batch.run import indices_done, result_prefix
+from nanospec.apps.openai_format import CHAT, COMPLETIONS
+from nanospec.apps.serve.gate import HTTPError
+from nanospec.apps.serve.requests import APIRequest, read_json, read_request
+from nanospec.apps.tasks import Task
+from nanospec.config import EngineConfig, SamplingParams
+from nanospec.engine.request import Limits
+from nanospec.extras.grammar.grammar import Grammars, Guide
+from nanospec.extras.grammar.response_format import validate
+from nanospec.llm import LLM
+from nanospec.text.chat import MAX_PROMPT, render
+from nanospec.text.tokenizer import Tokenizer
+from tests.tiny import tiny_tokenizer
+
+from . import Target
+from .errors import answer
+from .mutation import mutate_bytes, mutate_json
+
+WINDOW, VOCAB = 64, 300
+Json = dict[str, Any]
+
+
+def encoded(values: list[Json]) -> list[bytes]:
+    return [json.dumps(value).encode() for value in values]
+
+
+@cache
+def model() -> Any:
+    """Return the parts of an `LLM` that are needed to read a request, without weights."""
+    folder = Path(tempfile.mkdtemp())
+    tiny_tokenizer(folder)
+    template = "{{ style }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(folder)
+    limits, grammars = Limits(EngineConfig(), VOCAB, WINDOW, tokenizer), Grammars(tokenizer, VOCAB)
+
+    def check_params(params: Any) -> Any:
+        grammars.check(params)
+        return limits.check_params(params)
+
+    engine = SimpleNamespace(max_model_len=WINDOW, check_params=check_params, limits=limits)
+    llm = SimpleNamespace(tokenizer=tokenizer, engine=engine, grammars=grammars)
+    llm.default_params = SamplingParams()
+    llm.chat_prompt = lambda messages, **options: LLM.chat_prompt(llm, messages, **options)  # type: ignore
+    return llm
+
+
+# ---- bodies: the server returns a valid request or an error message --------------------------------------
+
+PARTS = [{"type": "text", "text": "a"}]
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": PARTS}]
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"enum": [1]}}}
+NUMBERS = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 7, "n": 2, "logprobs": 3}
+PENALTIES = {"presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"5": 3}}
+BODIES: list[Json] = [
+    {"prompt": "hello", "max_tokens": 3, **NUMBERS, "stop": ["a", "b"], "stop_token_ids": [3]},
+    {"prompt": [1, 2, 3], **PENALTIES, "min_tokens": 2, "ignore_eos": True},
+    {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}, "cache_salt": "x"},
+    {"messages": MESSAGES, "max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2},
+    {"messages": MESSAGES, "response_format": SCHEMA},
+    {"messages": MESSAGES[:1], "chat_template_kwargs": {"style": "x"}},
+    {"prompt": "a", "response_format": {"type": "regex", "regex": "a+"}, "tree_width": 2},
+]
+
+
+def read_body(url: str, data: bytes) -> APIRequest:
+    """Read a request. Raises ValueError with the message that a client receives."""
+    try:
+        return read_request(model(), url, read_json(data))
+    except HTTPError as error:
+        message = error.body(url)["error"]["message"]
+        raise (ValueError if error.status_code == 400 else AssertionError)(message) from None
+
+
+def bodies(data: bytes) -> None:
+    for url in (COMPLETIONS, CHAT):
+        request = answer(read_body, url, data)
+        assert request is None or all(0 < len(ids) < WINDOW for ids in request.prompts)
+
+
+# ---- lines: a batch file gives tasks or an error message; results give the tasks that are done -----------
+
+OURS: list[Json] = [
+    {"prompt": "a", "custom_id": "x"},
+    {"messages": MESSAGES[:1], "id": 5, "seed": 3},
+]
+URL = {False: "/v1/completions", True: "/v1/chat/completions"}
+THEIRS: list[Json] = [
+    {"custom_id": str(i), "method": "POST", "url": URL["messages" in body], "body": body}
+    for i, body in enumerate(BODIES)
+]
+RESULT = b'{"index": 0, "key": "0123456789abcdef", "a": 1}\n{"id": "batch_req_0123456789abcdef", "a": 1}\n'
+FILES = [b"\n".join(encoded(lines)) + b"\n" for lines in (OURS, THEIRS, [*OURS, *THEIRS])]
+FILES += [b"\xef\xbb\xbf" + FILES[0] + b"\n \n", RESULT]
+
+
+def read_lines(source: str) -> list[Task]:
+    """Read the tasks of a file. Raises ValueError with the message for the user."""
+    try:
+        return read_tasks(source, Defaults(SamplingParams(temperature=0), model="m"))
+    except LineError as error:
+        raise ValueError(str(error)) from None
+
+
+def lines(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        source, target = Path(path) / "requests.jsonl", Path(path) / "results.jsonl"
+        source.write_bytes(data)
+        target.write_bytes(data)
+        tasks = answer(read_lines, str(source)) or []
+        for task in tasks:
+            assert isinstance(task.prompt, str | list) != bool(task.messages)
+        try:
+            indices_done(target, tasks)
+        except LineError:
+            assert target.read_bytes() == data
+        else:
+            assert data.startswith(target.read_bytes())
+        target.write_bytes(b"".join(result_prefix(task) + b'"a": 1}\n' for task in tasks))
+        assert indices_done(target, tasks) == {task.index for task in tasks}
+
+
+# ---- schemas: a `response_format` compiles and constrains an output, or gives an error message -----------
+
+SECONDS = 5.0  # limit
+CHILDREN = {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 3}
+TREE = {"type": "object", "properties": {"c": CHILDREN}}
+SCHEMAS: list[Json] = [
+    {"type": "object", "properties": {"a": {"type": "string", "pattern": "x.*y"}}, "required": ["a"]},
+    {"$defs": {"n": TREE}, "$ref": "#/$defs/n"},
+    {"allOf": [{"type": "string", "pattern": f"x{i}.*"} for i in range(3)]},
+    {"anyOf": [{"type": "integer", "minimum": 3, "multipleOf": 7}, {"const": "a"}, {"enum": [1, None, "b"]}]},
+    {"type": "string", "format": "date-time", "minLength": 3, "maxLength": 40},
+    {"type": "object", "patternProperties": {"^a": {"type": "number"}}, "additionalProperties": False},
+]
+FORMATS: list[Json] = [
+    *({"type": "json_schema", "json_schema": {"schema": schema}} for schema in SCHEMAS),
+    {"type": "regex", "regex": r"(a|b)*[c-e]{2,5}\d\s?"},
+    {"type": "choice", "choice": ["red", "green"]},
+    {"type": "grammar", "grammar": 'start: "a" b*\nb: "c" | /d+/ | "(" start ")"'},
+    {"type": "grammar", "grammar": 'root ::= "a" [b-d]+ root?'},
+    {"type": "json_object"},
+]
+
+
+def schemas(data: bytes) -> None:
+    start = time.perf_counter()
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    answer(follow, value)
+    assert time.perf_counter() - start < SECONDS
+
+
+def follow(value: Any) -> None:
+    """Compile a `response_format` and advance by a few allowed tokens."""
+    params, llm = SamplingParams(response_format=value), model()
+    llm.engine.check_params(params)
+    if (response_format := validate(value)) is None:
+        return
+    guide: Guide = llm.grammars.guide(response_format)
+    for _ in range(8):
+        mask = guide.plan([1, 2], 2, 1, 4).masks[0]
+        allowed = [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
+        if not allowed or guide.ended or guide.error:
+            break
+        guide.advance(allowed[-1:])
+
+
+# ---- template: a chat template gives a prompt or an error message ----------------------------------------
+# Jinja's sandbox limits neither time nor memory, so expressions are small: no powers, short ranges.
+
+CHATS: list[Json] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": [{"type": "text", "text": "héllo <|im_end|> {{ x }}"}]},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+]
+TEMPLATES = [
+    b"{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m.content }}<|im_end|>{% endfor %}",
+    b"{% set n = namespace(x=[]) %}{% for m in messages %}{% set n.x = n.x + [m] %}{% endfor %}{{ n.x }}",
+    b"{% macro f(x) %}{{ x ~ 2 }}{% endmacro %}{{ f(messages[0].content) }}{{ f([1, 2])|length }}",
+    b"{% set y %}{{ '%s' % 1 }}{{ '{}'.format(2) }}{% endset %}{{ y ~ y }}{{ y|replace('1', 'y') }}",
+    b"{%- if messages[0]['role'] == 'system' -%}{{ messages[0]['content'].split(' ')[-1] }}{% endif %}",
+    b"{{ range(50)|map('string')|join(', ') }}{{ (7, 2)|sum }}{{ [3, 1]|sort|batch(1)|tojson }}",
+]
+VALUES = (  # noqa: SIM905
+    "1 0 -1 2.5 'x' '' 'ab' '{}' '%s' '%d' '\\\\n' messages n n.x y loop f true none [1] [] {} (1,2) {'a':1} "
+    "range(9) messages[0] messages[0].role self caller x.y"
+).split()
+OPERATORS = [*"+-/%~<|.", "//", "and", "or", "in", "not in", "=="]
+FILTERS = sorted(ImmutableSandboxedEnvironment().filters)
+METHODS = ["strip", "split", "upper", "items", "keys", "encode", "format", "__class__", "append"]
+
+
+def expression(rng: Random, depth: int = 3) -> str:
+    if depth == 0 or rng.random() < 0.2:
+        return rng.choice(VALUES)
+    one, other = (expression(rng, depth - 1) for _ in range(2))
+    arguments = rng.choice(("", other, f"{other}, {one}"))
+    return rng.choice(
+        (
+            f"({one} {rng.choice(OPERATORS)} {other})", f"({one}|{rng.choice(FILTERS)}({arguments}))",
+            f"({one}).{rng.choice(METHODS)}({arguments})", f"[{one}, {other}]",
+            f"{{'a': {one}, 'b': {other}}}", f"({one}, {other})", f"({one})[{other}]", f"({one})[:{other}]",
+            f"({one} if {other})", f"f({one})",
+        )
+    )  # fmt: skip
+
+
+def mutate_template(data: bytes, rng: Random) -> bytes:
+    """Mutate bytes, or insert an expression into the template."""
+    if rng.random() < 0.3:
+        return mutate_bytes(data, rng)
+    text = data.decode(errors="replace")
+    at = rng.randrange(len(text) + 1)
+    return f"{text[:at]}{{{{ {expression(rng)} }}}}{text[at:]}"[:4000].encode()
+
+
+def template(data: bytes) -> None:
+    text = answer(render, {"default": data.decode(errors="replace")}, CHATS, add_generation_prompt=True)
+    assert text is None or (isinstance(text, str) and len(text) <= MAX_PROMPT)
+
+
+JINJA = ("nanospec.text", "jinja2.sandbox", "jinja2.filters")
+TARGETS = {
+    "bodies": Target(lambda: encoded(BODIES), bodies, mutate_json),
+    "lines": Target(lambda: FILES, lines),
+    "schemas": Target(lambda: encoded(FORMATS), schemas, mutate_json),
+    "template": Target(lambda: TEMPLATES, template, mutate_template, JINJA),
+}
