@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,21 +57,14 @@ class Sandbox:
         command = [sys.executable, str(ROOT / "run.py"), *map(str, args)]
         return subprocess.Popen(command, cwd=self.folder, env=self.env, text=True, **pipes)
 
-    def send(
-        self,
-        process: subprocess.Popen[str],
-        delay: float,
-        signals: Sequence[int],
-        find_pid: Callable[[], int] | None = None,
-    ) -> End:
-        """Send signals to a process (or to `find_pid()`), first after `delay` s, then 1 to 300 ms apart."""
+    def send(self, process: subprocess.Popen[str], delay: float, signals: Sequence[int]) -> End:
+        """Send signals to a process, first after `delay` s, then 1 to 300 ms apart, and wait for its end."""
         try:
             for number in signals:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(delay)
                     break
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid if find_pid is None else find_pid(), number)
+                process.send_signal(number)
                 delay = 0.001 * 300 ** (delay * 1e4 % 1)  # 1 to 300
             out, err = process.communicate(timeout=TIMEOUT)
         finally:

@@ -8,15 +8,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 
 import pytest
 
 from campaigns.faults.signals import NOISE, STARTUP_ERROR, End, Sandbox
 from tests.alphabet import folder
-from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone, random_model
+from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone
 
 __all__ = ["folder"]
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(7200)]
@@ -32,7 +31,6 @@ WAYS: dict[str, list[object]] = {
     "help": ["--help"],
     "compile": ["--prompt", "abcab", "--max-tokens", 3],
 }
-SPLIT: list[object] = ["--tensor-parallel-size", 2, "--max-model-len", 256, "--distributed-timeout", 8]
 
 
 def requests(sandbox: Sandbox, count: int) -> None:
@@ -85,42 +83,3 @@ def test_process_exits_on_signal(way: str, folder: Path, tmp_path: Path) -> None
         if way == "batch":
             assert sandbox.send(sandbox.start(args), 0, []).status == 0
             assert results(sandbox) == results(undisturbed)
-
-
-def rank(sandbox: Sandbox, leader: int) -> Callable[[], int]:
-    """Return a function that finds the process of rank 1. It raises ProcessLookupError if there is none."""
-
-    def find() -> int:
-        for pid in sandbox.processes():
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if pid != leader and b"nanospec.extras.tensor_parallel.launch" in command:
-                return pid
-        raise ProcessLookupError
-
-    return find
-
-
-def test_all_ranks_exit_on_signal(tmp_path: Path) -> None:
-    """If a rank is killed or stopped, all ranks exit in time with an error, and the batch can be resumed."""
-    args = ["--model", random_model(tmp_path / "model"), *SMALL, *BATCH, *SPLIT]
-    begin = time.monotonic()
-    undisturbed = Sandbox(tmp_path / "undisturbed")
-    requests(undisturbed, 12)
-    assert undisturbed.send(undisturbed.start(args), 0, []).status == 0
-    whole = time.monotonic() - begin
-    for seed in range(-(-RUNS // 2)):
-        draw = random.Random(f"ranks-{seed}")
-        sandbox = Sandbox(tmp_path / str(seed))
-        number = draw.choice([SIGINT, SIGTERM, SIGKILL, SIGSTOP, SIGKILL])
-        requests(sandbox, 12)
-        process = sandbox.start(args)
-        other = number == SIGSTOP or draw.random() < 0.5
-        find_pid = rank(sandbox, process.pid) if other else None
-        end = sandbox.send(process, draw.uniform(0.2, 1) * whole, [number], find_pid)
-        assert_gone(end.orphans)
-        if other:
-            assert end.status in (0, 1, 2), end  # 1: a connecting leader can only exit
-            assert end.status == 0 or "Rank 1" in end.err or "A rank did not complete" in end.err, end
-        check(end._replace(orphans=[]), sandbox, {0, 1, 2, 128 + number}, number == SIGKILL and not other)
-        assert sandbox.send(sandbox.start(args), 0, []).status == 0
-        assert results(sandbox) == results(undisturbed)
