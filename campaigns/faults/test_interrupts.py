@@ -70,19 +70,6 @@ def test_interrupt_at_every_line(mode: str, way: str, error: type[BaseException]
     interrupt(mode, way, int(os.environ.get("LINES_TRIED", "0")) or None, error)
 
 
-def test_interrupted_close_still_ends_stream() -> None:
-    llm = small_llm(small_model(), "plain")
-    for at in range(1, 1000):
-        pieces = llm.stream_pieces(JOBS[0].prompt, JOBS[0].params)
-        next(pieces)
-        with raising(at) as injector, suppress(KeyboardInterrupt):
-            pieces.close()  # type: ignore[attr-defined]
-        sound(llm, injector)
-        if not injector.where:
-            break
-    assert 10 < at < 999
-
-
 def test_requests_are_always_in_a_queue() -> None:
     """Otherwise a thread that waits for them would wait forever."""
     model = small_model()

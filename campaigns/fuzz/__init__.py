@@ -1,7 +1,7 @@
 """Fuzz tests: every input must give a correct result or a clear error message.
 
-files.py         targets that read files: configs, weights, drafters, tokenizers, GGUF
-requests.py      targets that read requests: bodies, batches, response formats, chat templates
+files.py         targets that read files: configs, weights, drafters, tokenizers and chat templates, GGUF
+requests.py      targets that read requests: bodies, batches, response formats
 mutation.py      mutations of bytes, of JSON, and of folders of files
 errors.py        checks of error messages
 __main__.py      `make fuzz`: runs the targets with atheris, a coverage-guided fuzzer
@@ -19,7 +19,7 @@ from .mutation import mutate_bytes
 
 MODULES = {
     "files": ("config", "weights", "drafters", "tokenizer", "gguf"),
-    "requests": ("bodies", "lines", "schemas", "template"),
+    "requests": ("bodies", "lines", "schemas"),
 }
 NAMES = [name for names in MODULES.values() for name in names]
 

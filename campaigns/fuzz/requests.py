@@ -1,4 +1,4 @@
-"""Fuzz targets that read requests: bodies, batch files, response formats and chat templates."""
+"""Fuzz targets that read requests: bodies, batch files and response formats."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import tempfile
 import time
 from functools import cache
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
-
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
 from nanospec.apps.batch.run import indices_done, result_prefix
@@ -24,13 +21,12 @@ from nanospec.engine.request import Limits
 from nanospec.extras.grammar.grammar import Grammars, Guide
 from nanospec.extras.grammar.response_format import validate
 from nanospec.llm import LLM
-from nanospec.text.chat import MAX_PROMPT, render
 from nanospec.text.tokenizer import Tokenizer
 from tests.tiny import tiny_tokenizer
 
 from . import Target
 from .errors import answer
-from .mutation import mutate_bytes, mutate_json
+from .mutation import mutate_json
 
 WINDOW, VOCAB = 64, 300
 Json = dict[str, Any]
@@ -184,64 +180,8 @@ def follow(value: Any) -> None:
         guide.advance(allowed[-1:])
 
 
-# ---- template: a chat template gives a prompt or an error message ----------------------------------------
-# Jinja's sandbox limits neither time nor memory, so expressions are small: no powers, short ranges.
-
-CHATS: list[Json] = [
-    {"role": "system", "content": "Be kind."},
-    {"role": "user", "content": [{"type": "text", "text": "héllo <|im_end|> {{ x }}"}]},
-    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
-]
-TEMPLATES = [
-    b"{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m.content }}<|im_end|>{% endfor %}",
-    b"{% set n = namespace(x=[]) %}{% for m in messages %}{% set n.x = n.x + [m] %}{% endfor %}{{ n.x }}",
-    b"{% macro f(x) %}{{ x ~ 2 }}{% endmacro %}{{ f(messages[0].content) }}{{ f([1, 2])|length }}",
-    b"{% set y %}{{ '%s' % 1 }}{{ '{}'.format(2) }}{% endset %}{{ y ~ y }}{{ y|replace('1', 'y') }}",
-    b"{%- if messages[0]['role'] == 'system' -%}{{ messages[0]['content'].split(' ')[-1] }}{% endif %}",
-    b"{{ range(50)|map('string')|join(', ') }}{{ (7, 2)|sum }}{{ [3, 1]|sort|batch(1)|tojson }}",
-]
-VALUES = (  # noqa: SIM905
-    "1 0 -1 2.5 'x' '' 'ab' '{}' '%s' '%d' '\\\\n' messages n n.x y loop f true none [1] [] {} (1,2) {'a':1} "
-    "range(9) messages[0] messages[0].role self caller x.y"
-).split()
-OPERATORS = [*"+-/%~<|.", "//", "and", "or", "in", "not in", "=="]
-FILTERS = sorted(ImmutableSandboxedEnvironment().filters)
-METHODS = ["strip", "split", "upper", "items", "keys", "encode", "format", "__class__", "append"]
-
-
-def expression(rng: Random, depth: int = 3) -> str:
-    if depth == 0 or rng.random() < 0.2:
-        return rng.choice(VALUES)
-    one, other = (expression(rng, depth - 1) for _ in range(2))
-    arguments = rng.choice(("", other, f"{other}, {one}"))
-    return rng.choice(
-        (
-            f"({one} {rng.choice(OPERATORS)} {other})", f"({one}|{rng.choice(FILTERS)}({arguments}))",
-            f"({one}).{rng.choice(METHODS)}({arguments})", f"[{one}, {other}]",
-            f"{{'a': {one}, 'b': {other}}}", f"({one}, {other})", f"({one})[{other}]", f"({one})[:{other}]",
-            f"({one} if {other})", f"f({one})",
-        )
-    )  # fmt: skip
-
-
-def mutate_template(data: bytes, rng: Random) -> bytes:
-    """Mutate bytes, or insert an expression into the template."""
-    if rng.random() < 0.3:
-        return mutate_bytes(data, rng)
-    text = data.decode(errors="replace")
-    at = rng.randrange(len(text) + 1)
-    return f"{text[:at]}{{{{ {expression(rng)} }}}}{text[at:]}"[:4000].encode()
-
-
-def template(data: bytes) -> None:
-    text = answer(render, {"default": data.decode(errors="replace")}, CHATS, add_generation_prompt=True)
-    assert text is None or (isinstance(text, str) and len(text) <= MAX_PROMPT)
-
-
-JINJA = ("nanospec.text", "jinja2.sandbox", "jinja2.filters")
 TARGETS = {
     "bodies": Target(lambda: encoded(BODIES), bodies, mutate_json),
     "lines": Target(lambda: FILES, lines),
     "schemas": Target(lambda: encoded(FORMATS), schemas, mutate_json),
-    "template": Target(lambda: TEMPLATES, template, mutate_template, JINJA),
 }
