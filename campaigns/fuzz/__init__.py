@@ -1,7 +1,7 @@
 """Fuzz tests: every input must give a correct result or a clear error message.
 
 files.py         targets that read files: configs, weights, drafters, tokenizers and chat templates, GGUF
-requests.py      targets that read requests: bodies, batches, response formats
+requests.py      targets that read requests: bodies, response formats
 mutation.py      mutations of bytes, of JSON, and of folders of files
 errors.py        checks of error messages
 __main__.py      `make fuzz`: runs the targets with atheris, a coverage-guided fuzzer
@@ -19,7 +19,7 @@ from .mutation import mutate_bytes
 
 MODULES = {
     "files": ("config", "weights", "drafters", "tokenizer", "gguf"),
-    "requests": ("bodies", "lines", "schemas"),
+    "requests": ("bodies", "schemas"),
 }
 NAMES = [name for names in MODULES.values() for name in names]
 
@@ -31,13 +31,11 @@ class Target(NamedTuple):
         seeds: returns valid and almost valid inputs to start from.
         one: runs the code on an input and raises if there is a bug.
         mutate: mutates an input.
-        instrumented: prefixes of modules whose coverage guides atheris.
     """
 
     seeds: Callable[[], list[bytes]]
     one: Callable[[bytes], object]
     mutate: Callable[[bytes, Random], bytes] = mutate_bytes
-    instrumented: tuple[str, ...] = ("nanospec",)
 
 
 def load(name: str) -> Target:

@@ -273,7 +273,7 @@ def gguf(data: bytes) -> None:
 TARGETS = {
     "config": Target(lambda: CONFIGS, config, mutate_json),
     "weights": Target(weight_seeds, read_weights, mutate_files),
-    "drafters": Target(drafter_seeds, drafters, mutate_files, ("nanospec.models", "nanospec.drafters")),
-    "tokenizer": Target(tokenizer_seeds, tokenizer, mutate_files, ("nanospec.text",)),
-    "gguf": Target(gguf_seeds, gguf, mutate_gguf, ("nanospec.models",)),
+    "drafters": Target(drafter_seeds, drafters, mutate_files),
+    "tokenizer": Target(tokenizer_seeds, tokenizer, mutate_files),
+    "gguf": Target(gguf_seeds, gguf, mutate_gguf),
 }

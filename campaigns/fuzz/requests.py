@@ -1,4 +1,4 @@
-"""Fuzz targets that read requests: bodies, batch files and response formats."""
+"""Fuzz targets that read requests: bodies and response formats."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
-from nanospec.apps.batch.run import indices_done, result_prefix
 from nanospec.apps.openai_format import CHAT, COMPLETIONS
 from nanospec.apps.serve.gate import HTTPError
 from nanospec.apps.serve.requests import APIRequest, read_json, read_request
-from nanospec.apps.tasks import Task
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.engine.request import Limits
 from nanospec.extras.grammar.grammar import Grammars, Guide
@@ -90,48 +87,6 @@ def bodies(data: bytes) -> None:
         assert request is None or all(0 < len(ids) < WINDOW for ids in request.prompts)
 
 
-# ---- lines: a batch file gives tasks or an error message; results give the tasks that are done -----------
-
-OURS: list[Json] = [
-    {"prompt": "a", "custom_id": "x"},
-    {"messages": MESSAGES[:1], "id": 5, "seed": 3},
-]
-URL = {False: "/v1/completions", True: "/v1/chat/completions"}
-THEIRS: list[Json] = [
-    {"custom_id": str(i), "method": "POST", "url": URL["messages" in body], "body": body}
-    for i, body in enumerate(BODIES)
-]
-RESULT = b'{"index": 0, "key": "0123456789abcdef", "a": 1}\n{"id": "batch_req_0123456789abcdef", "a": 1}\n'
-FILES = [b"\n".join(encoded(lines)) + b"\n" for lines in (OURS, THEIRS, [*OURS, *THEIRS])]
-FILES += [b"\xef\xbb\xbf" + FILES[0] + b"\n \n", RESULT]
-
-
-def read_lines(source: str) -> list[Task]:
-    """Read the tasks of a file. Raises ValueError with the message for the user."""
-    try:
-        return read_tasks(source, Defaults(SamplingParams(temperature=0), model="m"))
-    except LineError as error:
-        raise ValueError(str(error)) from None
-
-
-def lines(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as path:
-        source, target = Path(path) / "requests.jsonl", Path(path) / "results.jsonl"
-        source.write_bytes(data)
-        target.write_bytes(data)
-        tasks = answer(read_lines, str(source)) or []
-        for task in tasks:
-            assert isinstance(task.prompt, str | list) != bool(task.messages)
-        try:
-            indices_done(target, tasks)
-        except LineError:
-            assert target.read_bytes() == data
-        else:
-            assert data.startswith(target.read_bytes())
-        target.write_bytes(b"".join(result_prefix(task) + b'"a": 1}\n' for task in tasks))
-        assert indices_done(target, tasks) == {task.index for task in tasks}
-
-
 # ---- schemas: a `response_format` compiles and constrains an output, or gives an error message -----------
 
 SECONDS = 5.0  # limit
@@ -182,6 +137,5 @@ def follow(value: Any) -> None:
 
 TARGETS = {
     "bodies": Target(lambda: encoded(BODIES), bodies, mutate_json),
-    "lines": Target(lambda: FILES, lines),
     "schemas": Target(lambda: encoded(FORMATS), schemas, mutate_json),
 }
