@@ -28,7 +28,8 @@ from nanospec.models import weights
 from nanospec.models.config import ModelConfig, frequencies
 from nanospec.models.decoder import Model
 from nanospec.models.families import FAMILIES, config_of, read_config
-from nanospec.models.formats.gguf import convert
+from nanospec.models.formats.gguf import LINK, folder_files
+from nanospec.models.formats.gguf.file import GGUFCheckpoint
 from nanospec.models.formats.safetensors import weight_files
 from nanospec.text.tokenizer import Detokenizer, Tokenizer
 from tests.drive import Job, greedy, make_engine, run
@@ -127,15 +128,14 @@ def read_weights(data: bytes) -> None:
 
 def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors that the loader passes to the model."""
-    tensors: dict[str, torch.Tensor] = {}
 
     def model(config: ModelConfig, dtype: torch.dtype, device: str, get: Any) -> dict[str, torch.Tensor]:
-        tensors.update((name, get(name)) for name in config.parameter_shapes())
-        return tensors
+        return {name: get(name) for name in config.parameter_shapes()}
 
-    with patch.object(weights, "Model", model):
-        weights.load_model(folder, torch.float32, "cpu")
-    return tensors
+    with patch.object(weights, "model_class", lambda *_: model):
+        tensors: Any = weights.load_model(folder, torch.float32, "cpu")
+    assert tensors
+    return dict(tensors)
 
 
 def assert_equal(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -262,11 +262,12 @@ def mutate_gguf(data: bytes, rng: Random) -> bytes:
 
 
 def gguf(data: bytes) -> None:
-    with folder_with({"m.gguf": data}) as path:
-        folder = path / "model"
-        answer(convert, path / "m.gguf", folder, "bfloat16")
-        if (folder / "model.safetensors").is_file() and weight_files(folder):
-            answer(read_config, folder)
+    with folder_with({LINK: data}) as folder:
+        files = answer(lambda path: folder_files(GGUFCheckpoint(path), "bfloat16"), folder / LINK)
+        if files is not None:
+            for name, text in files.items():
+                (folder / name).write_text(text, encoding="utf-8")
+            answer(load_weights, folder)
             answer(Tokenizer, folder)
 
 
