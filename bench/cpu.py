@@ -132,15 +132,15 @@ def kind_of(system: str) -> str:
 
 
 class System(common.Child):
-    """A process of a system with one speculation setting (`peers/worker.py`)."""
+    """A process of a system with one speculation setting (`peers/worker.py`); of nanospec in `checkout`."""
 
-    def __init__(self, lane: Lane, work: Json) -> None:
+    def __init__(self, lane: Lane, work: Json, checkout: Path = common.ROOT) -> None:
         kind, _, model = lane[0].partition(" ")
         python, work = python_of(kind), {**work, "setting": lane[1]}
         if model:
             work["model"], _, work["quantization"] = model.partition(":")
         command = str(python), str(Path(__file__).parent / "peers/worker.py"), kind
-        super().__init__(lane[0], command, Path.cwd(), environment(kind, python))
+        super().__init__(lane[0], command, Path.cwd(), environment(kind, python, checkout))
         self.about = self.ask(work)
 
 

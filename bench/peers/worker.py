@@ -23,6 +23,7 @@ from typing import Any
 
 Json = dict[str, Any]
 Generate = Callable[[list[list[int]], Json], list[list[int]]]
+ROOT = Path(__file__).resolve().parents[2]
 MARK = "worker: "
 WARM_TOKENS = 8
 PACKAGES = {
@@ -42,10 +43,10 @@ SPEC_SETTINGS: dict[str, tuple[Any, ...]] = {
 MALLOC = "libtcmalloc_minimal.so.4"  # preloaded, as vLLM's documentation recommends
 
 
-def environment(system: str, python: Path) -> dict[str, str]:
+def environment(system: str, python: Path, checkout: Path = ROOT) -> dict[str, str]:
     """Return the environment variables of a system's process."""
     if system == "nanospec":
-        return {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        return {"PYTHONPATH": str(checkout)}
     found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     if system == "vllm":
         lib = python.parent.parent / "lib"
@@ -117,7 +118,7 @@ def start_vllm(work: Json) -> Generate:
 def sampling(make: Any, prompts: list[list[int]], case: Json, **more: Any) -> list[Any]:
     """Return the sampling parameters of each prompt; `make` is a class with vLLM's names."""
     seeds = [case["seed"] + i if "seed" in case else None for i in range(len(prompts))]
-    names = ("temperature", "max_tokens", "ignore_eos")
+    names = ("temperature", "top_p", "max_tokens", "ignore_eos")
     return [make(seed=s, **{name: case[name] for name in names if name in case}, **more) for s in seeds]
 
 
