@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -89,31 +90,24 @@ def test_second_ctrl_c_during_abort() -> None:
     """The second interrupt arrives while requests are aborted; streams in other threads still end."""
     model = small_model()
     llm, expected = small_llm(model, "as-on-gpu"), reference(model)
-    abort = llm.engine.abort_all
-    errors: list[str | None] = []
+    abort, calls, ends = llm.engine.abort_all, list[str | None](), list[RequestOutput]()
 
     def interrupted(error: str | None = None) -> None:
-        if not errors:
-            errors.append(error)
+        calls.append(error)
+        if len(calls) == 1:
             raise KeyboardInterrupt
         abort(error)
 
-    def step() -> Any:
-        raise KeyboardInterrupt
-
-    llm.engine.abort_all = interrupted  # type: ignore[method-assign]
-    ends: list[RequestOutput] = []
     bystander = llm.stream_pieces(JOBS[2].prompt, JOBS[2].params, ends.append)
     next(bystander)
-    original, llm.engine.step = llm.engine.step, step  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        run(llm)
-    llm.engine.step = original  # type: ignore[method-assign]
-    thread = threading.Thread(target=lambda: list(bystander), daemon=True)
-    thread.start()
-    thread.join(20)
+    with mock.patch.object(llm.engine, "abort_all", interrupted):
+        failing = mock.patch.object(llm.engine, "step", side_effect=KeyboardInterrupt)
+        with failing, pytest.raises(KeyboardInterrupt):
+            run(llm)
+        thread = threading.Thread(target=lambda: list(bystander), daemon=True)
+        thread.start()
+        thread.join(20)
     assert not thread.is_alive()
-    assert errors
     assert ends[0].finish_reason == "abort"  # its tokens are unspecified
     assert run(llm) == expected
     assert_sound(llm.engine)
