@@ -206,7 +206,7 @@ def _in_table(code: machine_code.MachineCode) -> dict[str, Any]:
     """Return the fields of `Result` that are derived from machine code."""
     fields: dict[str, Any] = {"order": " ".join(code.order)}
     if code.loop is not None:
-        found = {name: getattr(code.loop, name) for name in ("in_flight", "per_step", "early")}
+        found = {name: getattr(code.loop, name) for name in ("in_flight", "per_step")}
         fields |= {"loop": str(code.loop), "narrowest": code.loop.narrowest, **found}
     return fields
 

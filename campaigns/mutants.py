@@ -66,21 +66,24 @@ class Failures:
         if report.failed and not self.file.exists():
             self.file.write_text(report.nodeid)
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed and not self.file.exists():
-            self.file.write_text(f"{report.nodeid} (at import)")
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def tests_of(file: str) -> list[str]:
     """Return a source file's own tests and those in `MORE`, or else those of its folder."""
-    path = Path(file)
-    mirror, more = _test(path.stem, path.parent), MORE.get(file) or ""
+    path = Path(_key(file))
+    mirror, more = _test(path.stem, path.parent), MORE.get(_key(file)) or ""
     found = [mirror] if (ROOT / mirror).exists() else []
     found += [_test(name, path.parent) for name in more.split()]
     found = found or [_test(name, path.parent) for name in MORE.get(f"{path.parent}/", "").split()]
     if not found:
         raise SystemExit(f"{file} has no tests; add it to campaigns/tests_of.json.")
     return found
+
+
+def _key(file: str) -> str:
+    """Return a file's name in the JSON files and in tests/, where kernels have a folder of their own."""
+    return file.removeprefix("nanospec/") if file.startswith("nanospec/kernels/") else file
 
 
 def _test(name: str, folder: Path) -> str:
@@ -197,7 +200,7 @@ def try_all(
 ) -> Iterator[dict[str, Any]]:
     """Run the chosen mutants of a file. Yield their descriptions, outcomes and reasons of equivalence."""
     source, place = (ROOT / file).read_text(), folder / file
-    reasons = json.loads(REASONS.read_text()).get(file, {}) if REASONS.exists() else {}
+    reasons = json.loads(REASONS.read_text()).get(_key(file), {})
     for mutation in chosen:
         for phase in PHASES:
             limit = 2 * usual_seconds(tests, phase, folder) + 20

@@ -13,9 +13,9 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import tokenizers
 import torch
+from safetensors.torch import load_file
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from nanospec.apps.openai_format import token_bytes
@@ -123,7 +123,10 @@ def read_weights(data: bytes) -> None:
     with folder_with({**files_of(data), "config.json": json.dumps(CONFIG).encode()}) as folder:
         tensors = answer(load_weights, folder)
         if tensors is not None:
-            assert_equal(tensors, folder)
+            stored = [load_file(file) for file in weight_files(folder)]
+            for name, tensor in tensors.items():
+                found = [each[name].float().view(torch.int32) for each in stored if name in each]
+                assert any(torch.equal(tensor.view(torch.int32), bits) for bits in found), name
 
 
 def load_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -136,28 +139,6 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
         tensors: Any = weights.load_model(folder, torch.float32, "cpu")
     assert tensors
     return dict(tensors)
-
-
-def assert_equal(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Compare the loaded tensors with those of a minimal reader."""
-    read: dict[str, np.ndarray[Any, Any]] = {}
-    for file in weight_files(folder):
-        assert file.parent == folder
-        content = file.read_bytes()
-        end = 8 + int.from_bytes(content[:8], "little")
-        for name, entry in json.loads(content[8:end]).items():
-            if name != "__metadata__":
-                first, last = (end + offset for offset in entry["data_offsets"])
-                read[name] = numbers(content[first:last], entry["dtype"]).reshape(entry["shape"])
-    for name, tensor in tensors.items():
-        assert np.array_equal(tensor.numpy(), read[name], equal_nan=True), name
-
-
-def numbers(content: bytes, dtype: str) -> np.ndarray[Any, Any]:
-    values = np.frombuffer(content, {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[dtype])
-    if dtype == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)
 
 
 # ---- drafters: folders of DFlash and EAGLE-3 drafters, which draft for the target ------------------------
@@ -184,7 +165,8 @@ def drafter_seeds() -> list[bytes]:
 
 
 def load_drafter(folder: Path, method: str) -> Drafter:
-    return METHODS[method].load(SpecConfig(method, str(folder), tree_width=2), DraftTarget(model()))
+    spec = SpecConfig(method, str(folder), tree_width=2 if method == "dflash" else 1)
+    return METHODS[method].load(spec, DraftTarget(model()))
 
 
 def drafters(data: bytes) -> None:
@@ -249,16 +231,9 @@ def gguf_seeds() -> list[bytes]:
 
 
 def mutate_gguf(data: bytes, rng: Random) -> bytes:
-    """Mostly overwrite integers in the head, without moving other data."""
-    if rng.random() < 0.2:
-        return mutate_bytes(data[:HEAD], rng) + data[HEAD:]
-    changed = bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 4))):
-        at = rng.randrange(min(HEAD, len(changed)) + 1)
-        width = rng.choice((1, 4, 8))
-        number = rng.choice((0, 1, 2, 8, 255, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, rng.randrange(256)))
-        changed[at : at + width] = number.to_bytes(8, "little")[:width]
-    return bytes(changed)
+    """Mutate the head, mostly without moving the tensor data."""
+    head = mutate_bytes(data[:HEAD], rng)
+    return (head if rng.random() < 0.2 else head[:HEAD].ljust(HEAD, b"\0")) + data[HEAD:]
 
 
 def gguf(data: bytes) -> None:

@@ -121,11 +121,6 @@ def _abort_after_five(_: int, request: Request, *args: Any) -> None:
         request.finish("abort")
 
 
-def _fail_with_two(_: Any, engine: Engine) -> None:
-    if len(engine.scheduler.running) == 2:
-        raise MemoryError
-
-
 ALLOCATE, COMMIT = BlockPool.allocate, nanospec.device.step.commit
 DEFECTS: dict[str, Defect] = {
     "reallocated block keeps its hash": _replace(BlockPool, "allocate", _allocate_keeping_hashes),
@@ -136,7 +131,6 @@ DEFECTS: dict[str, Defect] = {
     "accepted tree nodes are not moved": lambda: mock.patch.object(nanospec.device.step, "kv_move"),
     "stop string across tokens is missed": _replace(OutputText, "_append", _search_latest_token),
     "outputs are aborted without cause": _after(Request, "append", _abort_after_five),
-    "steps with two requests fail": _after(Engine, "step", _fail_with_two),
     "interrupted step aborts no requests": _replace(
         SharedEngine, "step", lambda shared: shared.engine.step()
     ),
@@ -150,9 +144,6 @@ DEFECTS: dict[str, Defect] = {
     "end of stream is lost": _after(Request, "new_pieces", _drop_last_piece),
     "salts are ignored": _after(Engine, "new", lambda request, *args: setattr(request, "salt", b"")),
     "preempted request counts its own blocks as cached": _after(Scheduler, "_admit", _count_own_blocks),
-    "abort is not counted": _after(
-        Engine, "abort", lambda _, engine, *args: setattr(engine.metrics, "num_aborted", 0)
-    ),
     "decoding request is preempted": _replace(Scheduler, "_extend", _preempt_always),
     "released blocks are lost": _replace(BlockPool, "release", lambda pool, blocks: None),
 }
