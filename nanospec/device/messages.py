@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..config import GREEDY_BELOW, SamplingParams, SpecConfig
 from ..drafters.policy import Choice
-from ..kernels import EXACT, RULES, RUNNING
+from ..kernels import RUNNING
 from ..kernels.speculation.report import Logprobs, RowReport, decode
 from ..kernels.table import Table
 from ..kernels.transfer import upload, write
@@ -126,7 +126,7 @@ def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
         (table.min_n, spec.prompt_lookup_min),
         (table.max_n, spec.prompt_lookup_max),
         (table.tree_width, min(params.tree_width or spec.tree_width, spec.tree_width)),
-        (table.rule, EXACT if request.constrained else RULES.index(params.acceptance or spec.acceptance)),
+        (table.typical, not request.constrained and (params.acceptance or spec.acceptance) == "typical"),
         (table.temperature, params.temperature if params.temperature >= GREEDY_BELOW else 0),
         (table.top_k, max(params.top_k, 0)),
         (table.top_p, params.top_p),

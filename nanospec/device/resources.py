@@ -189,7 +189,7 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
     for part in tqdm(PARTS, desc="Measuring memory", disable=None, leave=False):
         step = max(step, peak(max(max_rows // part, 1), 1), peak(max(drafting // part, 1), k + 1))
         prefill = max(prefill, peak(prompts, -(-tokens // prompts // part), prefill=True))
-    if any(drafter.runs_model for drafter in drafters):  # its logits, twice while they are concatenated
+    if any(drafter.runs_model for drafter in drafters):  # logits that it converts to float32
         step += 2 * max(max_rows, drafting * (k + 1)) * c.vocab_size * model.dtype.itemsize
     return row_bytes(table) + int(MARGIN * (step + max(step, prefill)))
 

@@ -22,8 +22,8 @@ from ..drafters import Drafter, methods
 from ..drafters.estimates import DraftTimes, RowProposal
 from ..drafters.policy import Choice
 from ..kernels.batch import Batch
-from ..kernels.sampling.accept import accept
 from ..kernels.sampling.sample import sample
+from ..kernels.sampling.typical import accept_typical
 from ..kernels.speculation.kv_move import kv_move
 from ..kernels.speculation.proposal import Proposal, lay_out
 from ..kernels.speculation.verify import commit
@@ -59,7 +59,7 @@ class Step:
         extensions: Sequence[Extension],
         exact: bool,
     ) -> None:
-        """`exact`: all requests use the acceptance rule "exact", so `accept` is skipped."""
+        """`exact`: all requests use the acceptance rule "exact", so `accept_typical` is skipped."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafters, self.extensions, self.exact = drafters, extensions, exact
         # The hidden states that the drafters read, as numbers of layers.
@@ -111,7 +111,7 @@ class Step:
                 extension.process_logits(logits, batch)
             targets = sample(logits, table, batch)
             if not self.exact and batch.max_q_len > 1:
-                targets = accept(targets, logits, table, batch, proposal)
+                targets = accept_typical(targets, logits, table, batch)
             verdict = commit(targets, batch, table, proposal)
             if batch.parents is not None:
                 kv_move(self.kv_cache, verdict, batch)

@@ -57,7 +57,6 @@ class ModelDrafter(Drafter):
     def __init__(self, spec: SpecConfig, model: Model, vocab_size: int) -> None:
         """`vocab_size` is the target's. If the models pad it differently, only common tokens are drafted."""
         self.model, self.vocab_size = model, vocab_size
-        self._keep_logits = spec.acceptance != "exact"
         # Maximum number of tokens per row in the first forward pass of a step; rows that lack the K/V of more
         # get no drafts. After a step with its drafts, a row lacks one, or two if all were accepted; more if
         # n-gram lookup runs first in captured steps.
@@ -148,7 +147,6 @@ class ModelDrafter(Drafter):
         batch = lay_out_text(table, rows, first, count, width, bound)
         hidden = self._forward(batch)[(batch.q_start + batch.q_len - 1).clamp(min=0)]
         drafts: list[Tensor] = []
-        logits: list[Tensor] = []
         for j in range(k):
             active = (num_drafts - j).clamp(0, 1)
             batch = lay_out_text(table, rows, last + j if j else last, active, 1, bound)
@@ -158,10 +156,8 @@ class ModelDrafter(Drafter):
             scores = self.model.logits(hidden)[:, : self.vocab_size]
             if missing := self.vocab_size - scores.shape[1]:
                 scores = F.pad(scores, (0, missing), value=-torch.inf)
-            logits.append(scores)
             drafts.append(sample(scores, table, batch).clamp(min=0) * active)
-        proposal = make_proposal(torch.stack(drafts, 1), num_drafts)
-        return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal
+        return make_proposal(torch.stack(drafts, 1), num_drafts)
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict) -> None:
         # The last draft was never fed to the model.

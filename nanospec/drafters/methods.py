@@ -62,8 +62,7 @@ METHODS: dict[str, type[Drafter]] = {
     "ngram": NgramDrafter,
 }
 NAMES = (*METHODS, *(f"ngram+{name}" for name in METHODS if name != "ngram"), "none")
-PER_ROW = ("num_drafts", "match_len", "drafter", "sampled")  # fields of a `Proposal` of shape [B]
-DTYPES = {"logits": torch.float32, "sampled": torch.bool}  # fields of a `Proposal` that are not int32
+PER_ROW = ("num_drafts", "match_len", "drafter")  # fields of a `Proposal` of shape [B]; the others are [B, K]
 
 Drafters = Drafter | str | Sequence[Drafter | str]
 """A drafter, the name of a method, or a sequence of these in the order in which they run."""
@@ -261,13 +260,11 @@ def _checked(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
     if not isinstance(proposal, Proposal):
         raise TypeError(f"{drafter.name}.propose returned {shown(proposal)}; it must return a Proposal.")
     for name, part in proposal._asdict().items():
-        dims, dtype = 1 if name in PER_ROW else 3 if name == "logits" else 2, DTYPES.get(name, torch.int32)
-        shape = torch.Size((len(rows), k, table.vocab_size)[:dims])
+        shape = torch.Size((len(rows),) if name in PER_ROW else (len(rows), k))
         kind: list[Any] = [getattr(part, attr, None) for attr in ("shape", "device", "layout", "dtype")]
-        fits = kind[:3] == [shape, rows.device, rows.layout] and torch.can_cast(kind[3], dtype)
+        fits = kind[:3] == [shape, rows.device, rows.layout] and torch.can_cast(kind[3], torch.int32)
         if not fits and not (part is None and name in proposal._field_defaults):
             actual = " ".join(str(each) for each in (type(part).__name__, *kind) if each is not None)
-            expected = f"Tensor {shape} {rows.device} {rows.layout} {dtype}"
+            expected = f"Tensor {shape} {rows.device} {rows.layout} {torch.int32}"
             raise ValueError(f"{drafter.name}.propose returned {name} as {actual}; expected {expected}.")
-    parts = zip(proposal._fields[:6], proposal)
-    return proposal._replace(**{name: part.int().contiguous() for name, part in parts if part is not None})
+    return Proposal._make(None if part is None else part.int().contiguous() for part in proposal)

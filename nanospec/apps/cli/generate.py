@@ -14,7 +14,6 @@ from ...device.resources import compute_info
 from ...extras.tracing.recorder import find_recorder
 from ...extras.tracing.trace import Trace, check_target
 from ...llm import LLM, RequestOutput
-from ...outputs import LOSSY
 from ..batch.run import Batch, batch_summary, run_batch
 from ..options import fields_set
 from ..tasks import with_system
@@ -130,7 +129,7 @@ def summary(output: RequestOutput) -> str:
     text += f"{stats.tokens_per_step:.2f} tokens per step"
     if stats.num_drafted:
         text += f", {stats.acceptance_rate:.0%} of {stats.num_drafted} drafts accepted"
-    if stats.num_accepted and stats.acceptance in LOSSY:
+    if stats.num_accepted and stats.acceptance != "exact":
         text += f" ({stats.acceptance} acceptance: may differ from the output without speculation)"
     if output.error:
         text += f"; {output.error}"

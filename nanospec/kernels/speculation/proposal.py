@@ -12,7 +12,7 @@ ancestors. Kernel: one program per row and 1024 cache blocks.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,8 +38,6 @@ class Proposal(NamedTuple):
     match_len: Tensor  # [B] int32, length of the n-gram match, 0 if none
     drafter: Tensor  # [B] int32, index of the drafter in a method ("ngram+draft": 0, 1); unused if no drafts
     parents: Tensor | None = None  # [B, K] int32, trees only: the node 0 .. K that each draft follows
-    logits: Tensor | None = None  # [B, K, V], the logits that a model drew the drafts from, if it did
-    sampled: Tensor | None = None  # [B] bool, rows drawn from `logits`; None: all of chains, none of trees
 
 
 def empty_proposal(rows: Tensor, k: int, tree: bool) -> Proposal:
@@ -49,21 +47,14 @@ def empty_proposal(rows: Tensor, k: int, tree: bool) -> Proposal:
 
 
 def merge(in_first: Tensor, first: Proposal, second: Proposal) -> Proposal:
-    """Select rows of `first` where `in_first` [B] is true, and of `second` elsewhere. The result has the
-    logits of `second` if set, else of `first`; `sampled` is false for drafts not drawn from them."""
+    """Select rows of `first` where `in_first` [B] is true, and of `second` elsewhere."""
 
     def choose(one: Tensor, other: Tensor) -> Tensor:
         return torch.where(in_first if one.dim() == 1 else in_first[:, None], one, other)
 
-    def drawn(part: Proposal) -> Any:  # whether rows are drawn from `logits`: [B] bool or bool
-        return part.logits is logits and (part.parents is None if part.sampled is None else part.sampled)
-
     is_tree = first.parents is not None or second.parents is not None
     parents = choose(parents_of(first), parents_of(second)) if is_tree else None
-    logits = first.logits if second.logits is None else second.logits
-    sampled = None if logits is None else torch.where(in_first, drawn(first), drawn(second))
-    rows = Proposal(*map(choose, first[:5], second[:5]))
-    return rows._replace(parents=parents, logits=logits, sampled=sampled)
+    return Proposal(*map(choose, first[:5], second[:5]))._replace(parents=parents)
 
 
 def parents_of(proposal: Proposal) -> Tensor:
@@ -154,7 +145,7 @@ def depths_and_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
 def native(table: Table, rows: Tensor, proposal: Proposal, packed: bool = False) -> Batch:
     """Run `nanospec_lay_out` of `native/step.cpp`."""
     batch = _empty(table, rows, proposal.drafts.shape[1] + 1, proposal.parents is not None)
-    words = *proposal[:6], *proposal.drafts.shape, rows, packed, *batch.native_args
+    words = *proposal, *proposal.drafts.shape, rows, packed, *batch.native_args
     T, longest, kv_len = call("nanospec_lay_out", *table, *words, 0, 0, 0)[-3:]
     return replace(batch.select_tokens(slice(T)), max_q_len=longest, max_kv_len=kv_len) if packed else batch
 

@@ -49,7 +49,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "ngram-tree": {"method": "ngram", "tree_width": 3}, "draft": {"method": "draft"},
     "dflash": {"method": "dflash"}, "dflash-tree": {"method": "dflash", "tree_width": 3},
     "eagle3": {"method": "eagle3"}, "ngram+draft": {"method": "ngram+draft"},
-    "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2, "acceptance": "rejection"},
+    "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2},
     "ngram-tree+eagle3-tree": {"method": "ngram+eagle3", "tree_width": 2, "acceptance": "typical"},
 }  # fmt: skip
 

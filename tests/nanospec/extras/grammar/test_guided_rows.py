@@ -51,10 +51,9 @@ def guided(request: pytest.FixtureRequest) -> Grammar:
 @pytest.mark.parametrize("tree", [False, True])
 def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
     drafts = torch.arange(12, dtype=torch.int32).view(4, 3) + 20
-    logits = None if tree else torch.randn(4, 3, V)
     parents = ints(0, 0, 1).repeat(4, 1) if tree else None
     each = ints(3, 2, 1, 3), drafts - 10, ints(4, 5, 6, 7), ints(1, 0, 1, 0)
-    given = Proposal(drafts, *each, parents, logits)
+    given = Proposal(drafts, *each, parents)
     rows = ints(3, 0, 1, -1)
     result = guided.propose(TABLE, rows, given)
     assert result.drafts.tolist() == [[7, 8, 9], [23, 24, 25], result.drafts[2].tolist(), [29, 30, 31]]
@@ -66,8 +65,7 @@ def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
     assert others.drafter.tolist() == [NO_DRAFTER, 0, NO_DRAFTER, 0]
     assert batch.rows.tolist() == [-1, 0, -1, -1]
     assert result.parents is None or result.parents.tolist()[:2] == [[0, 1, 2], [0, 0, 1]]
-    assert result.sampled is None or result.sampled.tolist() == [False, True, False, True]
-    assert (result.parents is None, result.sampled is None) == (not tree, tree)
+    assert (result.parents is None) == (not tree)
     assert all(t.dtype == torch.int32 for t in result[:5])
 
 
