@@ -194,7 +194,7 @@ class Race:
             self.running[lane] = System(lane, self.work)
         found = self.running[lane].ask(case)
         name = f"{lane[0]} {setting_name(lane[1])}"
-        self.about[name] = {**self.running[lane].about, "peak_mb": found["peak_mb"]}
+        self.about[name] = self.running[lane].about
         print(f"  {case['name']:20} {name:28} {rate(found):8.1f} tok/s", flush=True)
         return found
 

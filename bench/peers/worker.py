@@ -5,7 +5,7 @@
 The first line on standard input has the settings of the `start` functions as JSON: `model`, `quantization`,
 `gguf`, `setting` (one of `SPEC_SETTINGS`), `max_num_seqs`, `max_model_len`. Each other line is a case:
 `name`, `prompts` (lists of token ids), `batch`, `max_tokens`, `temperature` and optionally `seed` and
-`ignore_eos`. The answer is a line of JSON after `MARK`: `seconds`, `outputs`, `peak_mb`. A case first runs
+`ignore_eos`. The answer is a line of JSON after `MARK`: `seconds`, `outputs`. A case first runs
 with few tokens, so that compilation and measurements at first use are not timed.
 
 Uses only the standard library until a `start` function imports its system.
@@ -199,18 +199,12 @@ STARTS = dict(zip(PACKAGES, (start_nanospec, start_vllm, start_transformers, sta
 # ---- the process ---------------------------------------------------------------------------------------
 
 
-def peak_mb() -> float:
-    """Return the peak resident memory of this process in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return round(sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024, 1)
-
-
 def run_case(generate: Generate, case: Json) -> Json:
     """Run a case, `batch` prompts at a time."""
     outputs, start = [], time.perf_counter()
     for i in range(0, len(case["prompts"]), case["batch"]):
         outputs += generate(case["prompts"][i : i + case["batch"]], case)
-    return {"seconds": time.perf_counter() - start, "outputs": outputs, "peak_mb": peak_mb()}
+    return {"seconds": time.perf_counter() - start, "outputs": outputs}
 
 
 def main() -> None:
