@@ -93,8 +93,8 @@ lint: $(DONE)lint  ## run ruff and mypy
 	@$(BIN)/ruff check nanospec examples bench tests campaigns run.py
 	@$(BIN)/mypy nanospec examples bench tests campaigns run.py
 
-pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
-	@$(BIN)/python -m bench.pictures && $(BIN)/python -m bench.diagrams
+pictures: $(DONE)run  ## draw the diagrams in docs/pictures from the source code
+	@$(BIN)/python -m bench.diagrams
 
 gpu:  ## run tests and benchmarks on a GPU: PART=tests, kernels, steps, e2e or sweep; PART=smoke for any with 8 GB; PART=compare BEFORE=CHECKOUT
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/gpu.py $(PART) --out $(OUT) $(if $(BEFORE),--before $(BEFORE))
@@ -166,10 +166,9 @@ NEEDS_test := test
 NEEDS_fuzz := test,fuzz
 NEEDS_lint := test,lint
 NEEDS_supply := supply
-NEEDS_pictures := plot
 
 # Print the size of the model before it is downloaded; which_torch.py prints that of torch.
-$(DONE)run $(DONE)test $(DONE)fuzz $(DONE)lint $(DONE)supply $(DONE)pictures: $(DONE)%: pyproject.toml | $(BIN)/python
+$(DONE)run $(DONE)test $(DONE)fuzz $(DONE)lint $(DONE)supply: $(DONE)%: pyproject.toml | $(BIN)/python
 	@test -z "$(filter run test,$*)" || test -f weights/$(MODEL)/config.json || \
 	  echo "The download of the model $(MODEL) is 0.3 GB or less."
 	@echo "Installing nanospec[$(NEEDS_$*)] into $(VENV)"

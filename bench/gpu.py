@@ -10,8 +10,8 @@ and writes a row with the ratio for each.
 A part is a list of groups, most important first; groups of tests run at the same time. Each group is a
 process, which is restarted after an item that crashed it, so that a crash loses only one item. Processes
 append rows to DIR/PART.jsonl and print to DIR/PART-GROUP.log, so that an interrupted run keeps its results
-(`bench/rows.py`). A run ends with a summary of at most 9,000 characters and a line of JSON. The exit status
-is 1 if a test failed, a result was wrong, or a group did not complete. `--cpu` is a dry run with tiny shapes.
+(`bench/rows.py`). A run ends with a summary and a line of JSON. The exit status is 1 if a test failed, a
+result was wrong, or a group did not complete. `--cpu` is a dry run with tiny shapes.
 """
 
 import json
@@ -52,7 +52,6 @@ PART_SECONDS, SMOKE_SECONDS = 530.0, 280.0
 GRACE = 6.0  # seconds between a group's deadline and the time it is killed
 LEAST = 20.0  # minimum seconds left to start a group
 RESTARTS = 8
-SUMMARY = 9000  # characters
 STOP = threading.Event()  # set when the run is interrupted
 
 
@@ -296,22 +295,18 @@ def run_part(
                 raise
 
 
-def summary(found: dict[str, list[Outcome]], size: int = SUMMARY) -> str:
-    """Return for each part its failures and then its headlines, truncated to `size` characters in all."""
-    kept = []
+def summary(found: dict[str, list[Outcome]]) -> str:
+    """Return for each part its failures and then its headlines, wrong results first."""
+    lines = []
     for part, outcomes in found.items():
         well = sum(outcome.status == "ok" for outcome in outcomes)
-        lines = [f"== {part}: {well} of {len(outcomes)} groups ok, {sum(o.seconds for o in outcomes):.0f} s"]
+        lines += [f"== {part}: {well} of {len(outcomes)} groups ok, {sum(o.seconds for o in outcomes):.0f} s"]
         lines += [f"  {o.name}: {o.status.upper()} {o.why}"[:260] for o in outcomes if o.status != "ok"]
         every = [row for outcome in outcomes for row in outcome.rows]
         shown = [row for row in every if row.get("headline") or "left_out" in row]
-        shown.sort(key=lambda row: not (row.get("wrong") or "error" in row))  # failures first
+        shown.sort(key=lambda row: not (row.get("wrong") or "error" in row))
         lines += [f"  {row['text']}"[:200] for row in shown]
-        while sum(map(len, lines)) + len(lines) > size // len(found) - 60:
-            lines.pop()
-        total = len(shown) + 1 + len(outcomes) - well
-        kept += lines + [f"  ... {total - len(lines)} more lines in the files"] * (len(lines) < total)
-    return "\n".join(kept)
+    return "\n".join(lines)
 
 
 PARTS = ("tests", "kernels", "steps", "e2e")

@@ -116,8 +116,7 @@ def sample_cases() -> Iterator[Case]:
             make = recorded_logits if "recorded" in kind else peaked_logits
             logits, values = make(B * Q, V, device), REQUESTS[kind.removesuffix("-recorded")]
             table, batch = make_table(B, V, device, **values), make_batch(B, Q, device)
-            peers = {"torch": lambda: _sample_with_torch(logits, **values)}
-            return Built(lambda: every_target(sample, logits)(logits, table, batch), peers)
+            return Built(lambda: every_target(sample, logits)(logits, table, batch))
 
         penalties = 9 * V * B if kind == "penalties" else 0  # bias, counts, in_prompt
         size = B * (K + 1) * V * 2 + penalties
@@ -134,21 +133,6 @@ def sample_tree_cases() -> Iterator[Case]:
         return Built(lambda: every_target(sample, logits)(logits, table, batch))
 
     yield Case("sample", "smollm2-B8-K7-tree", build, bytes=64 * 49152 * 2 + 9 * 49152 * 8)
-
-
-def _sample_with_torch(logits: Tensor, **values: float) -> Tensor:
-    """Sample with torch operations, without penalties."""
-    if not values:
-        return logits.argmax(-1)
-    scores = logits.float() / values["temperature"]
-    if "top_k" in values or "top_p" in values:
-        scores, ids = scores.sort(-1, descending=True)
-        if "top_k" in values:
-            scores[:, int(values["top_k"]) :] = float("-inf")
-        p = scores.softmax(-1)
-        scores = scores.masked_fill(p.cumsum(-1) - p > values["top_p"], float("-inf"))
-    drawn = (scores.softmax(-1) / torch.empty_like(scores).exponential_()).argmax(-1)
-    return ids.gather(1, drawn[:, None]) if "top_k" in values or "top_p" in values else drawn
 
 
 def typical_cases() -> Iterator[Case]:
