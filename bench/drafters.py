@@ -42,7 +42,6 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "ngram tree W=4 K=8": {"num_speculative_tokens": 8, "tree_width": 4},
     "eagle3": {"method": "eagle3"},
     "ngram+eagle3 K=4": {"method": "ngram+eagle3", "num_speculative_tokens": 4},
-    "eagle3 tree W=3 K=8": {"method": "eagle3", "num_speculative_tokens": 8, "tree_width": 3},
     "ngram+eagle3": {"method": "ngram+eagle3"},
     "ngram+eagle3 tree W=3": {"method": "ngram+eagle3", "tree_width": 3},
     "draft": {"method": "draft"},

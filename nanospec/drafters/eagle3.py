@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ..kernels.batch import Batch
 from ..kernels.native import NativeArg, call, packed, words
-from ..kernels.speculation.proposal import Proposal
+from ..kernels.speculation.proposal import Proposal, lay_out_text
 from ..kernels.table import Table
 from ..models.cpu import CompiledModel
 from ..models.decoder import new_states
 from . import make_proposal
-from .hidden_states import CONTENDERS, HiddenStateDrafter, Trees
+from .hidden_states import CONTENDERS, HiddenStateDrafter
 
 # In C++, a chain ends where the product of the largest probabilities of its positions falls below this.
 LEAST_CHANCE = 0.12
@@ -35,7 +35,7 @@ class Eagle3Drafter(HiddenStateDrafter):
     """Drafts a token per forward pass; see the module docstring."""
 
     name = "eagle3"
-    max_depth = 8  # forward passes per step: deeper drafts are rarely accepted
+    max_drafts = 8  # later drafts are rarely accepted
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         S, H = table.num_rows, self.model.config.hidden_size
@@ -60,10 +60,9 @@ class Eagle3Drafter(HiddenStateDrafter):
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         if not isinstance(self.model, CompiledModel):
             return super().propose(table, rows, k)
-        limit = min(k, self.max_drafts) if self.width == 1 else 0  # for trees, only read the pending states
-        drafts, count = rows.new_zeros(len(rows), k), torch.full_like(rows, limit)
+        drafts, count = rows.new_zeros(len(rows), k), torch.full_like(rows, min(k, self.max_drafts))
         self._call("nanospec_eagle3_draft", table, rows, drafts, count, *drafts.shape)
-        return make_proposal(drafts, count) if self.width == 1 else super().propose(table, rows, k)
+        return make_proposal(drafts, count)
 
     def release(self, row: int) -> None:
         self.entry[row].fill_(-2)
@@ -90,40 +89,15 @@ class Eagle3Drafter(HiddenStateDrafter):
         """Call a function of `kernels/native/eagle3.cpp`."""
         call(name, *self._words, torch.get_num_threads(), *table, *values)
 
-    def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
-        B, k = trees.depth.shape
+    def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, k: int) -> tuple[Tensor, ...]:
         index = rows.clamp(min=0)
         first = (table.num_tokens[index] - 2).clamp(min=0)
-        # Of each node [B, k + 1]: depth, parent, rank, token and input.
-        columns = trees.depth, trees.parents, trees.rank
-        depth, parent, rank = (F.pad(column, (1, 0)).long() for column in columns)
-        ids = F.pad(table.tokens[index, first + 1][:, None], (0, k))
-        inputs = F.pad(self.features[index][:, None], (0, 0, 0, k))
-        positions = first[:, None] + depth
-        width = 0
-        for level, nodes in enumerate(trees.ranges[:-1]):
-            width = max(width, nodes.stop)  # nodes that have a token, and perhaps others
-            batch = self._lay_out(table, rows, first, num_drafts, width)
-            batch = replace(batch, input_ids=_flat(ids[:, :width]))
-            if self.width > 1:
-                at = torch.where(batch.slots >= 0, positions[:, :width].flatten(), 0).int()
-                masks = _flat(trees.masks[:, :width])
-                batch = replace(batch, positions=at, ancestors=masks, parents=torch.zeros_like(at))
-            outputs, states = new_states(self.model, B * width, [1])
-            hidden = self.model.forward(batch, self.kv, states, _flat(inputs[:, :width]))
-            hidden = hidden.view(B, width, -1)[:, nodes.start : nodes.stop].flatten(0, 1)
-            best = self._best(hidden, table, rows, positions[:, nodes.start : nodes.stop] + 2)
-            # The children of these nodes: the next level.
-            above = (parent - nodes.start).clamp(0, len(nodes) - 1)
-            new = best.flatten(1).gather(1, above * self.width + rank)
-            follows = depth == level + 1
-            ids = torch.where(follows, new, ids)
-            parent_of = parent.clamp(max=width - 1)[..., None].expand_as(inputs)
-            inputs = torch.where(follows[..., None], outputs.view(B, width, -1).gather(1, parent_of), inputs)
-        return ids[:, 1:]
-
-
-def _flat(nodes: Tensor) -> Tensor:
-    """Return values of nodes [B, n, ...] as [B * n, ...]. `flatten` alone may return a view that is not
-    contiguous."""
-    return nodes.contiguous().flatten(0, 1)
+        bound = int((first + num_drafts).max()) if self.may_wait else None
+        ids, inputs, drafts = table.tokens[index, first + 1], self.features[index], list[Tensor]()
+        for j in range(min(k, self.max_drafts)):
+            batch = lay_out_text(table, rows, first + j, (num_drafts - j).clamp(0, 1), 1, bound)
+            outputs, states = new_states(self.model, len(rows), [1])
+            hidden = self.model.forward(replace(batch, input_ids=ids), self.kv, states, inputs)
+            ids, inputs = self._best(hidden, table, rows, first[:, None] + j + 2).flatten(), outputs
+            drafts.append(ids)
+        return F.pad(torch.stack(drafts, 1), (0, k - len(drafts))), num_drafts
