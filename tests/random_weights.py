@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanospec.config import SpecConfig
-from nanospec.drafters import Drafter, Target
+from nanospec.drafters import Drafter, Target, eagle3
 from nanospec.drafters.methods import METHODS
 from nanospec.kernels.layer.quantized import Quantized
 from nanospec.models.config import ModelConfig
@@ -80,7 +80,7 @@ def write_drafter(
         vocab or target.vocab_size,
     )
     layers = replace(
-        target, num_layers=num_layers, windows=(None,) * num_layers, has_inputs=is_eagle, out_norms=False,
+        target, num_layers=num_layers, windows=(None,) * num_layers, out_norms=False,
         qkv_bias=has_bias, o_bias=has_bias, mlp_bias=False, qk_norm=not is_eagle or "model_type" in settings,
     )  # fmt: skip
     config: dict[str, Any] = {
@@ -95,7 +95,8 @@ def write_drafter(
     else:
         nested = {"mask_token_id": 3, "target_layer_ids": [n - 1 for n in reads]}
         config |= {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": nested}
-    H, shapes = layers.hidden_size, layers.parameter_shapes()
+    H = layers.hidden_size
+    shapes = eagle3.parameter_shapes(layers) if is_eagle else layers.parameter_shapes()
     shapes |= {
         "fc.weight": (H, len(reads) * H),
         "lm_head.weight": (num_drafted, H),

@@ -40,6 +40,7 @@ from tqdm import tqdm, trange
 
 from ..device.resources import resolve_device
 from ..drafters.checkpoint import lm_head_rows
+from ..drafters.eagle3 import parameter_shapes
 from ..kernels.batch import Batch, Chunk
 from ..kernels.layer.residual import look_up
 from ..kernels.table import Table
@@ -200,7 +201,7 @@ class DrafterInTraining:
         self.whitening, fc = whiten(data, model.norm.weight.float())
         heads = c.num_heads, c.num_kv_heads, c.head_dim
         sizes = c.vocab_size, c.hidden_size, settings.intermediate, 1, *heads, WINDOW
-        shapes = ModelConfig(*sizes, windows=(None,), has_inputs=True).parameter_shapes()
+        shapes = parameter_shapes(ModelConfig(*sizes, windows=(None,)))
         weights = {"fc": fc, "norm": model.norm.weight}
         generator = torch.Generator().manual_seed(settings.seed)
         for name in (each for each in shapes if ".layers." in each):

@@ -63,7 +63,7 @@ class DraftCheckpoint(NamedTuple):
     settings: Mapping[str, Any]  # of `SETTINGS`
     layers: tuple[int, ...]  # hidden states to read, as numbers of layers that have run
     fc: Linear
-    hidden_norm: Tensor | None  # [H] for DFlash
+    hidden_norm: Tensor  # [H]
     lm_head: Linear  # [Vd, H]
     token_map: Tensor | None  # [Vd] int64, the id of each drafted token; None: its index
     weight_bytes: int
@@ -84,7 +84,7 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
         config, layers = _read_config(decoder, settings, ids, stored, target.config, method == "eagle3")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    num_drafted = _check_tensors(folder, config, stored, len(layers))
+    num_drafted = _check_tensors(folder, config, stored, len(layers), method == "eagle3")
 
     def read(name: str) -> Tensor:
         file, stored_name = stored[name]
@@ -108,7 +108,7 @@ def load_checkpoint(folder: Path, target: Model, method: str) -> DraftCheckpoint
         valid = token_map[(token_map >= 0) & (token_map < config.vocab_size)].unique()
         if not 0 < len(valid) == num_drafted:
             raise ValueError(f"d2t in {folder} must give distinct ids from 0 to {config.vocab_size - 1}.")
-    hidden_norm = None if config.has_inputs else plain("hidden_norm.weight")
+    hidden_norm = plain("layers.0.hidden_norm.weight" if method == "eagle3" else "hidden_norm.weight")
     fc, lm_head = make_linear(plain("fc.weight")), target.lm_head  # not `fc`: its inputs have outliers
     if "lm_head.weight" in stored:
         lm_head = make_linear(in_8_bits(plain("lm_head.weight")))
@@ -129,8 +129,6 @@ def _read_config(
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=get_value(decoder, "mlp_bias", bool, False),
-        has_inputs=is_eagle,
-        norm_before_residual=get_value(settings, "norm_before_residual", bool, False),
         max_position_embeddings=target.max_position_embeddings,
     )
     if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
@@ -139,6 +137,7 @@ def _read_config(
             f"tokens, but the target has {target.hidden_size} and {target.vocab_size}."
         )
     if is_eagle:
+        get_value(settings, "norm_before_residual", bool, False)
         if config.num_layers != 1:
             raise ValueError(f"num_hidden_layers={config.num_layers} must be 1 for EAGLE-3.")
         n = target.num_layers
@@ -183,14 +182,19 @@ def _own_name(stored: str) -> str:
     return stored.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
-def _check_tensors(folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: int) -> int:
+def _check_tensors(
+    folder: Path, config: ModelConfig, stored: Mapping[str, Any], reads: int, is_eagle: bool
+) -> int:
     """Raise ValueError unless the tensors fit the config. Return the number of drafted tokens."""
     H, V = config.hidden_size, config.vocab_size
     slices = {name: file.get_slice(stored_name) for name, (file, stored_name) in stored.items()}
-    shapes = replace(config, tie_word_embeddings=True).parameter_shapes()
+    from .eagle3 import parameter_shapes
+
+    config = replace(config, tie_word_embeddings=True)
+    shapes = parameter_shapes(config) if is_eagle else config.parameter_shapes()
     expected = {name.removeprefix("model."): shape for name, shape in shapes.items()}
     expected["fc.weight"] = (H, reads * H)
-    if not config.has_inputs:
+    if not is_eagle:
         expected["hidden_norm.weight"] = (H,)
     num_drafted = (slices["d2t"].get_shape() or [V])[0] if "d2t" in slices else V
     if "d2t" in slices:

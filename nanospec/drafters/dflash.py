@@ -20,9 +20,12 @@ from torch import Tensor
 
 from ..config import SpecConfig
 from ..kernels.batch import Batch
-from ..kernels.layer.residual import Norm, rms_norm
+from ..kernels.layer.residual import rms_norm
+from ..kernels.layer.rope_cache import rope_cache
+from ..kernels.native import call, packed
 from ..kernels.speculation.proposal import lay_out_text
 from ..kernels.table import Table
+from ..models.cpu import CompiledModel
 from .checkpoint import DraftCheckpoint
 from .hidden_states import HiddenStateDrafter
 
@@ -40,12 +43,17 @@ class DFlashDrafter(HiddenStateDrafter):
         self.width = min(spec.tree_width, known)
         if self.width == 1:
             self.max_drafts = self.max_depth
-        assert loaded.hidden_norm is not None
-        self.hidden_norm = Norm(loaded.hidden_norm, self.model.config.rms_norm_eps)
         self._trees: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
-        self.model.write_kv_from(rms_norm(self.fc(hidden), self.hidden_norm), batch, self.kv)
+        model, x = self.model, rms_norm(self.fc(hidden), self.hidden_norm)
+        if isinstance(model, CompiledModel):
+            arguments = *model.words(self.kv), *batch.native_args, *packed.row_words(x)
+            call("nanospec_write_kv", *arguments, torch.get_num_threads())
+            return
+        angles = model.angles(batch)
+        for layer, cache in zip(model.layers, self.kv, strict=True):
+            rope_cache(layer.qkv(x), cache, batch, angles[layer.rope], layer.qk_norms)
 
     def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, k: int) -> tuple[Tensor, ...]:
         depth, index = min(k, self.max_depth), rows.clamp(min=0)

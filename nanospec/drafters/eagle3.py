@@ -18,17 +18,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import SpecConfig
 from ..kernels.batch import Batch
+from ..kernels.layer.attention import AttentionMetadata, attention
+from ..kernels.layer.residual import Residual, look_up, rms_norm
+from ..kernels.layer.rope_cache import rope_cache
 from ..kernels.native import NativeArg, call, packed, words
 from ..kernels.speculation.proposal import Proposal, lay_out_text
 from ..kernels.table import Table
-from ..models.cpu import CompiledModel
-from ..models.decoder import new_states
+from ..models.config import ModelConfig
+from ..models.cpu import CompiledModel, padded_norm
 from . import make_proposal
+from .checkpoint import DraftCheckpoint
 from .hidden_states import CONTENDERS, HiddenStateDrafter
 
 # In C++, a chain ends where the product of the largest probabilities of its positions falls below this.
 LEAST_CHANCE = 0.12
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors by name: q, k and v read embedding and features, 2 H columns."""
+    shapes, layer = config.parameter_shapes(), "model.layers.0"
+    for name in (f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"):
+        shapes[name] = shapes[name][0], 2 * config.hidden_size
+    return shapes | {f"{layer}.hidden_norm.weight": (config.hidden_size,)}
 
 
 class Eagle3Drafter(HiddenStateDrafter):
@@ -36,6 +49,10 @@ class Eagle3Drafter(HiddenStateDrafter):
 
     name = "eagle3"
     max_drafts = 8  # later drafts are rarely accepted
+
+    def __init__(self, spec: SpecConfig, loaded: DraftCheckpoint) -> None:
+        super().__init__(spec, loaded)
+        self.norm_before_residual = loaded.settings.get("norm_before_residual", False)
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         S, H = table.num_rows, self.model.config.hidden_size
@@ -51,11 +68,13 @@ class Eagle3Drafter(HiddenStateDrafter):
             shape = (S + 1) * table.block_size, len(self.hidden_state_layers) * H
             self.pending = self.features.new_empty(shape)
             weights = *self.fc.weight.words(), *self.lm_head.weight.words(), self.token_map
+            self._norm = padded_norm(self.hidden_norm)
             pending = *packed.row_words(self.pending), self.num_pending
             state = *packed.row_words(self.features), self.entry, *pending
             numbers = CONTENDERS, packed.double(LEAST_CHANCE)
             # Arguments that do not change: the first fields of `Drafter` in kernels/native/eagle3.cpp.
-            self._words = words(*self.model.drafter_words(self.kv), *weights, *state, *numbers)
+            norms = self._norm, self.norm_before_residual
+            self._words = words(*self.model.words(self.kv), *weights, *norms, *state, *numbers)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         if not isinstance(self.model, CompiledModel):
@@ -80,7 +99,7 @@ class Eagle3Drafter(HiddenStateDrafter):
         row = torch.searchsorted(batch.q_start, torch.arange(T, device=hidden.device), right=True) - 1
         following = (batch.positions + 1).clamp(max=table.max_context - 1)
         ids = table.tokens[batch.rows.clamp(min=0)[row], following]
-        self.model.write_kv_from(self.model.wide_inputs(ids, features), batch, self.kv)
+        self._write_kv(replace(batch, input_ids=ids), features)
         rows = torch.where(batch.q_len > 0, batch.rows, -1)
         self.features[rows] = features[(batch.q_start + batch.q_len - 1).clamp(0, T - 1)]
         self.entry[rows] = batch.base_len + batch.q_len - 1
@@ -96,8 +115,27 @@ class Eagle3Drafter(HiddenStateDrafter):
         ids, inputs, drafts = table.tokens[index, first + 1], self.features[index], list[Tensor]()
         for j in range(min(k, self.max_drafts)):
             batch = lay_out_text(table, rows, first + j, (num_drafts - j).clamp(0, 1), 1, bound)
-            outputs, states = new_states(self.model, len(rows), [1])
-            hidden = self.model.forward(replace(batch, input_ids=ids), self.kv, states, inputs)
-            ids, inputs = self._best(hidden, table, rows, first[:, None] + j + 2).flatten(), outputs
+            inputs = self._run_layer(replace(batch, input_ids=ids), inputs)
+            hidden = rms_norm(inputs, self.model.norm)
+            ids = self._best(hidden, table, rows, first[:, None] + j + 2).flatten()
             drafts.append(ids)
         return F.pad(torch.stack(drafts, 1), (0, k - len(drafts))), num_drafts
+
+    def _run_layer(self, batch: Batch, features: Tensor) -> Tensor:
+        """Return the output [T, H] of the layer for tokens and their features [T, H]."""
+        [layer], config = self.model.layers, self.model.config
+        q, residual = self._write_kv(batch, features)
+        out = attention(q, self.kv[0], AttentionMetadata(batch), config.attention_scale).flatten(1)
+        residual = layer.o.add_to(residual, out, layer.post_norm)
+        h = layer.gate_up.gated(residual, config.gate)
+        return layer.down.add_to(residual, h, self.model.norm).x
+
+    def _write_kv(self, batch: Batch, features: Tensor) -> tuple[Tensor, Residual]:
+        """Write keys and values of tokens with these features [T, H]. Return the queries [T, Hq, D] and the
+        residual stream."""
+        model, layer = self.model, self.model.layers[0]
+        embeddings = rms_norm(look_up(batch.input_ids, model.embedding), layer.input_norm)
+        normed = rms_norm(features, self.hidden_norm)
+        qkv = layer.qkv(torch.cat((embeddings, normed), 1))
+        q = rope_cache(qkv, self.kv[0], batch, model.angles(batch)[layer.rope], layer.qk_norms)
+        return q, Residual(normed if self.norm_before_residual else features, layer.input_norm)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..config import SpecConfig
 from ..kernels.batch import Batch
+from ..kernels.layer.residual import Norm
 from ..kernels.sampling import noise
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
@@ -40,6 +41,7 @@ class HiddenStateDrafter(Drafter):
 
     def __init__(self, spec: SpecConfig, loaded: DraftCheckpoint) -> None:
         self.model, self.fc, self.lm_head = loaded.model, loaded.fc, loaded.lm_head
+        self.hidden_norm = Norm(loaded.hidden_norm, self.model.config.rms_norm_eps)
         self.hidden_state_layers, self.token_map = loaded.layers, loaded.token_map
         per_token = self.model.config.kv_bytes_per_token(self.model.dtype)
         self.memory = Memory(loaded.weight_bytes, per_token)
