@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanospec.config import SpecConfig
-from nanospec.drafters import Drafter, Target, eagle3
+from nanospec.drafters import Drafter, Target
+from nanospec.drafters.hidden_states import HiddenStateDrafter
 from nanospec.drafters.methods import METHODS
 from nanospec.kernels.layer.quantized import Quantized
 from nanospec.models.config import ModelConfig
@@ -95,19 +96,12 @@ def write_drafter(
     else:
         nested = {"mask_token_id": 3, "target_layer_ids": [n - 1 for n in reads]}
         config |= {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": nested}
-    H = layers.hidden_size
-    shapes = eagle3.parameter_shapes(layers) if is_eagle else layers.parameter_shapes()
-    shapes |= {
-        "fc.weight": (H, len(reads) * H),
-        "lm_head.weight": (num_drafted, H),
-        "hidden_norm.weight": (H,),
-    }
+    H, kind = layers.hidden_size, METHODS[method]
+    assert issubclass(kind, HiddenStateDrafter)
+    shapes = kind.parameter_shapes(layers)
+    shapes |= {"fc.weight": (H, len(reads) * H), "lm_head.weight": (num_drafted, H)}
     weights = _random(shapes, torch.float32, "cpu", seed)
-    unused = {
-        "model.embed_tokens.weight",
-        "hidden_norm.weight" if is_eagle else "",
-        "" if own_head else "lm_head.weight",
-    }
+    unused = {"model.embed_tokens.weight", "" if own_head else "lm_head.weight"}
     name_of = {name: name.removeprefix("model.") for name in shapes if name not in unused}
     if is_eagle:
         name_of = {name: stored.replace("layers.0.", "midlayer.") for name, stored in name_of.items()}

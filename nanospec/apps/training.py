@@ -39,8 +39,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm, trange
 
 from ..device.resources import resolve_device
-from ..drafters.checkpoint import lm_head_rows
-from ..drafters.eagle3 import parameter_shapes
+from ..drafters.eagle3 import Eagle3Drafter
+from ..drafters.hidden_states import lm_head_rows
 from ..kernels.batch import Batch, Chunk
 from ..kernels.layer.residual import look_up
 from ..kernels.table import Table
@@ -201,7 +201,7 @@ class DrafterInTraining:
         self.whitening, fc = whiten(data, model.norm.weight.float())
         heads = c.num_heads, c.num_kv_heads, c.head_dim
         sizes = c.vocab_size, c.hidden_size, settings.intermediate, 1, *heads, WINDOW
-        shapes = parameter_shapes(ModelConfig(*sizes, windows=(None,)))
+        shapes = Eagle3Drafter.parameter_shapes(ModelConfig(*sizes, windows=(None,)))
         weights = {"fc": fc, "norm": model.norm.weight}
         generator = torch.Generator().manual_seed(settings.seed)
         for name in (each for each in shapes if ".layers." in each):

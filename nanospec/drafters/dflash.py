@@ -14,19 +14,23 @@ With a tree width W above 1, the W best tokens of each position are combined int
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config import SpecConfig
-from ..kernels.batch import Batch
+from ..kernels.batch import MAX_QUERIES, Batch
 from ..kernels.layer.residual import rms_norm
 from ..kernels.layer.rope_cache import rope_cache
 from ..kernels.native import call, packed
 from ..kernels.speculation.proposal import lay_out_text
 from ..kernels.table import Table
+from ..models.config import ModelConfig
 from ..models.cpu import CompiledModel
-from .checkpoint import DraftCheckpoint
+from ..models.decoder import Model
+from ..text import check_number
 from .hidden_states import HiddenStateDrafter
 
 
@@ -36,14 +40,21 @@ class DFlashDrafter(HiddenStateDrafter):
     name = "dflash"
     makes_trees = True
 
-    def __init__(self, spec: SpecConfig, loaded: DraftCheckpoint) -> None:
-        super().__init__(spec, loaded)
-        self.mask, self.max_depth = loaded.settings["mask_token_id"], loaded.settings["block_size"] - 1
+    def __init__(self, spec: SpecConfig, folder: Path, target: Model) -> None:
+        super().__init__(spec, folder, target)
         known = self.model.config.vocab_size if self.token_map is None else len(self.token_map)
         self.width = min(spec.tree_width, known)
         if self.width == 1:
             self.max_drafts = self.max_depth
         self._trees: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @staticmethod
+    def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        return config.parameter_shapes() | {"hidden_norm.weight": (config.hidden_size,)}
+
+    def _read_settings(self, raw: dict[str, Any], config: ModelConfig, target: ModelConfig) -> None:
+        self.mask = check_number("mask_token_id", raw.get("mask_token_id"), 0, config.vocab_size - 1)
+        self.max_depth = check_number("block_size", raw.get("block_size"), 2, MAX_QUERIES - 1) - 1
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
         model, x = self.model, rms_norm(self.fc(hidden), self.hidden_norm)

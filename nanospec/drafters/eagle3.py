@@ -13,12 +13,12 @@ block and continues with another token reads that of the request that wrote it; 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import SpecConfig
 from ..kernels.batch import Batch
 from ..kernels.layer.attention import AttentionMetadata, attention
 from ..kernels.layer.residual import Residual, look_up, rms_norm
@@ -28,20 +28,12 @@ from ..kernels.speculation.proposal import Proposal, lay_out_text
 from ..kernels.table import Table
 from ..models.config import ModelConfig
 from ..models.cpu import CompiledModel, padded_norm
+from ..models.families import get_value
 from . import make_proposal
-from .checkpoint import DraftCheckpoint
-from .hidden_states import CONTENDERS, HiddenStateDrafter
+from .hidden_states import CONTENDERS, LAYER_IDS, HiddenStateDrafter
 
 # In C++, a chain ends where the product of the largest probabilities of its positions falls below this.
 LEAST_CHANCE = 0.12
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors by name: q, k and v read embedding and features, 2 H columns."""
-    shapes, layer = config.parameter_shapes(), "model.layers.0"
-    for name in (f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"):
-        shapes[name] = shapes[name][0], 2 * config.hidden_size
-    return shapes | {f"{layer}.hidden_norm.weight": (config.hidden_size,)}
 
 
 class Eagle3Drafter(HiddenStateDrafter):
@@ -50,9 +42,20 @@ class Eagle3Drafter(HiddenStateDrafter):
     name = "eagle3"
     max_drafts = 8  # later drafts are rarely accepted
 
-    def __init__(self, spec: SpecConfig, loaded: DraftCheckpoint) -> None:
-        super().__init__(spec, loaded)
-        self.norm_before_residual = loaded.settings.get("norm_before_residual", False)
+    @staticmethod
+    def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        shapes, layer, H = config.parameter_shapes(), "model.layers.0", config.hidden_size
+        for name in (f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"):
+            shapes[name] = shapes[name][0], 2 * H  # embedding and features
+        return shapes | {f"{layer}.hidden_norm.weight": (H,)}
+
+    def _read_settings(self, raw: dict[str, Any], config: ModelConfig, target: ModelConfig) -> None:
+        if config.num_layers != 1:
+            raise ValueError(f"num_hidden_layers={config.num_layers} must be 1 for EAGLE-3.")
+        self.norm_before_residual = get_value(raw, "norm_before_residual", bool, False)
+        if not raw.keys() & LAYER_IDS.keys():
+            n = target.num_layers
+            raw["eagle_aux_hidden_state_layer_ids"] = [2, n // 2, n - 3]
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         S, H = table.num_rows, self.model.config.hidden_size
@@ -66,15 +69,14 @@ class Eagle3Drafter(HiddenStateDrafter):
             # The hidden states of the entries that follow and their number: kept until a block of the cache
             # is complete or the row drafts.
             shape = (S + 1) * table.block_size, len(self.hidden_state_layers) * H
-            self.pending = self.features.new_empty(shape)
-            weights = *self.fc.weight.words(), *self.lm_head.weight.words(), self.token_map
-            self._norm = padded_norm(self.hidden_norm)
-            pending = *packed.row_words(self.pending), self.num_pending
-            state = *packed.row_words(self.features), self.entry, *pending
-            numbers = CONTENDERS, packed.double(LEAST_CHANCE)
+            self.pending, self._norm = self.features.new_empty(shape), padded_norm(self.hidden_norm)
             # Arguments that do not change: the first fields of `Drafter` in kernels/native/eagle3.cpp.
-            norms = self._norm, self.norm_before_residual
-            self._words = words(*self.model.words(self.kv), *weights, *norms, *state, *numbers)
+            self._words = words(
+                *self.model.words(self.kv), *self.fc.weight.words(), *self.lm_head.weight.words(),
+                self.token_map, self._norm, self.norm_before_residual, *packed.row_words(self.features),
+                self.entry, *packed.row_words(self.pending), self.num_pending, CONTENDERS,
+                packed.double(LEAST_CHANCE),
+            )  # fmt: skip
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         if not isinstance(self.model, CompiledModel):

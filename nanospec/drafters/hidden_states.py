@@ -12,39 +12,116 @@ cost less. Positions that follow may hold the K/V of drafts, which are overwritt
 Drafts of one position are ranked by the logits. For a request that samples, the `CONTENDERS` most likely
 tokens are ranked with the noise that the target will use at that position, so drafter and target draw the
 same token if their distributions agree.
+
+Two layouts of a folder with config.json and *.safetensors are supported: that of the methods' authors
+(z-lab/dflash and SafeAILab/EAGLE), and that of vllm-project/speculators. With the hidden size H, n layers of
+the target that are read, and Vd tokens that can be drafted, a folder has these tensors:
+
+    fc.weight            [H, n * H]    projects the concatenated hidden states
+    hidden_norm.weight   [H]           norm of the projection; in EAGLE-3, it belongs to the layer
+    layers.{i}. ...                    decoder layers; authors of EAGLE-3 name the only one `midlayer`
+    norm.weight          [H]           final norm
+    lm_head.weight       [Vd, H]       optional: without it, the target's
+    d2t                  [Vd] ints     optional: id of drafted token i minus i; without it, Vd = V
+
+The embedding is the target's.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config import SpecConfig
 from ..kernels.batch import Batch
+from ..kernels.layer.linear import make_linear
+from ..kernels.layer.quantized import GROUP, Quantized, quantize
 from ..kernels.layer.residual import Norm
 from ..kernels.sampling import noise
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
 from ..models import default_drafter, resolve_model
+from ..models.config import ModelConfig
+from ..models.cpu import CompiledModel, model_class
+from ..models.decoder import Model
+from ..models.families import Family, Raw, layer_windows
+from ..models.formats.safetensors import check_fit, listed, open_safetensors, weight_files
 from ..models.warm_up import warm_up
+from ..text import check_number, read_json, shown
 from . import Drafter, Memory, Target, draft_limits, make_proposal, no_drafts
-from .checkpoint import DraftCheckpoint, load_checkpoint
 
 CONTENDERS = 16  # most likely tokens of a position from which drafts are sampled
+PIECE = 64  # columns of a packed lm_head that are computed at a time
+
+# Tensors that are ignored: only training needs them, or the target's are used.
+UNUSED = ("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
+# Keys of config.json with the ids of the layers to read, and the number of layers that have run minus the id.
+LAYER_IDS = {"eagle_aux_hidden_state_layer_ids": 0, "aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
+# Other keys that are supported or do not change results.
+KEYS = {
+    "architectures", "attention_bias", "attention_dropout", "auto_map", "block_size", "bos_token_id",
+    "draft_vocab_size", "dtype", "eos_token_id", "has_no_defaults_at_init", "head_dim", "hidden_act",
+    "hidden_size", "initializer_range", "intermediate_size", "layer_types", "mask_token_id",
+    "max_position_embeddings", "max_window_layers", "mlp_bias", "model_type", "norm_before_residual",
+    "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "num_target_layers",
+    "original_max_position_embeddings", "pad_token_id", "partial_rotary_factor", "pretraining_tp",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
+    "sliding_window_non_causal", "speculators_config", "speculators_model_type", "speculators_version",
+    "target_hidden_size", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+    "vocab_size",
+}  # fmt: skip
 
 
 class HiddenStateDrafter(Drafter):
     """Base class of drafters whose KV cache is computed from the target's hidden states. Subclasses define
-    `max_drafts`, `read_hidden_states` and `_draft`."""
+    `max_drafts`, `read_hidden_states` and the methods after `propose`."""
 
     runs_model = True
 
-    def __init__(self, spec: SpecConfig, loaded: DraftCheckpoint) -> None:
-        self.model, self.fc, self.lm_head = loaded.model, loaded.fc, loaded.lm_head
-        self.hidden_norm = Norm(loaded.hidden_norm, self.model.config.rms_norm_eps)
-        self.hidden_state_layers, self.token_map = loaded.layers, loaded.token_map
-        per_token = self.model.config.kv_bytes_per_token(self.model.dtype)
-        self.memory = Memory(loaded.weight_bytes, per_token)
+    def __init__(self, spec: SpecConfig, folder: Path, target: Model) -> None:
+        """Load the drafter in a folder for the target. Raises FileNotFoundError if a file is missing,
+        ValueError if one is corrupt, not supported, or made for another target."""
+        tensors, path, is_compiled = (
+            open_tensors(folder),
+            folder / "config.json",
+            isinstance(target, CompiledModel),
+        )
+        raw = read_json(path)
+        try:
+            raw = merge_config(raw, self.name)
+            config = layers_config(raw, target.config, "layers.0.self_attn.q_norm.weight" in tensors)
+            self._read_settings(raw, config, target.config)
+            self.hidden_state_layers = layers_to_read(raw, target.config.num_layers)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        self._check_tensors(tensors, config, folder)
+
+        def get(name: str, in_8_bits: bool = is_compiled) -> Any:
+            weight = tensors[own_name(name)][:].to(target.device, target.dtype, copy=True)
+            return quantized(weight) if in_8_bits else weight
+
+        # A drafter shares its target's embedding, so it runs in C++ only if the target does.
+        kind = model_class(config, target.dtype, target.device) if is_compiled else Model
+        self.model = kind(config, target.dtype, target.device, get, vocabulary=target)
+        self.fc = make_linear(get("fc.weight", in_8_bits=False))  # its inputs have outliers
+        self.hidden_norm = Norm(get("hidden_norm.weight"), config.rms_norm_eps)
+        self.token_map, self.lm_head = (
+            None,
+            target.lm_head,
+        )  # [Vd] int64, ids of the rows of lm_head; None: all
+        if "d2t" in tensors:
+            self.token_map = token_map(tensors["d2t"][:], config.vocab_size, folder).to(target.device)
+        if "lm_head.weight" in tensors:
+            self.lm_head = make_linear(get("lm_head.weight"))
+        elif self.token_map is not None:
+            rows = lm_head_rows(target, self.token_map)
+            self.lm_head = make_linear(quantized(rows) if is_compiled else rows)
+        size = self.model.weight_bytes + self.fc.nbytes
+        size += 0 if self.lm_head is target.lm_head else self.lm_head.nbytes
+        self.memory = Memory(size, config.kv_bytes_per_token(target.dtype))
 
     @classmethod
     def load(cls, spec: SpecConfig, target: Target) -> "HiddenStateDrafter":
@@ -54,7 +131,17 @@ class HiddenStateDrafter(Drafter):
             folder = default_drafter(target.folder)
         else:
             raise ValueError(f"method={spec.method!r} needs a drafter; set draft_model.")
-        return cls(spec, load_checkpoint(folder, target.model, cls.name))
+        return cls(spec, folder, target.model)
+
+    def _check_tensors(self, tensors: dict[str, Any], config: ModelConfig, folder: Path) -> None:
+        """Raise ValueError unless the tensors fit the config."""
+        H, n = config.hidden_size, len(self.hidden_state_layers)
+        num_drafted = (tensors["d2t"].get_shape() or [0])[0] if "d2t" in tensors else config.vocab_size
+        shapes = {own_name(name): shape for name, shape in self.parameter_shapes(config).items()}
+        shapes |= {"fc.weight": (H, n * H), "lm_head.weight": (num_drafted, H), "d2t": (num_drafted,)}
+        del shapes["embed_tokens.weight"]
+        problem = f"The weights of the drafter in {folder} do not fit its config.json"
+        check_fit(tensors, shapes, problem, ["lm_head.weight", "d2t"], {"d2t": ("I32", "I64")})
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         self.may_wait = may_wait
@@ -86,6 +173,15 @@ class HiddenStateDrafter(Drafter):
 
     # A subclass defines these; `_ready` is optional.
 
+    @staticmethod
+    def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the layers' tensors and of `hidden_norm` by name."""
+        raise NotImplementedError
+
+    def _read_settings(self, raw: dict[str, Any], config: ModelConfig, target: ModelConfig) -> None:
+        """Read the settings of the method from the content of config.json. May add default values to it."""
+        raise NotImplementedError
+
     def _ready(self, table: Table, rows: Tensor, num_drafts: Tensor) -> Tensor:
         """Return the number of drafts [B], 0 for the rows that cannot draft yet."""
         return num_drafts
@@ -110,3 +206,82 @@ class HiddenStateDrafter(Drafter):
         log_e = noise.draw(seeds, positions.flatten(), ids.flatten(0, 1)).view_as(likely)
         best = (likely - temperature[..., None] * log_e).topk(width).indices
         return ids.gather(2, best)
+
+
+def open_tensors(folder: Path) -> dict[str, Any]:
+    """Return slices of the tensors in a folder by their names in the module docstring."""
+    files = map(open_safetensors, weight_files(folder))
+    tensors = {own_name(name): file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+    return {name: tensor for name, tensor in tensors.items() if name not in UNUSED}
+
+
+def own_name(name: str) -> str:
+    name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+    return name.replace("layers.0.hidden_norm", "hidden_norm")
+
+
+def merge_config(raw: Raw, method: str) -> dict[str, Any]:
+    """Return the keys of a config.json with those of its nested objects. Raises ValueError if it is not of a
+    drafter for `method`, or has keys that may change results and are not supported."""
+    names = shown(raw.get("speculators_model_type") or raw.get("architectures"))
+    is_eagle = method == "eagle3" and raw.get("draft_vocab_size")  # some are named LlamaForCausalLM
+    if method not in names.lower() and not (is_eagle and "dflash" not in names.lower()):
+        problem = f"architectures={names} is not a drafter for method={method!r}"
+        raise ValueError(f"{problem}; set draft_model to one.")
+    merged = dict(raw)
+    for name in ("transformer_layer_config", "dflash_config"):
+        part = merged.pop(name, {})
+        if not isinstance(part, dict):
+            raise ValueError(f"{name}={shown(part)} must be an object.")
+        merged |= part
+    given = {key for key, value in merged.items() if value and not key.startswith("_")}
+    if unknown := given - KEYS - LAYER_IDS.keys():
+        raise ValueError(f"unknown keys: {listed(unknown)}; they may change the drafter's results.")
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def layers_config(raw: Raw, target: ModelConfig, has_qk_norm: bool) -> ModelConfig:
+    """Return the config of the drafter's layers. Raises ValueError if they do not fit the target."""
+    windows = layer_windows(raw, None, lambda i: False)  # accepts full attention only
+    config = replace(
+        Family().config(raw), qk_norm=has_qk_norm, windows=windows,
+        max_position_embeddings=target.max_position_embeddings,
+    )  # fmt: skip
+    if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
+        raise ValueError(
+            f"the drafter is for a model with hidden size {config.hidden_size} and {config.vocab_size} "
+            f"tokens, but the target has {target.hidden_size} and {target.vocab_size}."
+        )
+    return config
+
+
+def layers_to_read(raw: Raw, num_layers: int) -> tuple[int, ...]:
+    """Return the hidden states to read, as numbers of layers that have run."""
+    key = next((key for key in LAYER_IDS if key in raw), "target_layer_ids")
+    ids, offset = raw.get(key), LAYER_IDS[key]
+    if not isinstance(ids, list) or not ids:
+        raise ValueError(f"{key}={shown(ids)} must be a list of the layers to read.")
+    return tuple(check_number(key, n, -offset, num_layers - offset) + offset for n in ids)
+
+
+def token_map(offsets: Tensor, vocab_size: int, folder: Path) -> Tensor:
+    """Return the ids [Vd] int64 of the drafted tokens from `d2t`."""
+    ids = offsets.long() + torch.arange(len(offsets))
+    if not 0 < len(ids[(ids >= 0) & (ids < vocab_size)].unique()) == len(ids):
+        raise ValueError(f"d2t in {folder} must give distinct ids from 0 to {vocab_size - 1}.")
+    return ids
+
+
+def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
+    """Return the target's lm_head rows for the tokens [n] int64, as a plain tensor [n, H]. A packed lm_head
+    has no readable rows, but its product with unit vectors gives its columns."""
+    table = model.embedding if model.config.tie_word_embeddings else model.lm_head.unpacked_weight
+    if isinstance(table, Tensor):
+        return table[tokens]
+    units = torch.eye(model.config.hidden_size, dtype=model.dtype, device=model.device)
+    return torch.cat([model.lm_head(piece)[:, tokens] for piece in units.split(PIECE)]).T.contiguous()
+
+
+def quantized(weight: Tensor) -> Tensor | Quantized:
+    """Quantize a matrix to 8 bits, since a pass in C++ takes as long as reading its weights."""
+    return quantize(weight, 8) if weight.dim() == 2 and weight.shape[1] % GROUP == 0 else weight

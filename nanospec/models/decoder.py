@@ -86,6 +86,10 @@ class Model:
     """A decoder with its weights loaded; see the module docstring."""
 
     num_devices = 1  # devices that the weights are split across
+    # [V, H], or this device's rows. The embedding is a Tensor, or an object with `rows(ids)` such as a
+    # `Linear`; if tied, it shares memory with lm_head unless that is repacked.
+    embedding: Any
+    lm_head: Linear
 
     def __init__(
         self,
@@ -121,12 +125,9 @@ class Model:
         self.weight_bytes += sum(linear.nbytes for linear in self.linears[: -1 if vocabulary else None])
 
     def _load_vocabulary(self, get: GetWeight) -> None:
-        """Load `embedding` and `lm_head` [V, H], or this device's rows. The embedding is a Tensor, or an
-        object with `rows(ids)` such as a `Linear`; if tied, it shares memory with lm_head unless that is
-        repacked."""
-        is_tied = self.config.tie_word_embeddings
-        self.embedding: Any = get("model.embed_tokens.weight")
-        self.lm_head: Linear = make_linear(self.embedding if is_tied else get("lm_head.weight"))
+        """Load `embedding` and `lm_head`."""
+        self.embedding, is_tied = get("model.embed_tokens.weight"), self.config.tie_word_embeddings
+        self.lm_head = make_linear(self.embedding if is_tied else get("lm_head.weight"))
         if isinstance(self.embedding, Quantized):
             self.embedding = self.lm_head if is_tied else make_linear(self.embedding)
         if self.embedding is not self.lm_head and self.embedding is not self.lm_head.unpacked_weight:

@@ -15,7 +15,7 @@ from nanospec import LLM, SamplingParams, SpecConfig
 from nanospec.apps import training
 from nanospec.apps.cli.main import main as command_line
 from nanospec.apps.training import Data, DrafterInTraining, Settings, Texts, compute_data, main, train
-from nanospec.drafters.checkpoint import lm_head_rows
+from nanospec.drafters.hidden_states import lm_head_rows
 from nanospec.models.decoder import Model
 from nanospec.text.tokenizer import Tokenizer
 from tests.nanospec.drafters.draft_reference import Reference
