@@ -29,6 +29,7 @@ The embedding is the target's.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ import torch
 from torch import Tensor
 
 from ..config import SpecConfig
-from ..kernels.batch import Batch
 from ..kernels.layer.linear import make_linear
 from ..kernels.layer.quantized import GROUP, Quantized, quantize
 from ..kernels.layer.residual import Norm
@@ -84,12 +84,7 @@ class HiddenStateDrafter(Drafter):
     def __init__(self, spec: SpecConfig, folder: Path, target: Model) -> None:
         """Load the drafter in a folder for the target. Raises FileNotFoundError if a file is missing,
         ValueError if one is corrupt, not supported, or made for another target."""
-        tensors, path, is_compiled = (
-            open_tensors(folder),
-            folder / "config.json",
-            isinstance(target, CompiledModel),
-        )
-        raw = read_json(path)
+        tensors, raw, path = open_tensors(folder), read_json(folder / "config.json"), folder / "config.json"
         try:
             raw = merge_config(raw, self.name)
             config = layers_config(raw, target.config, "layers.0.self_attn.q_norm.weight" in tensors)
@@ -97,7 +92,10 @@ class HiddenStateDrafter(Drafter):
             self.hidden_state_layers = layers_to_read(raw, target.config.num_layers)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        # The ids of the tokens that are drafted, [Vd] int64; None: all
+        self.token_map = token_map(tensors.pop("d2t", None), folder, target)
         self._check_tensors(tensors, config, folder)
+        is_compiled = isinstance(target, CompiledModel)
 
         def get(name: str, in_8_bits: bool = is_compiled) -> Any:
             weight = tensors[own_name(name)][:].to(target.device, target.dtype, copy=True)
@@ -108,19 +106,14 @@ class HiddenStateDrafter(Drafter):
         self.model = kind(config, target.dtype, target.device, get, vocabulary=target)
         self.fc = make_linear(get("fc.weight", in_8_bits=False))  # its inputs have outliers
         self.hidden_norm = Norm(get("hidden_norm.weight"), config.rms_norm_eps)
-        self.token_map, self.lm_head = (
-            None,
-            target.lm_head,
-        )  # [Vd] int64, ids of the rows of lm_head; None: all
-        if "d2t" in tensors:
-            self.token_map = token_map(tensors["d2t"][:], config.vocab_size, folder).to(target.device)
+        self.lm_head = target.lm_head
         if "lm_head.weight" in tensors:
             self.lm_head = make_linear(get("lm_head.weight"))
         elif self.token_map is not None:
             rows = lm_head_rows(target, self.token_map)
             self.lm_head = make_linear(quantized(rows) if is_compiled else rows)
-        size = self.model.weight_bytes + self.fc.nbytes
-        size += 0 if self.lm_head is target.lm_head else self.lm_head.nbytes
+        linears = (self.fc,) if self.lm_head is target.lm_head else (self.fc, self.lm_head)
+        size = self.model.weight_bytes + sum(linear.nbytes for linear in linears)
         self.memory = Memory(size, config.kv_bytes_per_token(target.dtype))
 
     @classmethod
@@ -136,12 +129,13 @@ class HiddenStateDrafter(Drafter):
     def _check_tensors(self, tensors: dict[str, Any], config: ModelConfig, folder: Path) -> None:
         """Raise ValueError unless the tensors fit the config."""
         H, n = config.hidden_size, len(self.hidden_state_layers)
-        num_drafted = (tensors["d2t"].get_shape() or [0])[0] if "d2t" in tensors else config.vocab_size
         shapes = {own_name(name): shape for name, shape in self.parameter_shapes(config).items()}
-        shapes |= {"fc.weight": (H, n * H), "lm_head.weight": (num_drafted, H), "d2t": (num_drafted,)}
         del shapes["embed_tokens.weight"]
-        problem = f"The weights of the drafter in {folder} do not fit its config.json"
-        check_fit(tensors, shapes, problem, ["lm_head.weight", "d2t"], {"d2t": ("I32", "I64")})
+        shapes.pop("lm_head.weight", None)
+        shapes["fc.weight"] = H, n * H
+        if "lm_head.weight" in tensors:
+            shapes["lm_head.weight"] = config.vocab_size if self.token_map is None else len(self.token_map), H
+        check_fit(tensors, shapes, f"The weights of the drafter in {folder} do not fit its config.json")
 
     def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
         self.may_wait = may_wait
@@ -149,11 +143,8 @@ class HiddenStateDrafter(Drafter):
         if not may_wait:
             width = len(self.hidden_state_layers) * self.model.config.hidden_size
             states = torch.zeros(max_tokens, width, dtype=self.model.dtype, device=table.device)
-
-            def read(batch: Batch) -> None:
-                self.read_hidden_states(table, batch, states[: batch.num_tokens])
-
-            warm_up(self.model, table, max_tokens, read)
+            read = partial(self.read_hidden_states, table)
+            warm_up(self.model, table, max_tokens, lambda batch: read(batch, states[: batch.num_tokens]))
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         self.model.zero_blocks(self.kv, blocks[num_kept:])
@@ -216,6 +207,7 @@ def open_tensors(folder: Path) -> dict[str, Any]:
 
 
 def own_name(name: str) -> str:
+    """Return the name of a tensor in the module docstring."""
     name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
     return name.replace("layers.0.hidden_norm", "hidden_norm")
 
@@ -223,10 +215,10 @@ def own_name(name: str) -> str:
 def merge_config(raw: Raw, method: str) -> dict[str, Any]:
     """Return the keys of a config.json with those of its nested objects. Raises ValueError if it is not of a
     drafter for `method`, or has keys that may change results and are not supported."""
-    names = shown(raw.get("speculators_model_type") or raw.get("architectures"))
-    is_eagle = method == "eagle3" and raw.get("draft_vocab_size")  # some are named LlamaForCausalLM
-    if method not in names.lower() and not (is_eagle and "dflash" not in names.lower()):
-        problem = f"architectures={names} is not a drafter for method={method!r}"
+    architectures = shown(raw.get("speculators_model_type") or raw.get("architectures"))
+    unnamed = "eagle3" if raw.get("draft_vocab_size") else None  # some are named LlamaForCausalLM
+    if method != next((m for m in ("dflash", "eagle3") if m in architectures.lower()), unnamed):
+        problem = f"architectures={architectures} is not a drafter for method={method!r}"
         raise ValueError(f"{problem}; set draft_model to one.")
     merged = dict(raw)
     for name in ("transformer_layer_config", "dflash_config"):
@@ -264,12 +256,15 @@ def layers_to_read(raw: Raw, num_layers: int) -> tuple[int, ...]:
     return tuple(check_number(key, n, -offset, num_layers - offset) + offset for n in ids)
 
 
-def token_map(offsets: Tensor, vocab_size: int, folder: Path) -> Tensor:
-    """Return the ids [Vd] int64 of the drafted tokens from `d2t`."""
-    ids = offsets.long() + torch.arange(len(offsets))
+def token_map(d2t: Any, folder: Path, target: Model) -> Tensor | None:
+    """Return the ids [Vd] int64 of the tokens that are drafted from a slice of `d2t`, or None without it."""
+    if d2t is None:
+        return None
+    offsets, vocab_size = d2t[...].flatten().long(), target.config.vocab_size
+    ids = offsets + torch.arange(len(offsets))
     if not 0 < len(ids[(ids >= 0) & (ids < vocab_size)].unique()) == len(ids):
         raise ValueError(f"d2t in {folder} must give distinct ids from 0 to {vocab_size - 1}.")
-    return ids
+    return ids.to(target.device)
 
 
 def lm_head_rows(model: Model, tokens: Tensor) -> Tensor:
