@@ -59,8 +59,8 @@ class SpecConfig:
         draft_model: model for "draft", "dflash" or "eagle3": a local folder, a name under `weights/`, or a
             hub id; for "draft", also a GGUF file. The latter two default to `weights/drafters/NAME`, where
             NAME is that of the target.
-        tree_width: maximum number of branches drafted per request; 1 drafts a single chain. K limits the
-            drafts of all branches together.
+        tree_width: maximum number of branches drafted per request, by "ngram" and "dflash"; 1 drafts a
+            single chain. K limits the drafts of all branches together.
         acceptance: rule for accepting drafts. "exact" accepts drafts equal to the token sampled by the
             target; "typical" also accepts drafts that are likely enough under the target, which changes the
             output. Requests may choose their own rule unless the engine runs with "exact".

@@ -51,9 +51,7 @@ class Mock(Model):
         """Return the logits [N, V] after texts with the last tokens `last` [N] and checksums `total` [N]."""
         return (self.after[last] + self.whole[total]).to(self.dtype)
 
-    def forward(
-        self, batch: Batch, kv_cache: Tensor, states: States = (), inputs: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, states: States = ()) -> Tensor:
         cache, slots = _bits(kv_cache), batch.slots.numpy()
         entries, kept = _encode(batch.input_ids.numpy(), batch.positions.numpy()), slots >= 0
         bits = entries[kept].view(np.int32)

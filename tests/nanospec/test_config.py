@@ -61,6 +61,7 @@ INVALID: list[tuple[type, dict[str, Any], str]] = [
     (SpecConfig, {"prompt_lookup_min": 9}, "prompt_lookup_min=9 must not exceed prompt_lookup_max=8."),
     (SpecConfig, {"draft_model": "x"}, "draft_model='x' is not used by method='ngram'"),
     (SpecConfig, {"method": "draft", "tree_width": 2}, "tree_width=2 is not supported by draft; use tree_w"),
+    (SpecConfig, {"method": "eagle3", "tree_width": 2}, "tree_width=2 is not supported by eagle3; use tree"),
     (EngineConfig, {"spec": "ngram"}, "spec='ngram' must be a SpecConfig"),
     (EngineConfig, {"dtype": []}, "dtype=[] must be a string."),
     (EngineConfig, {"max_model_len": 1}, "max_model_len=1 must be an integer of at least 2."),

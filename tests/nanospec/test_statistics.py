@@ -108,7 +108,7 @@ class Setup(NamedTuple):
 
 SETUPS: dict[str, Setup] = {
     "none": Setup(k=None), "ngram": Setup("ngram", "auto"), "ngram tree": Setup("ngram", 6, 3),
-    "draft": Setup("draft"), "dflash": Setup("dflash"), "eagle3 tree": Setup("eagle3", 6, 3),
+    "draft": Setup("draft"), "dflash": Setup("dflash"), "eagle3": Setup("eagle3", 6),
     "ngram+draft": Setup("ngram+draft"), "ngram tree+draft": Setup("ngram+draft", 4, 2),
     "ngram tree+dflash tree": Setup("ngram+dflash", 5, 2), "custom": Setup(custom=BigramDrafter),
     "custom sampling": Setup(custom=SamplingDrafter),

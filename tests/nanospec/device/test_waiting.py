@@ -26,7 +26,7 @@ GUIDED = Job([1, 2, 3], SamplingParams(temperature=1, seed=1, max_tokens=12, res
 SETUPS: dict[str, dict[str, Any]] = {
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2, "acceptance": "typical"},
     "dflash-tree": {"method": "dflash", "tree_width": 2},
-    "eagle3-tree": {"method": "eagle3", "tree_width": 2},
+    "eagle3": {"method": "eagle3"},
     "grammar": {"method": "ngram"},
 }
 OPTIONS: dict[str, Any] = {

@@ -80,7 +80,7 @@ def run_split(options: EngineConfig, whole: Full, jobs: list[Job], drafter: Make
     ("shape", "method", "width", "mode"),
     [
         ((2, 4, 2), "draft", 1, "as-on-gpu"),
-        ((4, 4, 2), "eagle3", 3, "plain"),  # two ranks have one KV head
+        ((4, 4, 2), "eagle3", 1, "plain"),  # two ranks have one KV head
         ((2, 6, 3), "ngram", 3, "as-on-gpu"),  # padded with zeros
     ],
     ids=str,
