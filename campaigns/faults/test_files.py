@@ -19,7 +19,7 @@ from nanospec.apps.training import DrafterInTraining, Settings, compute_data
 from nanospec.config import SamplingParams
 from nanospec.extras.tracing.trace import Trace
 from nanospec.kernels import native
-from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone
+from tests.nanospec.extras.tensor_parallel.test_launcher import assert_gone
 from tests.tiny import tiny_model
 
 TASKS = [
