@@ -17,7 +17,6 @@ from nanospec.apps.cli.main import main
 from nanospec.apps.tasks import Task
 from nanospec.apps.training import DrafterInTraining, Settings, compute_data
 from nanospec.config import SamplingParams
-from nanospec.extras.tracing.trace import Trace
 from nanospec.kernels import native
 from tests.nanospec.extras.tensor_parallel.test_launcher import assert_gone
 from tests.tiny import tiny_model
@@ -60,21 +59,6 @@ def test_batch_resumes_after_full_disk(tmp_path: Path) -> None:
         write_results(path)
         assert sorted(path.read_bytes().split(b"\n")) == whole, size
         path.unlink()
-
-
-def test_trace_is_written_atomically(tmp_path: Path) -> None:
-    path, trace = tmp_path / "trace.html", Trace()
-    trace.save(path)
-    whole = path.read_bytes()
-    for before in (None, b"<!doctype html>an older one"):
-        for size in (0, 1, len(whole) // 2, len(whole) - 1):
-            path.unlink(missing_ok=True)
-            if before is not None:
-                path.write_bytes(before)
-            with file_size_limit(size), pytest.raises(OSError):
-                trace.save(path)
-            assert (path.read_bytes() if path.exists() else None) == before
-            assert len(os.listdir(tmp_path)) == int(before is not None)
 
 
 def test_drafters_are_written_atomically(tmp_path: Path) -> None:
