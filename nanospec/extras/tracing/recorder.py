@@ -67,7 +67,6 @@ class Recorder(Extension):
 
     def start(self, engine: Engine) -> None:
         worker, self._tokenizer, self._policy = self._worker, engine.tokenizer, engine.policy
-        self._costs = engine.policy.costs or worker.measure()
         spec, name = worker.config.spec, engine.tokenizer.name if engine.tokenizer else ""
         facts = {**compute_info(worker.model), "model": name, "method": spec.method}
         facts |= {"k": spec.num_speculative_tokens, "acceptance": spec.acceptance}
@@ -94,7 +93,6 @@ class Recorder(Extension):
         seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
-        plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * self._plain_share(step, results)
         for request, row, result in zip(step.requests, step.rows, results, strict=True):
             record: Record = request.extension_data
             if request.num_tokens == record.num_tokens:
@@ -117,7 +115,6 @@ class Recorder(Extension):
                     accepted=walk(tokens, drafts[:verified], parents),
                     reason=self._reason(request, len(drafts), verified, step.k, expected_speedup),
                     expected_speedup=expected_speedup,
-                    plain_ms=plain_ms,
                 )
             )
             record.num_tokens = request.num_tokens
@@ -126,13 +123,6 @@ class Recorder(Extension):
         """Parse the line of a row with `length` tokens into drafts, sources and parents."""
         width, count = self._worker.max_k, line[1] if line[0] == length else 0  # 0: a line of an earlier step
         return [line[first : first + count] for first in (2, 2 + width, 2 + 2 * width)]
-
-    def _plain_share(self, step: QueuedStep, results: Sequence[RowResult]) -> float:
-        """Return the estimated time of the step without drafts, as a fraction of the time with drafts."""
-        B, context = len(step.rows), sum(request.num_tokens for request in step.requests)
-        captured = bool(self._costs.captured)
-        tokens = B * (1 + step.k) if captured else B + sum(result.report.num_drafted for result in results)
-        return self._costs.cost(B, B, context) / self._costs.cost(B, tokens, context)
 
     def _reason(
         self, request: Request, drafted: int, verified: int, k: int, expected_speedup: float | None

@@ -59,16 +59,6 @@ def test_reason_for_number_of_drafts() -> None:
             assert recorder._reason(request, drafted, verified, k, speedup) == expected
 
 
-def test_share_of_time_without_drafts() -> None:
-    """A captured step computes 1 + k tokens per row; an eager step computes only existing tokens."""
-    recorder: Any = Recorder()
-    step: Any = SimpleNamespace(rows=[0, 1], k=3, requests=[SimpleNamespace(num_tokens=5)] * 2)
-    result: Any = SimpleNamespace(report=SimpleNamespace(num_drafted=2))
-    for captured, tokens in ((None, 6), ([1], 8)):
-        recorder._costs = SimpleNamespace(captured=captured, cost=lambda rows, n, context: n * context)
-        assert recorder._plain_share(step, [result, result]) == 2 / tokens
-
-
 def test_latest_requests_are_kept_if_enabled() -> None:
     engine, jobs = make_engine(cycle_model(), 1, trace=True), [Job([1], SamplingParams(max_tokens=1))]
     run(engine, jobs * (MAX_REQUESTS + 3))
