@@ -76,7 +76,7 @@ class ProcessGroup:
             getattr(self._backends[device.type], collective)(*args).wait()
         except RuntimeError as error:
             limit = f"distributed_timeout={self.seconds:g} seconds"
-            raise RankFailed(f"A rank died or did not answer within {limit}; all were stopped.") from error
+            raise RankFailed(f"A rank died, or did not answer within {limit}.") from error
 
     def close(self) -> None:
         """Leave the group. Its C++ objects must not outlive the interpreter, as their destructors need it."""

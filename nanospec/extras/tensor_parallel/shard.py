@@ -85,7 +85,8 @@ class Shard:
         """Compute the shard. Raises ValueError if the model cannot be split among the ranks."""
         size, rank = group.size, group.rank
         check_split(whole, size)
-        self.group, self.vocab_size, self.num_tokens = group, whole.vocab_size, _tokens(whole, size)
+        self.group, self.vocab_size = group, whole.vocab_size
+        self.num_tokens = _share(whole.vocab_size, size, UNIT)
         copies = max(size // whole.num_kv_heads, 1)  # the number of ranks that share a KV head
         kv = _share(whole.num_kv_heads, size)
         heads = kv * (whole.num_heads // whole.num_kv_heads) // copies
@@ -121,11 +122,7 @@ class Shard:
 
 
 def check_split(whole: ModelConfig, size: int) -> None:
-    """Raise ValueError unless every rank gets query heads and vocabulary rows."""
-    if (size - 1) * _tokens(whole, size) >= whole.vocab_size:
-        raise ValueError(
-            f"tensor_parallel_size={size} is too large for vocab_size={whole.vocab_size}; lower it."
-        )
+    """Raise ValueError unless every rank gets query heads."""
     fits = [n for n in range(1, whole.num_heads + 1) if _all_have_heads(whole, n)]
     if size not in fits:
         raise ValueError(
@@ -139,11 +136,6 @@ def _all_have_heads(whole: ModelConfig, size: int) -> bool:
     if size <= whole.num_kv_heads:
         return (size - 1) * _share(whole.num_kv_heads, size) < whole.num_kv_heads
     return size % whole.num_kv_heads == 0 and whole.num_heads % size == 0
-
-
-def _tokens(whole: ModelConfig, size: int) -> int:
-    """Return the number of vocabulary rows per rank, for `size` ranks."""
-    return _share(whole.vocab_size, size, UNIT if UNIT * size**2 <= whole.vocab_size else 1)
 
 
 def _share(count: int, size: int, unit: int = 1) -> int:

@@ -25,7 +25,7 @@ from .process_group import ProcessGroup, RankFailed
 
 def on_all_ranks(method: Any) -> Any:
     """Decorate a method to run on all ranks: the leader sends its name and arguments, plain data, to the
-    followers. An exception on the leader stops all ranks, since they may be out of step."""
+    followers. An exception on the leader stops all ranks, as they may be out of step."""
 
     @wraps(method)
     def run(self: RankWorker, *args: Any) -> Any:
@@ -37,12 +37,9 @@ def on_all_ranks(method: Any) -> Any:
             self.group.send((method.__name__, *args))
             return method(self, *args)
         except BaseException as error:
-            reason = f"Rank 0 failed in {method.__name__!r}, so all ranks were stopped: {error!r}"
-            self.failure = str(error) if isinstance(error, RankFailed) else reason
+            self.failure = f"All ranks were stopped, because rank 0 failed in {method.__name__!r}: {error!r}"
             self.end()
-            if isinstance(error, RankFailed) or not isinstance(error, Exception):
-                raise
-            raise RankFailed(reason) from error
+            raise
 
     return run
 

@@ -123,7 +123,8 @@ def test_ranks_on_a_machine_share_cores_and_gpus(monkeypatch: pytest.MonkeyPatch
 
     def load(size: int, device: str = "cpu", **options: Any) -> None:
         config = EngineConfig(device=device, tensor_parallel_size=size, **options)
-        launcher._load(0, HashStore(), (config, Path(), None), Any, Any)
+        unused: Any = None
+        launcher._load(0, HashStore(), (config, Path(), None), unused, unused)
 
     for size in (8, 7, 40):
         with pytest.raises(IndexError):
@@ -162,7 +163,7 @@ def test_output_interrupts_and_hanging_rank(folder: Path, whole: LLM) -> None:
     threading.Timer(0.2, os.kill, (rank, signal.SIGSTOP)).start()
     begun = time.monotonic()
     for repeats in (10_000, 1):
-        with pytest.raises(RankFailed, match="^A rank died or did not answer within distributed_timeout=300"):
+        with pytest.raises(RankFailed, match="A rank died, or did not answer within distributed_timeout=300"):
             [generate(llm) for _ in range(repeats)]
     assert time.monotonic() - begun < 20
     assert not is_alive(rank)

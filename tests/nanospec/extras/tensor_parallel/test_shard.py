@@ -28,8 +28,7 @@ HEADS = [(4, 2), (6, 3), (8, 1), (9, 3), (15, 5), (4, 4), (14, 2)]  # (query hea
     heads=st.sampled_from(HEADS), size=st.integers(1, 16), inner=st.integers(16, 100),
     vocab=st.integers(256, 999),
 )  # fmt: skip
-@example(heads=(4, 4), size=4, inner=64, vocab=UNIT * 16)  # the smallest aligned vocabulary
-@example(heads=(4, 4), size=4, inner=64, vocab=UNIT * 16 - 1)
+@example(heads=(4, 4), size=4, inner=64, vocab=62)  # two ranks have no tokens
 @settings(max_examples=100)
 def test_shards_cover_all_weights_with_equal_shapes(
     heads: tuple[int, int], size: int, inner: int, vocab: int
@@ -43,8 +42,7 @@ def test_shards_cover_all_weights_with_equal_shapes(
     shards = [Shard(config, group) for group in groups_of(size)]
     assert len({shard.config for shard in shards}) == 1
     local = shards[0].config
-    unit = UNIT if vocab >= UNIT * size**2 else 1  # larger sizes than the models have need no alignment
-    assert shards[0].num_tokens == -(-vocab // (size * unit)) * unit
+    assert shards[0].num_tokens == -(-vocab // (size * UNIT)) * UNIT
     assert local.intermediate_size == -(-inner // (size * UNIT)) * UNIT
     kv_copies, shapes = max(size // heads[1], 1), local.parameter_shapes()
     for name, shape in config.parameter_shapes().items():
@@ -73,8 +71,6 @@ def test_unsuitable_sizes_are_rejected() -> None:
         match = f"=7 cannot split {heads} .* and {kv_heads} .*; use one of {sizes}."
         with pytest.raises(ValueError, match=match):
             check_split(config, 7)
-    with pytest.raises(ValueError, match="tensor_parallel_size=4 is too large for vocab_size=9; lower it"):
-        check_split(tiny_config(vocab_size=9, num_heads=4, num_kv_heads=4), 4)
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
