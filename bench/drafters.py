@@ -51,7 +51,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 LIMITS: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 1, "kv_cache_memory": 256 << 20}
 SAMPLED = ("none", "ngram", "eagle3", "ngram+eagle3")
-RULES = {"eagle3": ("exact", "typical"), "draft": ("exact", "rejection", "typical")}
+RULES = {"eagle3": ("exact", "typical"), "draft": ("exact", "typical")}
 
 
 class Run(NamedTuple):

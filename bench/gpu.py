@@ -97,13 +97,13 @@ SMOKE_TESTS = [
 SMOKE_CASES = """--only
     ^attention-qwen3-0.6b-B(1|16)-q[15]-L4096$ qwen3-0.6b-(qkv|o|gate_up|down|head)-T(1|20)$
     ^(rms_norm|embed)-H1024- ^rope_cache-qwen3-0.6b- ^kv_move-qwen3-0.6b-B1$ ^ngram-B8-L4096-n8$
-    ^sample-qwen-B8-K4-(greedy|top_p)$ ^accept-qwen-B8-K4-rejection-temperature$ ^(verify-B8|layout-B64)-K4"""
+    ^sample-qwen-B8-K4-(greedy|top_p)$ ^typical-qwen-B8-K4-temperature$ ^(verify-B8|layout-B64)-K4"""
 COMPARED = """--repeats 3 --only
     ^attention-qwen3-(0.6b|8b)-B(1|64)-q[15]-L(1024|16384)(-L512)?$
     ^(norm_linear|norm_swiglu|linear_add)-qwen3-.*-T(1|5|64|320)$
     ^sample-qwen-B1-K[04]-(top_p|top_k-top_p) ^quantized-qwen3-8b-.*-T1$"""
 SMOKE_E2E = "--batches 1 8 --repeats 1 --prompt 512 --max-tokens 64 --seconds 5"
-SMOKE_COMPILED = ("qwen3-0.6b", "H1024-", "ngram-B", "layout", "verify", "sample-qwen", "accept-qwen")
+SMOKE_COMPILED = ("qwen3-0.6b", "H1024-", "ngram-B", "layout", "verify", "sample-qwen", "typical-qwen")
 
 
 def groups(part: str, card: Card | None, before: Path = ROOT) -> list[Group]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from .kernels import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
+from .kernels import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH
 from .text import as_int, bounded_field, check_fields, check_number, parse_size, shown
 
 MAX_REQUEST_STOP_IDS = MAX_STOP_IDS - 8  # the others are reserved for the model's end-of-sequence tokens
@@ -32,8 +32,8 @@ FIXED: dict[str, tuple[Any, str]] = {  # vLLM's options of which one value is ac
 
 def check_acceptance(rule: str | None) -> None:
     """Raise ValueError unless `rule` is the name of an acceptance rule or None."""
-    if rule is not None and rule not in RULES:
-        raise ValueError(f"acceptance={shown(rule)} is not supported; use one of {', '.join(RULES)}.")
+    if rule not in (None, "exact", "typical"):
+        raise ValueError(f"acceptance={shown(rule)} is not supported; use 'exact' or 'typical'.")
 
 
 def check_names(options: Mapping[str, Any], settings: type) -> None:
@@ -62,9 +62,8 @@ class SpecConfig:
         tree_width: maximum number of branches drafted per request; 1 drafts a single chain. K limits the
             drafts of all branches together.
         acceptance: rule for accepting drafts. "exact" accepts drafts equal to the token sampled by the
-            target; "rejection" accepts by probability ratio (lossless in distribution, accepts more drafts
-            if the draft model samples); "typical" accepts drafts that are likely enough under the target,
-            which changes the output. Requests may choose their own rule unless the engine runs with "exact".
+            target; "typical" also accepts drafts that are likely enough under the target, which changes the
+            output. Requests may choose their own rule unless the engine runs with "exact".
         num_speculative_tokens: K, the maximum number of drafts verified per request and step. "auto" chooses
             K from the measured cost of steps and the observed acceptance.
         max_speculative_tokens: maximum K for "auto".

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.cases import Built, Call, Case
 from nanospec.kernels.batch import MAX_QUERIES, Batch
-from nanospec.kernels.layer.attention import AttentionMetadata, attention
+from nanospec.kernels.layer.attention import attention
 from nanospec.kernels.layer.linear import make_linear, multiplies_quantized
 from nanospec.kernels.layer.quantized import Quantized
 from nanospec.kernels.layer.residual import Norm, embed, residual_add, rms_norm
@@ -139,10 +139,9 @@ def attention_case(
             batch.base_len[1:] = rest - Q
             batch.positions[Q:] += rest - length
         cache = make_cache(device, shape, batch)
-        metadata = AttentionMetadata(batch, shape.window)
         q = normal(device, B * Q, shape.heads, shape.head_dim)
         return Built(
-            lambda: attention(q, cache, metadata, scale, shape.softcap),
+            lambda: attention(q, cache, batch, shape.window, scale, shape.softcap),
             {}
             if device == "meta" or tree or rest or shape.window or shape.softcap
             else sdpa(q, cache, batch, scale),

@@ -97,7 +97,9 @@ class Mock(Model):
         last = ids[base:]
         return np.stack([last // BASE, last % BASE, totals % SUMS, nan_after], 1)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, out: Tensor | None = None, num_used: Tensor | None = None
+    ) -> Tensor:
         high, low, total = hidden[:, :3].long().unbind(1)
         logits = self.scores(high * BASE + low, total)
         if self.nan_after:
@@ -114,7 +116,7 @@ class MockReader(Drafter):
     def __init__(self, model: Mock, width: int) -> None:
         self.after, self.width, self.memory = model.after.argsort(1, descending=True), width, Memory(0, 64)
 
-    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+    def attach(self, table: Table, num_blocks: int, max_tokens: int) -> None:
         self.read_ids = torch.full((num_blocks, table.block_size), -1)  # by slot
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:

@@ -37,14 +37,14 @@ class Eagle3Drafter(HiddenStateDrafter):
     name = "eagle3"
     max_depth = 8  # forward passes per step: deeper drafts are rarely accepted
 
-    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+    def attach(self, table: Table, num_blocks: int, max_tokens: int) -> None:
         S, H = table.num_rows, self.model.config.hidden_size
         # [S + 1, H] and [S + 1]: the features of the last entry of each row, and its index; the last element
         # of both is padding.
         self.features = torch.zeros(S + 1, H, dtype=self.model.dtype, device=table.device)
         self.entry = torch.full((S + 1,), -2, dtype=torch.int32, device=table.device)
         self.num_pending = torch.zeros_like(self.entry)
-        super().attach(table, num_blocks, max_tokens, may_wait)
+        super().attach(table, num_blocks, max_tokens)
         if isinstance(self.model, CompiledModel):
             # The hidden states of the entries that follow and their number: kept until a block of the cache
             # is complete or the row drafts.

@@ -25,7 +25,8 @@ from torch import Tensor
 from ..config import SpecConfig
 from ..kernels.batch import Batch
 from ..kernels.sampling import noise
-from ..kernels.speculation.proposal import Proposal, depths_and_masks, lay_out_text
+from ..kernels.speculation.layout import depths_and_masks, lay_out
+from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
 from ..models import default_drafter, resolve_model
 from ..models.warm_up import warm_up
@@ -79,10 +80,9 @@ class HiddenStateDrafter(Drafter):
         loaded = load_checkpoint(folder, target.model, cls.name)
         return cls(spec, target.model.config.vocab_size, loaded)
 
-    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
-        self.may_wait = may_wait
+    def attach(self, table: Table, num_blocks: int, max_tokens: int) -> None:
         self.kv = self.model.allocate_kv_cache(num_blocks, table.block_size)
-        if not may_wait:
+        if self.model.device.type != "cpu":
             width = len(self.hidden_state_layers) * self.model.config.hidden_size
             states = torch.zeros(max_tokens, width, dtype=self.model.dtype, device=table.device)
 
@@ -90,9 +90,6 @@ class HiddenStateDrafter(Drafter):
                 self.read_hidden_states(table, batch, states[: batch.num_tokens])
 
             warm_up(self.model, table, max_tokens, read)
-
-    def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
-        self.model.zero_blocks(self.kv, blocks[num_kept:])
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         num_drafts = self._ready(table, rows, draft_limits(table, rows, min(k, self.max_drafts)))
@@ -128,8 +125,7 @@ class HiddenStateDrafter(Drafter):
         """Return a batch padded to `width` tokens per row, from text index `first` [B] on. A row has one more
         than its drafts, at most `width`; without drafts, it has none."""
         count = torch.where(num_drafts > 0, (num_drafts + 1).clamp(max=width), 0)
-        bound = int((first + count).max()) if self.may_wait else None
-        return lay_out_text(table, rows, first, count, width, bound)
+        return lay_out(table, rows, first, count.int(), width)
 
     def _best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor) -> Tensor:
         """Return the W best tokens [B, n, W] int32 at positions [B, n] from hidden states [B * n, H]."""

@@ -1,7 +1,5 @@
 """The model in bfloat16 on CPUs: `kernels/native/decoder.cpp` runs the whole forward pass in one call."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,9 +68,6 @@ class CompiledModel(Model):
         c = self.config
         shape = packed.tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)
         return packed.zeros_on_demand(shape, self.dtype, large_pages=True)
-
-    def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Do nothing: the cache never contains NaN (`Head.finite` in cache.h)."""
 
     def drafter_words(self, kv_cache: Tensor) -> tuple[NativeArg, ...]:
         """Return this model and a KV cache of it as the first arguments of C++ functions of a drafter."""

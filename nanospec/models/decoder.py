@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.launch import use_triton
-from ..kernels.layer.attention import AttentionMetadata, attention
+from ..kernels.layer.attention import attention
 from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.layer.quantized import Quantized, concatenate
 from ..kernels.layer.residual import Norm, Residual, embed, look_up, rms_norm
@@ -70,7 +69,7 @@ class Layer:
         residual: Residual,
         cache: Tensor,
         angles: Tensor,
-        metadata: AttentionMetadata,
+        batch: Batch,
         next_norm: Norm,
         inputs: Tensor | None = None,
     ) -> Residual:
@@ -83,8 +82,8 @@ class Layer:
         c = self.config
         # norm(x) @ W.T: [T, (Hq + 2 Hkv) * D]: q, k and v heads
         qkv = self.qkv.after_norm(residual) if inputs is None else self.qkv(inputs)
-        q = rope_cache(qkv, cache, metadata.batch, angles, self.qk_norms)  # [T, Hq, D]; k, v go to the cache
-        out = attention(q, cache, metadata, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
+        q = rope_cache(qkv, cache, batch, angles, self.qk_norms)  # [T, Hq, D]; k, v go to the cache
+        out = attention(q, cache, batch, self.window, c.attention_scale, c.attention_softcap).flatten(1)
         residual = self.o.add_to(residual, out, self.post_norm, self.o_norm)  # x + o_norm(out @ W.T)
         h = self.gate_up.gated(residual, c.gate)  # silu(gate) * up of norm(x) @ W.T: [T, I]
         return self.down.add_to(residual, h, next_norm, self.down_norm)  # x + down_norm(h @ W.T)
@@ -152,18 +151,17 @@ class Model:
         the cache. Padding tokens need ids in the vocabulary; their hidden states are undefined. Models with
         `config.has_inputs` need `inputs` [T, H]."""
         angles = self._angles(batch)
-        metadata = {w: AttentionMetadata(batch, w) for w in set(self.config.windows)}
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
         wide = None
         if inputs is None:
-            residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
+            residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale, batch.num_used)
         else:
             wide = self.wide_inputs(batch.input_ids, inputs)
             start = wide[:, inputs.shape[1] :].contiguous() if self.config.norm_before_residual else inputs
-            residual = Residual(start, norms[0])
+            residual = Residual(start, norms[0], num_used=batch.num_used)
         for n, (layer, cache, norm) in enumerate(zip(self.layers, kv_cache, norms[1:], strict=True)):
             _keep(residual, n, states)
-            residual = layer(residual, cache, angles[layer.rope], metadata[layer.window], norm, wide)
+            residual = layer(residual, cache, angles[layer.rope], batch, norm, wide)
         _keep(residual, len(self.layers), states)
         return rms_norm(residual.x, self.norm)
 
@@ -189,10 +187,10 @@ class Model:
     def _angles(self, batch: Batch) -> dict[Rope, Tensor]:
         return {rope: table.index_select(0, batch.positions) for rope, table in self.cos_sin.items()}
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None, num_used: Tensor | None = None) -> Tensor:
         """Return the logits of the next token from hidden states of `forward`: [N, H] -> [N, V], written to
-        `out` if given."""
-        logits = self.lm_head(hidden, out)
+        `out` if given. `num_used`: see `Batch`."""
+        logits = self.lm_head(hidden, out, num_used)
         if (cap := self.config.logit_softcap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
@@ -202,12 +200,6 @@ class Model:
         c = self.config
         shape = c.num_layers, 2, c.num_kv_heads, num_blocks, block_size, c.head_dim
         return zeros_on_demand(shape, self.dtype, self.device)
-
-    def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Zero reallocated blocks: `naive` attention multiplies masked values by 0, which does not remove NaN
-        left by the previous request."""
-        if not use_triton(kv_cache):
-            kv_cache[:, :, :, list(blocks)] = 0
 
 
 def new_states(model: Model, num_tokens: int, layers: Sequence[int]) -> tuple[Tensor, States]:

@@ -40,7 +40,8 @@ class RowParallelLinear(Linear):
 
     def add_to(self, residual: Residual, x: Tensor, norm: Norm, out_norm: Norm | None = None) -> Residual:
         """Add all ranks' partial products [T, H] in rank order in float32, and round."""
-        return residual_add(self.group.all_gather(self.part(x)), residual.x, norm, out_norm)
+        parts, used = self.group.all_gather(self.part(x, num_used=residual.num_used)), residual.num_used
+        return residual_add(parts, residual.x, norm, out_norm, num_used=used)
 
 
 class ParallelLMHead(Linear):
@@ -50,9 +51,9 @@ class ParallelLMHead(Linear):
         super().__init__(part.weight)
         self.part, self.group, self.size = part, group, size
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None, num_used: Tensor | None = None) -> Tensor:
         """Return the logits [T, V] of the whole vocabulary."""
-        columns = self.group.all_gather(self.part(x))  # [ranks, T, len(part)]
+        columns = self.group.all_gather(self.part(x, num_used=num_used))  # [ranks, T, len(part)]
         logits = columns.transpose(0, 1).flatten(1)[:, : self.size]
         return logits.contiguous() if out is None else out.copy_(logits)
 

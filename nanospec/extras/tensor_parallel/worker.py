@@ -76,19 +76,9 @@ class RankWorker(Worker):
     admit = on_all_ranks(Worker.admit)
     prefill = on_all_ranks(Worker.prefill)
 
-    def step(self, inputs: StepInput, count_drafts: Any) -> PendingStep:
-        self._count_drafts = count_drafts
-        return self.step_together(inputs)
-
-    # Isolated piece: remove it with `count_drafts`, and call this method `step`.
-    _count_drafts: Any = staticmethod(lambda proposals: [0] * len(proposals))
-
     @on_all_ranks
-    def step_together(self, inputs: StepInput) -> PendingStep:
-        def count(proposals: Any) -> Any:
-            return self.group.all_gather(torch.tensor(self._count_drafts(proposals)))[0].tolist()
-
-        self._steps.append(super().step(inputs, count))
+    def step(self, inputs: StepInput) -> PendingStep:
+        self._steps.append(super().step(inputs))
         return self._steps[-1]
 
     def fetch(self, pending: PendingStep) -> list[RowResult]:

@@ -25,7 +25,8 @@ from ...device.resources import compute_info, use_device
 from ...device.worker import Worker
 from ...engine.engine import Engine, QueuedStep
 from ...engine.request import Request
-from ...kernels.speculation.proposal import Proposal, num_valid, parents_of
+from ...kernels.speculation.proposal import Proposal, parents_of
+from ...kernels.speculation.trim import num_valid
 from ...kernels.table import Table
 from ...kernels.transfer import to_host
 from ...outputs import NOT_TRACED
@@ -67,6 +68,7 @@ class Recorder(Extension):
 
     def start(self, engine: Engine) -> None:
         worker, self._tokenizer, self._policy = self._worker, engine.tokenizer, engine.policy
+        self._costs = engine.policy.costs or worker.measure()
         spec, name = worker.config.spec, engine.tokenizer.name if engine.tokenizer else ""
         facts = {**compute_info(worker.model), "model": name, "method": spec.method}
         facts |= {"k": spec.num_speculative_tokens, "acceptance": spec.acceptance}
@@ -84,15 +86,16 @@ class Recorder(Extension):
         self.num_requests += 1
 
     def on_queued(self, rows: Sequence[int]) -> Any:
-        """Start copying lines to the host. Return `Policy.expected_speedup` and a function to await it."""
+        """Start copying lines to the host. Return whether the step is a probe, and a function to await them."""
         with use_device(self._worker.device):
-            return self._policy.expected_speedup, to_host(self._lines[: max(rows) + 1])
+            return self._policy.probing, to_host(self._lines[: max(rows) + 1])
 
     def on_collected(self, step: QueuedStep, results: Sequence[RowResult], state: Any) -> None:
-        expected_speedup, lines = state[0], state[1]()
+        probing, lines = state[0], state[1]()
         seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
+        plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * self._plain_share(step, results)
         for request, row, result in zip(step.requests, step.rows, results, strict=True):
             record: Record = request.extension_data
             if request.num_tokens == record.num_tokens:
@@ -113,8 +116,8 @@ class Recorder(Extension):
                     parents=parents,
                     verified=verified,
                     accepted=walk(tokens, drafts[:verified], parents),
-                    reason=self._reason(request, len(drafts), verified, step.k, expected_speedup),
-                    expected_speedup=expected_speedup,
+                    reason=self._reason(request, len(drafts), verified, step.k, probing),
+                    plain_ms=plain_ms,
                 )
             )
             record.num_tokens = request.num_tokens
@@ -124,9 +127,13 @@ class Recorder(Extension):
         width, count = self._worker.max_k, line[1] if line[0] == length else 0  # 0: a line of an earlier step
         return [line[first : first + count] for first in (2, 2 + width, 2 + 2 * width)]
 
-    def _reason(
-        self, request: Request, drafted: int, verified: int, k: int, expected_speedup: float | None
-    ) -> str:
+    def _plain_share(self, step: QueuedStep, results: Sequence[RowResult]) -> float:
+        """Return the estimated time of the step without drafts, as a fraction of the time with drafts."""
+        B, context = len(step.rows), sum(request.num_tokens for request in step.requests)
+        tokens = B + sum(result.report.num_drafted for result in results)
+        return self._costs.cost(B, B, context) / self._costs.cost(B, tokens, context)
+
+    def _reason(self, request: Request, drafted: int, verified: int, k: int, probing: bool) -> str:
         """Return `StepRecord.reason` for a step with `drafted` drafts."""
         if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
             return "off"
@@ -134,11 +141,11 @@ class Recorder(Extension):
             return "end"
         if not drafted:
             return "does not pay" if k == 0 else "no match"
-        if expected_speedup is None:
+        if self._policy.costs is None:
             return "fixed"
         if not verified:
             return "does not pay"
-        return "pays" if expected_speedup > 1 else "probe"
+        return "probe" if probing else "pays"
 
 
 def find_recorder(extensions: Sequence[Extension]) -> Recorder:

@@ -38,8 +38,8 @@ class StepRecord:
         accepted: 1-based indices into `drafts` of the accepted ones, in order of depth.
         reason: what determined `verified`: "off", "end" (only one token was left to generate), "no match",
             "fixed", "pays", "does not pay" or "probe".
-        expected_speedup: the estimated tokens per ms of the whole step, relative to a step without drafts;
-            None if the policy made no estimate.
+        plain_ms: the estimated milliseconds of the step without drafts: its measured time, scaled by the
+            ratio of the step costs measured at startup.
     """
 
     at: float
@@ -54,7 +54,7 @@ class StepRecord:
     verified: int
     accepted: list[int]
     reason: str
-    expected_speedup: float | None
+    plain_ms: float
 
 
 @dataclass
@@ -85,7 +85,8 @@ class Lane:
         steps: all steps; their concatenated tokens are `token_ids`.
         start: seconds from the arrival of the first lane to the arrival of this one.
         seconds, first_token_seconds: see `Completion`.
-        plain_seconds: the time without speculation, None if it was not measured.
+        plain_seconds: the time without speculation, estimated from the cost of steps without drafts; None if
+            unknown.
     """
 
     name: str
@@ -99,7 +100,7 @@ class Lane:
     first_token_seconds: float
     finish_reason: str
     acceptance: str
-    plain_seconds: float | None = None
+    plain_seconds: float | None
 
 
 @dataclass
@@ -171,20 +172,23 @@ def embedded(data: object) -> str:
 
 def _lane(output: Completion, record: Record, begin: float) -> Lane:
     """Return the lane of an output. `begin` is the arrival time of the first request in the trace."""
-    detokenizer = Detokenizer(record.tokenizer, skip_special_tokens=False)
+    steps, detokenizer = record.steps, Detokenizer(record.tokenizer, skip_special_tokens=False)
     prompt = [detokenizer.push([token]) for token in record.prompt_ids]
     prompt[-1:] = [text + detokenizer.flush() for text in prompt[-1:]]
     token_ids = output.token_ids[: record.num_tokens - len(record.prompt_ids)]  # may lack the last step
+    later = sum(len(step.tokens) * step.plain_ms for step in steps)
+    later -= steps[0].plain_ms if steps else 0.0  # speculation does not change the time to first token
     return Lane(
         name=record.id,
         prompt=prompt,
         prompt_ids=record.prompt_ids,
         output=[piece.text for piece in output.pieces[: len(token_ids)]],
         token_ids=token_ids,
-        steps=record.steps,
+        steps=steps,
         start=record.arrival - begin,
         seconds=output.seconds,
         first_token_seconds=output.first_token_seconds,
         finish_reason=output.finish_reason,
         acceptance=output.stats.acceptance,
+        plain_seconds=output.first_token_seconds + later / 1e3 if later > 0 else None,
     )

@@ -174,7 +174,7 @@ def test_drafts_follow_the_reference(
         model = model_class(config, dtype, "cpu")(config, dtype, "cpu", weights.__getitem__)
         engine = make_engine(model, (8, 5, 3)[(width == 1) + few], spec=spec, **options, **MODES[mode])
         drafter: Any = engine.worker.drafters[-1]
-        if dtype == torch.float32:  # `admit` zeroes new blocks; in C++ it need not, as no NaN is stored
+        if dtype == torch.float32:  # no unwritten entry is read; C++ reads whole blocks, but stores no NaN
             drafter.kv.fill_(math.nan)
         reference = Reference(
             folder, weights["model.embed_tokens.weight"], weights["lm_head.weight"],

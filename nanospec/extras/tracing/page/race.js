@@ -32,15 +32,16 @@ function drawRace(lane) {
   $("tracks").replaceChildren(...tracks.map((track) => track.row));
   race = { lane, tracks, end: Math.max(...tracks.map((track) => track.end)), time: lane.seconds, frame: 0 };
   $("race").hidden = !lane.hasDrafts;
-  $("race-note").textContent = isRaced ? raceNote(lane) : "The time without speculation was not measured.";
+  $("race-note").textContent = isRaced ? raceNote(lane) : "The time without speculation is unknown.";
   drawTracks();
 }
 
 function raceNote(lane) {
   const factor = lane.plain_seconds / lane.seconds, plain = tokensWithoutDrafts(lane, lane.seconds);
-  if (factor < 0.975) return `${few(1 / factor, 2)}× slower than without speculation.`;
-  if (factor < 1.025) return "As fast as without speculation.";
-  return `${few(factor, factor < 2 ? 2 : 1)}× faster: decoding without speculation generates ${plain} of the ${lane.token_ids.length} tokens in the same time.`;
+  const how = "The time without speculation is estimated from the time of each step and the measured cost of steps without drafts.";
+  if (factor < 0.975) return `${few(1 / factor, 2)}× slower than without speculation. ${how}`;
+  if (factor < 1.025) return `As fast as without speculation. ${how}`;
+  return `${few(factor, factor < 2 ? 2 : 1)}× faster: decoding without speculation generates ${plain} of the ${lane.token_ids.length} tokens in the same time. ${how}`;
 }
 
 function drawTracks() {

@@ -151,7 +151,7 @@ def test_failure_stops_all_ranks_and_is_reported(monkeypatch: pytest.MonkeyPatch
         engine = split.engine
         shared, worker = SharedEngine(engine), engine.worker
         run(engine, [Job([1, 2, 1, 2], SamplingParams(max_tokens=5))])
-        monkeypatch.setattr(worker.model, "zero_blocks", fail)
+        monkeypatch.setattr(worker, "_set_blocks", fail)
         for kind in (RuntimeError, RankFailed):
             engine.add([1, 2, 3], SamplingParams(max_tokens=5))
             with pytest.raises(kind, match="no memory left"):

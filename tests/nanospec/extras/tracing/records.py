@@ -33,6 +33,7 @@ def check(request: Request) -> None:
             before = other[: FROM_REFERENCE - first] if first <= FROM_REFERENCE else text[:first]
             assert text[-step.match_len :] == before[-step.match_len :]
         assert bool(step.method) == bool(step.drafts)
+        assert step.plain_ms >= 0
         assert all(ms >= 0 for ms in step.ms.values())
         assert (step.reason == "pays") <= (step.expected_speedup is not None and step.expected_speedup > 1)
     assert sources == request.draft_sources

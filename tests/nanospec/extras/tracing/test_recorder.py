@@ -16,13 +16,13 @@ from tests.tiny import tiny_model
 SETUPS: list[dict[str, Any]] = [
     {"k": "auto", **MODES["as-on-gpu"]},
     {"k": 5, "spec": {"method": "ngram+eagle3", "tree_width": 2}, **MODES["plain"]},
-    {"k": 3, "spec": {"method": "draft", "acceptance": "rejection"}, **MODES["as-on-gpu"]},
+    {"k": 3, "spec": {"method": "draft", "acceptance": "typical"}, **MODES["as-on-gpu"]},
     {"k": 4, "num_blocks": 8, **MODES["plain"]},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", SETUPS, ids=["auto", "tree", "rejection", "few-pages"])
+@pytest.mark.parametrize("setup", SETUPS, ids=["auto", "tree", "typical", "few-pages"])
 def test_steps_add_up_to_the_output_and_tracing_does_not_change_it(setup: dict[str, Any]) -> None:
     model, few, tree = tiny_model(), "num_blocks" in setup, "tree_width" in str(setup)
     models: dict[str, Any] = {"draft_model": tiny_model(num_layers=1)} if "'draft'" in str(setup) else {}
@@ -57,6 +57,16 @@ def test_reason_for_number_of_drafts() -> None:
         for max_k, expected in ((3, reason), (0, "off")):
             recorder._worker = SimpleNamespace(max_k=max_k)
             assert recorder._reason(request, drafted, verified, k, speedup) == expected
+
+
+def test_share_of_time_without_drafts() -> None:
+    """A captured step computes 1 + k tokens per row; an eager step computes only existing tokens."""
+    recorder: Any = Recorder()
+    step: Any = SimpleNamespace(rows=[0, 1], k=3, requests=[SimpleNamespace(num_tokens=5)] * 2)
+    result: Any = SimpleNamespace(report=SimpleNamespace(num_drafted=2))
+    for captured, tokens in ((None, 6), ([1], 8)):
+        recorder._costs = SimpleNamespace(captured=captured, cost=lambda rows, n, context: n * context)
+        assert recorder._plain_share(step, [result, result]) == 2 / tokens
 
 
 def test_latest_requests_are_kept_if_enabled() -> None:

@@ -26,6 +26,9 @@ def test_lanes_of_outputs(tmp_path: Path) -> None:
     for lane, request in zip(trace.lanes, (second, first), strict=True):
         assert "".join(lane.output) == tokenizer.decode(lane.token_ids) == request.text
         assert (lane.prompt_ids, lane.token_ids) == (request.prompt_ids, request.output_ids)
+        begun, *later = lane.steps
+        ms = begun.plain_ms * (len(begun.tokens) - 1) + sum(len(s.tokens) * s.plain_ms for s in later)
+        assert lane.plain_seconds == pytest.approx(lane.first_token_seconds + ms / 1e3)
     assert [(lane.steps[0].method, lane.steps[0].batch) for lane in trace.lanes] == [("", 2), ("ngram", 2)]
     assert ([lane.start for lane in trace.lanes], trace.num_omitted) == ([pytest.approx(0.5), 0], 0)
     drafted = {token for lane in trace.lanes for step in lane.steps for token in step.tokens + step.drafts}
