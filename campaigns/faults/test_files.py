@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import sys
@@ -17,9 +16,8 @@ from nanospec.apps.batch.run import Batch, indices_done, results_file
 from nanospec.apps.cli.main import main
 from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams
-from nanospec.extras.tracing.trace import Trace
 from nanospec.kernels import native
-from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone
+from tests.nanospec.extras.tensor_parallel.test_launcher import assert_gone
 
 TASKS = [
     Task(i, SamplingParams(), "x", url=("", "/v1/completions")[i % 2], key=f"{i:016x}") for i in range(4)
@@ -59,21 +57,6 @@ def test_batch_resumes_after_full_disk(tmp_path: Path) -> None:
         write_results(path)
         assert sorted(path.read_bytes().split(b"\n")) == whole, size
         path.unlink()
-
-
-def test_trace_is_written_atomically(tmp_path: Path) -> None:
-    path, trace = tmp_path / "trace.html", Trace()
-    trace.save(path)
-    whole = path.read_bytes()
-    for before in (None, b"<!doctype html>an older one"):
-        for size in (0, 1, len(whole) // 2, len(whole) - 1):
-            path.unlink(missing_ok=True)
-            if before is not None:
-                path.write_bytes(before)
-            with file_size_limit(size), pytest.raises(OSError):
-                trace.save(path)
-            assert (path.read_bytes() if path.exists() else None) == before
-            assert len(os.listdir(tmp_path)) == int(before is not None)
 
 
 def test_standard_output_on_a_full_disk(

@@ -23,7 +23,7 @@ import pytest
 
 from nanospec.kernels import native
 from tests.alphabet import folder
-from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone
+from tests.nanospec.extras.tensor_parallel.test_launcher import assert_gone
 
 __all__ = ["folder"]
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(7200)]

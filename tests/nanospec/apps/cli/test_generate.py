@@ -71,7 +71,7 @@ def test_summary_names_error_and_lossy_rule() -> None:
         (("--prompt", "x", "--dtype", "float16"), "--dtype 'float16' is not supported on a CPU"),
         (("--prompt", "x", "--spec", "draft", "--draft-model", "no"), "unknown model 'no'"),
         (("--input", "seed=1.jsonl", "--output", "x"), "seed=1.jsonl: No such file"),  # not a flag
-        (("--prompt", "x", "--trace", "/no/trace.html"), "The directory /no does not exist"),
+        (("--prompt", "x", "--trace", "/no/trace.html"), "/no/trace.html: No such file or directory"),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, tuple) else "",
 )
