@@ -118,7 +118,8 @@ class Simulation:
         if "dflash" in method:
             given, custom = [*method.split("+")[:-1], MockReader(self.model, spec["tree_width"])], True
         captured = {size: {size * (k + 1): 1 + 0.1 * k for k in (*range(8), 63)} for size in (1, 2, 4, 8)}
-        costs = StepCosts(captured, True) if settings["captured"] else StepCosts({8: {1: 1.0, 64: 2.0, 600: 9.0}})
+        by_tokens = {8: {1: 1.0, 64: 2.0, 600: 9.0}}
+        costs = StepCosts(captured, True) if settings["captured"] else StepCosts(by_tokens)
         with mock.patch.object(Worker, "measure", return_value=costs):
             return make_engine(
                 self.model,

@@ -169,8 +169,8 @@ class HiddenStateDrafter(Drafter):
         raise NotImplementedError
 
     def _best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return the best token [N] int32 for each of N hidden states [N, H], of request rows [N], at positions
-        [N]."""
+        """Return the best token [N] int32 for each of the hidden states [N, H] of request rows [N], at
+        positions [N]."""
         scores, index = self.lm_head(hidden).float(), rows.clamp(min=0)  # [N, Vd]
         likely, place = scores.topk(min(CONTENDERS, scores.shape[1]))
         ids = (place if self.token_map is None else self.token_map[place]).int()

@@ -75,8 +75,9 @@ class AutoPolicy(Policy):
         self._chooses_k = costs.captured or model_drafter != NO_DRAFTER  # before drafts are proposed
         self._accepted: dict[int, float] = {}  # drafts accepted per step, by row
         self._num_steps = 0
-        self._model_k = 0  # of the latest step: the number of drafts of the model, if steps are not captured
-        self._propose_ms = 0.0  # of the latest step
+        # Of the latest step that is not captured: the number of drafts of the model, the rows that it may
+        # draft for, and the time that proposing took.
+        self._model_k, self._drafting, self._propose_ms = 0, frozenset[int](), 0.0
         self._credit, self._turn = 0.0, 0  # ms available for probes; their number so far
 
     def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
@@ -90,6 +91,7 @@ class AutoPolicy(Policy):
             chosen = self._choose_k(limits if costs.captured else drafter_limits, context)
         k = chosen if costs.captured or (self._model == 0 and limits == drafter_limits) else max_k
         self._model_k = 0 if costs.captured or self._model == NO_DRAFTER else chosen
+        self._drafting = frozenset(row for row, limit in drafter_limits.items() if min(limit, self._model_k))
         keep, probe = (chosen, -1) if self.probing else (0, -1)
         # Probes of a larger K and of another draft of a row take turns.
         by_row = k and not self.probing and (self._turn % 2 or not self._chooses_k)
@@ -148,8 +150,9 @@ class AutoPolicy(Policy):
         self._propose_ms = propose_ms
 
     def observe(self, reports: Mapping[int, RowReport]) -> None:
-        by_model = [row for row, report in reports.items() if report.drafter in (NO_DRAFTER, self._model)]
-        if self._model_k and by_model:
+        drafting = self._drafting & reports.keys()
+        by_model = [row for row in drafting if reports[row].drafter in (NO_DRAFTER, self._model)]
+        if by_model:
             self.costs.add_drafting(len(by_model), self._model_k, self._propose_ms)
         for row, report in reports.items():
             drafted, accepted = report.num_drafted, report.num_accepted
@@ -158,7 +161,7 @@ class AutoPolicy(Policy):
                 self.estimator.observe(row, NO_DRAFTER, 0, drafted, accepted)
             if drafted:
                 self.estimator.observe(row, report.drafter, report.match_len, drafted, accepted)
-            elif self._model_k and report.drafter == NO_DRAFTER:  # the model had no drafts
+            elif row in self._drafting and report.drafter == NO_DRAFTER:  # the model had no drafts
                 self.estimator.observe(row, self._model, 0, 0, 0)
 
     def reset(self, row: int) -> None:

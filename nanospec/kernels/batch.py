@@ -72,8 +72,8 @@ class Batch:
     def from_text(
         cls, table: Table, rows: Tensor, first: Tensor, q_len: Tensor, num_tokens: int, **fields: Any
     ) -> Batch:
-        """Return a batch of `q_len` [B] tokens of the text of each request row in `rows` [B], from index `first`
-        [B] on (all int32), `num_tokens` in total. Does not synchronize with the device."""
+        """Return a batch of `q_len` [B] tokens of the text of each request row in `rows` [B], from index
+        `first` [B] on (all int32), `num_tokens` in total. Does not synchronize with the device."""
         end = q_len.cumsum(0, dtype=torch.int32)
         start = end - q_len
         t = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)

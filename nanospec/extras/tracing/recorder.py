@@ -86,7 +86,7 @@ class Recorder(Extension):
         self.num_requests += 1
 
     def on_queued(self, rows: Sequence[int]) -> Any:
-        """Start copying lines to the host. Return whether the step is a probe, and a function to await them."""
+        """Start copying lines to the host. Return whether the step is a probe, and a function that waits."""
         with use_device(self._worker.device):
             return self._policy.probing, to_host(self._lines[: max(rows) + 1])
 

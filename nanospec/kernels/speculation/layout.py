@@ -31,8 +31,8 @@ def lay_out(
     """Return a batch of `q_len` [B] tokens of each request row in `rows` [B], from index `first` [B] on; see
     the module docstring. All tensors are int32.
 
-    `width`: an upper bound of `q_len`. `drafts` [B, K]: the tokens after the text. `parents` [B, K]: for trees,
-    the node that each draft follows. `q_len` is 0 for inactive rows (-1).
+    `width`: an upper bound of `q_len`, which is 0 for inactive rows (-1). `drafts` [B, K]: the tokens after
+    the text. `parents` [B, K]: for trees, the node that each draft follows.
     """
     if use_triton(rows):
         return launch(table, rows, first, q_len, width, drafts, parents)

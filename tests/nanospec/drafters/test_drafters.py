@@ -271,4 +271,4 @@ def test_automatic_k_speculates_without_changing_output(model: Model, eager: boo
     requests = run_and_compare(engine, model, jobs)
     assert requests[0].stats.tokens_per_step > 2
     report = json.loads(json.dumps(SharedEngine(engine).report()))
-    assert "2" in report["step_ms_by_batch_and_tokens"]
+    assert report["step_ms_by_batch_and_tokens"].keys() == ({"64"} if eager else {"1", "2"})

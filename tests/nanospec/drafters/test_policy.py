@@ -238,8 +238,8 @@ def test_rows_without_drafts_are_slowed_little(waiting: bool) -> None:
 def drafted_steps(
     policy: AutoPolicy, B: int, pass_ms: float, accepted: int, steps: int, drafts_in: int = 1
 ) -> list[int]:
-    """Return the drafts verified per step, for a draft model that takes `pass_ms` per draft, has drafts in one
-    of `drafts_in` steps, and is right in the first `accepted` drafts."""
+    """Return the drafts verified per step, for a draft model that takes `pass_ms` per draft, has drafts in
+    one of `drafts_in` steps, and is right in the first `accepted` drafts."""
     result = []
     for step in range(steps):
         limits = dict.fromkeys(range(B), 8)

@@ -188,7 +188,7 @@ def test_slow_drafter_is_rarely_called(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(cycle_model(128), "auto", drafter=["ngram", Stub(slow)], max_model_len=256)
     engine.policy.costs = StepCosts({64: {1: 1.0, 64: 1.5}})
     [request] = run(engine, [Job([1, 2], SamplingParams(temperature=0, max_tokens=200))])
-    assert 3 <= len(seconds) - 1 <= 6
+    assert 1 <= len(seconds) - 1 <= 6
     assert request.stats.by_drafter["ngram"][1] > 50
 
 
@@ -228,4 +228,4 @@ def test_requests_that_can_use_no_drafts_do_not_count_as_rejections() -> None:
     engine = make_engine(cycle_model(), "auto", drafter=Learner(), **MODES["plain"])
     policy: Any = engine.policy
     run(engine, [Job([1, 2], SamplingParams(temperature=0, max_tokens=1))] * 40)
-    assert policy.estimator.gains(RowProposal(9, 0, 1, 0)) == [FIRST[MISS]]
+    assert policy.estimator.chances(1)[0][0] == FIRST[MISS]

@@ -78,7 +78,7 @@ def _batch(rows: Tensor, q_len: Tensor, parents: Tensor | None = None) -> Batch:
 
 
 def test_disallowed_tokens_are_masked(guided: Grammar) -> None:
-    """Row 3 has two tokens, row 0 three, row 1 one; row -1 is inactive; row 2 is new; the last token is unused."""
+    """Row 3 has two tokens, row 0 three, row 1 one; row 2 is new; the last token is unused."""
     batch = _batch(ints(3, 0, -1, 1, 2), ints(2, 3, 0, 1, 1))
     logits = torch.randn(8, V)
     expected = logits.clone()
