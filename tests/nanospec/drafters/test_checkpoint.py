@@ -79,7 +79,7 @@ def test_both_layouts_give_the_same_drafter(
     assert first.model.config == second.model.config
     assert first.hidden_state_layers == second.hidden_state_layers == (1, 8, 3)
     if method == "dflash":
-        assert [(each.mask, each.max_depth) for each in (first, second)] == [(3, 5)] * 2
+        assert [(each.mask, each.max_drafts) for each in (first, second)] == [(3, 5)] * 2
     assert all(map(torch.equal, weights_in(first), weights_in(second)))
     assert torch.equal(weights_in(first)[0], stored["fc.weight"].half())
     ids, lm_head = stored["d2t"] + torch.arange(25), target.lm_head.unpacked_weight
