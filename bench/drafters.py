@@ -30,7 +30,7 @@ from nanospec.drafters import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.methods import resolve_drafters
 from nanospec.engine.engine import Engine
-from nanospec.models import resolve_model
+from nanospec.models.folders import resolve_model
 from nanospec.models.weights import load_model
 
 GROUPS = ("chat", "translation", "summarization", "qa", "math_reasoning", "rag")

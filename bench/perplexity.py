@@ -23,8 +23,8 @@ from bench import common
 from bench.cpu import python_of
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.table import Table
-from nanospec.models import resolve_model
 from nanospec.models.decoder import Model
+from nanospec.models.folders import resolve_model
 from nanospec.models.weights import load_model
 from nanospec.text.tokenizer import Tokenizer
 

@@ -43,14 +43,14 @@ from ..drafters.checkpoint import lm_head_rows
 from ..kernels.batch import Batch, Chunk
 from ..kernels.layer.residual import look_up
 from ..kernels.table import Table
-from ..models import DRAFTERS, program, resolve_model, weights_folders
 from ..models.config import ModelConfig, Rope, cos_sin_table
 from ..models.decoder import Model, new_states
 from ..models.families import read_config
+from ..models.folders import DRAFTERS, program, resolve_model, weights_folders
 from ..models.weights import load_model
-from ..text import bounded_field, check_fields
 from ..text.chat import check_conversation
 from ..text.tokenizer import Tokenizer
+from ..text.validation import bounded_field, check_fields
 from .batch.lines import LineError, line_name, read_lines
 from .json_input import strict_json
 from .options import Parser, add_settings, fields_set, in_flags

@@ -29,7 +29,8 @@ from ..models.cpu import CompiledModel, model_class
 from ..models.decoder import Model
 from ..models.families import Raw, build_config, get_value
 from ..models.formats.safetensors import check_fit, listed, open_safetensors, weight_files
-from ..text import check_number, read_json, shown
+from ..text.files import read_json
+from ..text.validation import check_number, shown
 
 PIECE = 64  # columns of a packed lm_head that are computed at a time
 INTEGERS = ("I32", "I64")

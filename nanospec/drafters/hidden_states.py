@@ -27,7 +27,7 @@ from ..kernels.batch import Batch
 from ..kernels.sampling import noise
 from ..kernels.speculation.proposal import Proposal, depths_and_masks, lay_out_text
 from ..kernels.table import Table
-from ..models import default_drafter, resolve_model
+from ..models.folders import default_drafter, resolve_model
 from ..models.warm_up import warm_up
 from . import Drafter, Memory, Target, draft_limits, make_proposal, no_drafts
 from .checkpoint import DraftCheckpoint, load_checkpoint

@@ -21,9 +21,9 @@ from ..device.messages import Admission
 from ..kernels import FROM_REFERENCE, LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..outputs import Completion, Logprob, Piece, RequestOutput, SpecStats
-from ..text import as_int, shown
 from ..text.chat import too_long
 from ..text.tokenizer import OutputText, Tokenizer
+from ..text.validation import as_int, shown
 from .blocks import block_hash
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd; gives consecutive requests unrelated seeds

@@ -11,7 +11,8 @@ max_new_tokens is not used.
 from pathlib import Path
 
 from ..config import SamplingParams
-from ..text import read_json, shown
+from ..text.files import read_json
+from ..text.validation import shown
 
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

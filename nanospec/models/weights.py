@@ -13,7 +13,8 @@ from torch import Tensor
 from ..kernels.launch import use_native
 from ..kernels.layer.linear import multiplies_quantized
 from ..kernels.layer.quantized import Quantized, quantize
-from ..text import read_json, shown
+from ..text.files import read_json
+from ..text.validation import shown
 from .config import DTYPES, ModelConfig
 from .cpu import model_class
 from .decoder import GetWeight, Model

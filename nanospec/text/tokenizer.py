@@ -10,8 +10,9 @@ from typing import Any
 import tokenizers
 
 from ..outputs import Piece
-from . import check_size, read_json, reason, shown
 from .chat import Messages, compiled, read_templates, render
+from .files import check_size, read_json
+from .validation import reason, shown
 
 
 class Tokenizer:

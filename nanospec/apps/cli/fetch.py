@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...models import HUB_ID, cache_folder, download, program
+from ...models.folders import HUB_ID, cache_folder, download, program
 from ..options import Parser
 
 DEFAULT, DEFAULT_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"

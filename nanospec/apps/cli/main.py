@@ -16,7 +16,7 @@ from errno import ENOSPC
 from importlib import import_module
 
 from ...config import SamplingParams
-from ...models import program, resolve_model
+from ...models.folders import program, resolve_model
 from ...models.generation_config import default_params
 
 COMMANDS = {  # name -> module, function(argv)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from ...config import EngineConfig
 from ...device.resources import cpu_quota, resolve_device, spare_memory
 from ...llm import LLM
-from ...models import resolve_model
-from ...text import shown
+from ...models.folders import resolve_model
+from ...text.validation import shown
 
 STORE = 256 << 20  # bytes of the object store of a local Ray; requests and results are small
 WAIT = 10.0  # seconds to connect to RAY_ADDRESS

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...config import SamplingParams
 from ...llm import LLM
-from ...text import shown
 from ...text.chat import OPTIONAL
+from ...text.validation import shown
 from ..json_input import strict_json
 from ..openai_format import CHAT, IGNORED, MAX_MESSAGES, translate_request
 from ..tasks import encode, parse_task

@@ -28,8 +28,8 @@ from ...config import EngineConfig
 from ...device.resources import resolve_device, use_device, use_threads
 from ...drafters.methods import Drafters, load_model_and_drafters, resolve_drafters
 from ...models.families import read_config
-from ...text import shown
 from ...text.tokenizer import Tokenizer
+from ...text.validation import shown
 from .. import create_extensions
 from .group import Group, RankInfo, torchrun_rank_info
 from .job import POLL, Job, RankFailed, report_failure

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from ...text import check_number, read_json, shown
+from ...text.files import read_json
+from ...text.validation import check_number, shown
 from ..config import ModelConfig, Rope
 
 MOST = {  # maximum values (others: int32); they bound layer tuples, kernel tiles and RoPE tables

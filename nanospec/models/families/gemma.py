@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...text import shown
+from ...text.validation import shown
 from ..config import ModelConfig, Rope
 from . import Family, Raw, build_config, get_number, get_value, layer_windows, parse_rope
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...kernels.layer.quantized import Quantized
-from ...text import reason, shown
+from ...text.validation import reason, shown
 
 Shapes = Mapping[str, tuple[int, ...]]  # by the names of a family's checkpoints
 

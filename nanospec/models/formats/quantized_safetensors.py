@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.layer.quantized import GROUP, Quantized
-from ...text import shown
+from ...text.validation import shown
 from . import Shapes
 from .safetensors import FLOATS, SafetensorsCheckpoint, check_fit
 

@@ -9,7 +9,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...kernels.layer.quantized import Quantized
-from ...text import read_json, reason, shown
+from ...text.files import read_json
+from ...text.validation import reason, shown
 from . import Shapes
 
 FLOATS = ("F32", "BF16", "F16")

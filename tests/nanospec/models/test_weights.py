@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanospec.models import resolve_model, weights
+from nanospec.models import weights
 from nanospec.models.decoder import Model
+from nanospec.models.folders import resolve_model
 from nanospec.models.weights import load_model, resolve_dtype
 from tests.gguf_file import write_gguf
 from tests.tiny import checkpoint, first_logits, tiny_config

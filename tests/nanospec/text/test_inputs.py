@@ -14,7 +14,7 @@ import torch
 
 from nanospec import LLM, EngineConfig, SamplingParams, SpecConfig
 from nanospec.apps.serve.settings import ServeConfig
-from nanospec.text import reason, shown
+from nanospec.text.validation import reason, shown
 from tests.alphabet import make
 
 

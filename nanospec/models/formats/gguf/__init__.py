@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ....kernels.native import cache_folder
-from ....text import shown
+from ....text.validation import shown
 from ...config import DTYPES
 from ...families import config_of
 from .file import ARCHITECTURES, GGUFCheckpoint, GGUFError, prefix_errors, stamp

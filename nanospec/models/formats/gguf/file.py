@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.layer.quantized import GROUP, Quantized
-from ....text import reason, shown
+from ....text.validation import reason, shown
 from .. import Shapes
 from ..safetensors import check_fit
 from .blocks import TYPES, join_groups

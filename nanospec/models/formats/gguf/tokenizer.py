@@ -5,7 +5,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from ....text import shown
+from ....text.validation import shown
 from .file import Fields, GGUFError
 
 # Pre-tokenizers by the value of `tokenizer.ggml.pre`; they split text before byte-pair merging.

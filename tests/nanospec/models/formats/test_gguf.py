@@ -21,9 +21,10 @@ from torch import Tensor
 
 from nanospec.extras.tensor_parallel.shard import Shard
 from nanospec.kernels.layer.quantized import Quantized
-from nanospec.models import formats, resolve_model
+from nanospec.models import formats
 from nanospec.models.config import ModelConfig, Rope, frequencies
 from nanospec.models.families import read_config
+from nanospec.models.folders import resolve_model
 from nanospec.models.formats.gguf import GGUFCheckpoint, GGUFError, convert, file
 from nanospec.models.weights import load_model
 from tests.gguf_file import VOCAB, write_gguf

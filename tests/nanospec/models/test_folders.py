@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nanospec import models
-from nanospec.models import available_models, default_drafter, download, resolve_model
+from nanospec.models import folders as model_folders
+from nanospec.models.folders import available_models, default_drafter, download, resolve_model
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path / "named"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "PACKAGE", tmp_path / "checkout" / "nanospec")
+    monkeypatch.setattr(model_folders, "PACKAGE", tmp_path / "checkout" / "nanospec")
     monkeypatch.setattr("sys.argv", ["/usr/bin/nanospec"])
     (tmp_path / "checkout").mkdir()
     (tmp_path / "checkout" / "run.py").touch()
@@ -43,21 +43,28 @@ def test_search_order(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch)
     assert resolve_model("mine").samefile(path)
     monkeypatch.delenv("NANOSPEC_WEIGHTS")
     (folders["checkout"].parent / "run.py").unlink()  # an installed package
-    assert models.weights_folders() == [folders["here"], folders["cache"]]
+    assert model_folders.weights_folders() == [folders["here"], folders["cache"]]
     with pytest.raises(ValueError, match="EAGLE-3 drafter with: nanospec train --model MODEL"):
         default_drafter(Path("mine"))
-    for folder in (models.PACKAGE / "weights", folders["cache"] / "drafters", folders["here"] / "drafters"):
+    for folder in (
+        model_folders.PACKAGE / "weights",
+        folders["cache"] / "drafters",
+        folders["here"] / "drafters",
+    ):
         drafter = put(folder, "mine")
         assert default_drafter(Path("mine")) == drafter
 
 
 def test_download_from_the_hub(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(hub_id: str, *, local_dir: Path | None, **options: Any) -> str:
-        assert (options["allow_patterns"], options["ignore_patterns"]) == (models.FILES, models.NOT_FILES)
+        assert (options["allow_patterns"], options["ignore_patterns"]) == (
+            model_folders.FILES,
+            model_folders.NOT_FILES,
+        )
         return str(local_dir or folders["here"].parent / hub_id)
 
     hub = SimpleNamespace(snapshot_download=snapshot_download)
-    monkeypatch.setitem(models.sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(model_folders.sys.modules, "huggingface_hub", hub)
     target = put(folders["here"].parent, "target")
     assert download("org/name", target) == target
     with pytest.raises(FileNotFoundError, match=r"be downloaded from the hub \(it has no config\.json\)"):
@@ -65,7 +72,9 @@ def test_download_from_the_hub(folders: dict[str, Path], monkeypatch: pytest.Mon
 
 
 def test_unknown_models_are_reported(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "download", lambda name: (_ for _ in ()).throw(OSError("unreachable\nmore")))
+    monkeypatch.setattr(
+        model_folders, "download", lambda name: (_ for _ in ()).throw(OSError("unreachable\nmore"))
+    )
     put(folders["named"], "mine")
     (folders["named"] / "empty").mkdir()
     (folders["named"] / "gguf").mkdir()
