@@ -1,3 +1,3 @@
-"""User input: `validation` checks settings, `files` reads files, `chat` converts prompts and conversations, and
-`tokenizer` encodes and decodes text.
+"""User input: `validation` checks settings, `files` reads files, `chat` converts prompts and conversations,
+and `tokenizer` converts text to token ids and back.
 """
