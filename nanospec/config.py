@@ -214,7 +214,7 @@ class SamplingParams:
 
     n: int = bounded_field(1, 1, 1024)
     temperature: float = bounded_field(1.0, 0, 100)
-    top_p: float = bounded_field(1.0, 1e-9, 1)
+    top_p: float = bounded_field(1.0, 1e-45, 1)  # the least positive float32
     top_k: int = bounded_field(0, -1, _MAX_INT)
     min_p: float = bounded_field(0.0, 0, 1)
     seed: int | None = bounded_field(None, *_SEEDS)

@@ -45,7 +45,7 @@ def test_limits_are_accepted_and_values_beyond_are_rejected() -> None:
 INVALID: list[tuple[type, dict[str, Any], str]] = [
     (SamplingParams, {"n": 1.0}, "n=1.0 must be an integer from 1 to 1024."),
     (SamplingParams, {"temperature": math.nan}, "temperature=nan must be a number from 0 to 100."),
-    (SamplingParams, {"top_p": 0}, "top_p=0 must be a number from 1e-09 to 1."),
+    (SamplingParams, {"top_p": 0}, "top_p=0 must be a number from 1e-45 to 1."),
     (SamplingParams, {"min_tokens": 17}, "min_tokens=17 must not exceed max_tokens=16."),
     (SamplingParams, {"stop": ["a", ""]}, "stop=['a', ''] must be a non-empty string or a list of them."),
     (SamplingParams, {"stop_token_ids": ""}, "stop_token_ids='' must be a list of at most 24 token ids."),
