@@ -190,8 +190,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({**AWQ, "group_size": 48}, "group_size=48 is not supported; its columns must be a multiple of 32"),
     ({**FP8, "weight_block_size": [128, "x"]}, r"weight_block_size=\[128, 'x'\] is not supported"),
     (grouped(actorder="group"), "actorder='group' is not supported"),
-    (grouped("re:("), "quantization_config=.* is not valid .*missing \\)"),
-    (grouped(5), "quantization_config=.* is not valid"),
+    (grouped("re:("), "has invalid content .*missing \\)"),
+    (grouped(5), "has invalid content"),
     (grouped(format="marlin-24"), "format='marlin-24' is not supported; use 'pack-quantized' or"),
     ({**grouped(), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config=.* is not supported"),
 ]
@@ -200,7 +200,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("config", "words"), CONFIGS, ids=lambda value: str(value)[:40])
 def test_unsupported_config_is_rejected(config: dict[str, Any], words: str, tmp_path: Path) -> None:
     for raw in ({"quantization_config": config}, {"text_config": {"quantization_config": config}}):
-        with pytest.raises(ValueError, match=rf"config\.json: {words}[^\n]*\.$"):
+        with pytest.raises(ValueError, match=rf"config\.json:? {words}[^\n]*\.$"):
             open_checkpoint(tmp_path, raw)
 
 
