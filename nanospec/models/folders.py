@@ -1,4 +1,4 @@
-"""Models. This module finds the folder of a model by its name; `weights.py` loads it.
+"""Find the folder of a model by its name.
 
 A name is looked up, in this order, as a path, in `./weights`, in $NANOSPEC_WEIGHTS, in `weights/` of a source
 checkout, in the user's cache ($XDG_CACHE_HOME/nanospec or ~/.cache/nanospec), and on the Hugging Face Hub.
@@ -59,24 +59,15 @@ def resolve_model(name_or_path: str | Path) -> Path:
     for folder in (path, *(parent / name for parent in weights_folders())):
         if name and os.path.isfile(folder / "config.json"):  # False, unlike Path's, if a name is too long
             return folder
-    if os.path.isfile(path):
-        if path.suffix.lower() == ".gguf":
-            from .formats.gguf import model_folder  # imports torch, which takes seconds
+    if os.path.isfile(path) and path.suffix.lower() == ".gguf":
+        from .formats.gguf import model_folder  # imports torch, which takes seconds
 
-            return model_folder(path)
-        raise FileNotFoundError(f"{name} does not end in .gguf; use a GGUF file, or the folder of a model.")
-    if path.suffix.lower() == ".gguf" and not os.path.isdir(path):
-        raise FileNotFoundError(f"{name} not found; specify the path of a GGUF file.")
-    if name and os.path.isdir(path):
-        problem = f"the folder {shown(name)} is not a model, as it has no config.json"
-        needed = "a model has config.json, tokenizer.json and *.safetensors"
-        if files := sorted(path.glob("*.gguf")):
-            needed = f"specify a GGUF file in it, such as {files[0]}"
-        raise FileNotFoundError(f"{problem}; {needed}.")
-    why = f"it is not a folder, not a name in weights/ or {cache_folder()}, and not a hub id 'org/name'"
-    if "gguf" in name.lower():
-        why = "GGUF files are not fetched; download one yourself and specify its path"
-    elif HUB_ID.fullmatch(name):
+        return model_folder(path)
+    why = (
+        f"it is neither a folder with config.json nor a GGUF file (*.gguf), a name in weights/ or "
+        f"{cache_folder()}, or a hub id 'org/name' of a model in safetensors"
+    )
+    if HUB_ID.fullmatch(name) and not os.path.exists(path):
         try:
             return download(name)
         except Exception as error:  # of any of several HTTP libraries
