@@ -164,7 +164,7 @@ DEFECTS: dict[str, Defect] = {
     "block is registered too early": _after(Scheduler, "register", _register_early),
     "no slots for queued steps": _after(Scheduler, "reset", lambda _, s: setattr(s, "slots_ahead", 0)),
     "too few slots with async_scheduling": _after(
-        Scheduler, "__init__", lambda _, s, *args: setattr(s, "slots_ahead", s.lookahead)
+        Scheduler, "__init__", lambda _, s, *args: setattr(s, "slots_ahead", s.max_k)
     ),
     "last draft is not verified": _replace(nanospec.device.step, "commit", _accept_last_draft),
     "accepted tree nodes are not moved": lambda: mock.patch.object(nanospec.device.step, "kv_move"),

@@ -40,15 +40,6 @@ def weights_folders() -> list[Path]:
     return [Path("weights").absolute(), *folders, cache_folder()]
 
 
-def available_models() -> list[str]:
-    """Return the sorted names of all models in these folders, those of the form `org/name` included."""
-    names: set[str] = set()
-    for folder in weights_folders():
-        configs = (*folder.glob("*/config.json"), *folder.glob("*/*/config.json"))
-        names |= {str(path.parent.relative_to(folder)) for path in configs}
-    return sorted(name for name in names if not name.startswith((".", f"{DRAFTERS}/")))
-
-
 def resolve_model(name_or_path: str | Path) -> Path:
     """Return the folder of a model, given the path of a folder or GGUF file, a name in `weights_folders()`,
     or a hub id, which is downloaded to the cache of the hub. Raises FileNotFoundError, or ValueError for
@@ -73,9 +64,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
         except Exception as error:  # of any of several HTTP libraries
             why = f"no folder has this name, and it could not be downloaded from the hub ({reason(error)})"
     raise FileNotFoundError(
-        f"unknown model {shown(name)}: {why}. Available models: "
-        f"{', '.join(available_models()) or 'none'}. "
-        f"Download one with: {program()} fetch NAME, such as smollm2-135m-instruct"
+        f"unknown model {shown(name)}: {why}. Download a model with: {program()} fetch NAME, such as "
+        "smollm2-135m-instruct"
     )
 
 

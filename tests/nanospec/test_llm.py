@@ -150,8 +150,8 @@ BAD_CALLS: list[tuple[Any, Any, str]] = [
     (range(10**9), None, "The prompt has 1000000000 tokens, but max_model_len=128 must hold it"),
     ("a" * 10**6, None, "The prompt has 1000000 characters, too many for max_model_len=128."),
     ([[1], [2, 99]], None, "The prompt contains token id 99; ids are integers from 0 to 32."),
-    (["ab", "cd"], [greedy()], "sampling_params has 1 entries for 2 prompts"),
-    ("ab", [{"temperature": 0}], "must be of type SamplingParams, got {'temperature': 0}"),
+    (["ab", "cd"], [greedy()], "one for each of the 2 prompts"),
+    ("ab", [{"temperature": 0}], "sampling_params=[{'temperature': 0}] must be SamplingParams"),
     (None, None, "prompt=None must be a string, token ids, or a dict with a string 'prompt' or"),
     ({"prompt": "a", "multi_modal_data": 1}, None, "unknown key 'multi_modal_data' in a"),
 ]

@@ -294,15 +294,6 @@ def test_corrupt_file_is_rejected(tmp_path: Path, cache: Path, case: str) -> Non
     assert not list(cache.glob("*"))
 
 
-def test_file_changes_while_it_is_read(tmp_path: Path) -> None:
-    write_gguf(path := tmp_path / "m.gguf")
-    checkpoint = GGUFCheckpoint(path)
-    checkpoint.get("model.norm.weight")
-    write_gguf(path)
-    with pytest.raises(ValueError, match=r"m.gguf: the file changed while it was read; load it again\."):
-        checkpoint.get("model.norm.weight")
-
-
 NOT_FINITE: dict[str, tuple[int, Any]] = {  # offset in the tensor, and values there
     "nan-scale": (144, np.full(1, np.nan, np.float16)),
     "infinite-minimum": (2, np.full(1, np.inf, np.float16)),
