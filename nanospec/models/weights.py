@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.launch import use_native
 from ..kernels.layer.linear import multiplies_quantized
 from ..kernels.layer.quantized import Quantized, quantize
-from ..text.files import read_json
+from ..text.files import errors_of, read_json
 from .config import DTYPES, ModelConfig
 from .cpu import model_class
 from .decoder import GetWeight, Model
@@ -122,10 +122,8 @@ def open_weights(
         weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
         if quantization is None or weight.dim() == 1:
             return weight
-        try:
+        with errors_of(f"{name} in {folder} with quantization={quantization!r}"):
             quantized = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
-        except ValueError as error:
-            raise ValueError(f"{name} in {folder} has {error}; omit quantization.") from None
         return quantized if multiplies else quantized.dequantize()
 
     return get

@@ -51,11 +51,10 @@ def text_and_ids(
     if not isinstance(prompt, Mapping):
         prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if unknown := sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids"})):
-        raise ValueError(f"unknown key {shown(unknown[0])} in a prompt; use 'prompt' or 'prompt_token_ids'.")
     are_ids = not isinstance(ids, str | bytes | bytearray) and _is_row(ids)
-    if not (isinstance(text, str) if ids is None else are_ids and isinstance(text, str | None)):
-        forms = "a string, token ids, or a dict with a string 'prompt' or a list 'prompt_token_ids'"
+    is_valid = isinstance(text, str) if ids is None else are_ids and isinstance(text, str | None)
+    if not is_valid or prompt.keys() - {"prompt", "prompt_token_ids"}:
+        forms = "a string, token ids, or a dict with only a string 'prompt' or a list 'prompt_token_ids'"
         raise ValueError(f"prompt={shown(original)} must be {forms}.")
     if ids is not None and len(ids) >= max_model_len:
         raise ValueError(too_long(len(ids), max_model_len))

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ...kernels.layer.quantized import Quantized
 from ...text.files import errors_of, read_json
-from ...text.validation import reason, shown
+from ...text.validation import shown
 from . import Shapes
 
 FLOATS = ("F32", "BF16", "F16")
@@ -59,11 +59,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def open_safetensors(file: Path) -> Any:
     """Open a file to read individual tensors. Raises ValueError if the file is corrupt."""
-    try:
+    with errors_of(file):
         return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError, ValueError) as error:
-        problem = f"{file} is not a valid safetensors file ({reason(error)})"
-        raise ValueError(f"{problem}; it may be truncated, download it again.") from None
 
 
 def check_fit(

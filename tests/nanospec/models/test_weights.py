@@ -120,8 +120,8 @@ FOLDERS: list[tuple[str, Callable[[Path], object], str]] = [
         r"must have .*, but has config\.json, .*model\.bin",
     ),
     ("file", lambda it: (it / FILE).unlink(), "must have model.safetensors, .*; download the model again"),
-    ("file", lambda it: (it / FILE).write_text("version https://git-lfs"), f"{FILE} is not a valid safet"),
-    ("file", lambda it: os.truncate(it / FILE, 9999), f"{FILE} is not a valid safetensors file"),
+    ("file", lambda it: (it / FILE).write_text("version https://git-lfs"), f"{FILE} has invalid content"),
+    ("file", lambda it: os.truncate(it / FILE, 9999), f"{FILE} has invalid content"),
     ("shards", lambda it: (it / INDEX).unlink(), r"must have model\.safetensors, .* but has config.* model-"),
     (
         "shards",
@@ -180,7 +180,7 @@ def test_weights_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, "qwen2-tied", torch.bfloat16)
     edit(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(torch.nan))
     for quantization in ("int8", "int4"):
-        with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight in .* has NaN or infinite values"):
+        with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight in .*: NaN or infinite values"):
             load_model(folder, "bfloat16", "cpu", quantization=quantization)
     write_gguf(tmp_path / "m.gguf", kind="Q8_0")
     with pytest.raises(ValueError, match=r"m is quantized; omit quantization='int8'"):

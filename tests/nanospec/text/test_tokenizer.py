@@ -22,8 +22,8 @@ from tests.nanospec.text.conftest import byte_fallback, byte_level, save
     ("name", "content", "words"),
     [
         ("tokenizer", '{"truncat', "is not a tokenizer .*download"),
-        ("tokenizer_config", '{"truncat', "is not valid JSON .*download"),
-        ("generation_config", "[]", "must be a JSON object, not a list"),
+        ("tokenizer_config", '{"truncat', "has invalid content .JSONDecodeError.*download"),
+        ("generation_config", "[]", ": the content must be a JSON object, not a list"),
         ("generation_config", '{"eos_token_id": "2"}', ": eos_.*='2' must be a token id or a list"),
         ("generation_config", '{"eos_token_id": [true]}', ": eos_.*=.* must be a token id"),
         ("generation_config", '{"eos_token_id": -1}', ": eos_.*=.* must be a token id"),

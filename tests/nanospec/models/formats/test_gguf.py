@@ -260,21 +260,15 @@ def test_unsupported_file_is_rejected(tmp_path: Path, cache: Path, case: str) ->
 
 HUGE = (2**60).to_bytes(8, "little")
 HEADERS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda data: b"", "empty file"),
     "head": (lambda data: data[:100], "requires a buffer"),
     "data": (lambda data: data[:-1], r"'output_norm.weight' ends at byte \d+ of \d+; the file is"),
     "magic": (lambda data: b"<htm" + data[4:], "begins with b'<htm' is not supported"),
     "version": (lambda data: data[:4] + b"\1" + data[5:], "version 1 is not supported"),
     "endian": (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "use a little-endian GGUF file"),
-    "tensors": (lambda data: data[:8] + HUGE + data[16:], "has invalid content"),
-    "fields": (lambda data: data[:16] + HUGE + data[24:], "has invalid content"),
     "strings": (lambda data: insert(data, b"tokenizer.ggml.merges", 8, HUGE), "has invalid content"),
-    "type": (lambda data: insert(data, b"tokenizer.ggml.merges", 0, b"\77"), "has invalid content .KeyError"),
-    "tensor": (
-        lambda data: insert(data, b"blk.1.ffn_up.weight", 20, b"\27"),
-        "weight' has the type 23, which is not",
-    ),
-    "utf-8": (lambda data: insert(data, b"general.architecture", 12, b"\xff"), "can't decode byte 0xff"),
+    "type": (lambda data: insert(data, b"tokenizer.ggml.merges", 0, b"\77"), "has invalid content .KeyE"),
+    "tensor": (lambda data: insert(data, b"blk.1.ffn_up.weight", 20, b"\27"), "' has the type 23, which"),
+    "utf-8": (lambda data: insert(data, b"general.architecture", 12, b"\xff"), "invalid content .Unicode"),
 }
 
 
