@@ -70,7 +70,7 @@ mutants: $(DONE)test  ## mutation testing of FILES: SAMPLE=40 mutants of each, S
 
 faults: $(DONE)test  ## inject faults at every line, call and byte (one hour): LINES_TRIED=500 samples lines, RUNS=20 signals per command
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "faults or not faults" campaigns/faults $(ARGS)
-statistics: $(DONE)test  ## test the output distributions of all drafters and lossless acceptance rules
+statistics: $(DONE)test  ## test the output distributions of all drafters
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "statistics or not statistics" tests/nanospec/test_statistics.py $(ARGS)
 fuzz: $(DONE)fuzz  ## fuzz the parsers of files and requests: SECONDS_EACH (60); TARGET=NAME for one
 	@TRITON_INTERPRET=1 $(BIN)/python -m campaigns.fuzz $(TARGET) --seconds $(SECONDS_EACH)
@@ -90,11 +90,11 @@ $(RACES)/.done: campaigns/races.txt
 	@touch $@
 
 lint: $(DONE)lint  ## run ruff and mypy
-	@$(BIN)/ruff check nanospec bench tests campaigns run.py
-	@$(BIN)/mypy nanospec bench tests campaigns run.py
+	@$(BIN)/ruff check nanospec examples bench tests campaigns run.py
+	@$(BIN)/mypy nanospec examples bench tests campaigns run.py
 
-pictures: $(DONE)pictures  ## draw docs/pictures from bench/results
-	@$(BIN)/python -m bench.pictures && $(BIN)/python -m bench.diagrams
+pictures: $(DONE)run  ## draw the diagrams in docs/pictures from the source code
+	@$(BIN)/python -m bench.diagrams
 
 gpu:  ## run tests and benchmarks on a GPU: PART=tests, kernels, steps, e2e or sweep; PART=smoke for any with 8 GB; PART=compare BEFORE=CHECKOUT
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/gpu.py $(PART) --out $(OUT) $(if $(BEFORE),--before $(BEFORE))
@@ -166,10 +166,9 @@ NEEDS_test := test
 NEEDS_fuzz := test,fuzz
 NEEDS_lint := test,lint
 NEEDS_supply := supply
-NEEDS_pictures := plot
 
 # Print the size of the model before it is downloaded; which_torch.py prints that of torch.
-$(DONE)run $(DONE)test $(DONE)fuzz $(DONE)lint $(DONE)supply $(DONE)pictures: $(DONE)%: pyproject.toml | $(BIN)/python
+$(DONE)run $(DONE)test $(DONE)fuzz $(DONE)lint $(DONE)supply: $(DONE)%: pyproject.toml | $(BIN)/python
 	@test -z "$(filter run test,$*)" || test -f weights/$(MODEL)/config.json || \
 	  echo "The download of the model $(MODEL) is 0.3 GB or less."
 	@echo "Installing nanospec[$(NEEDS_$*)] into $(VENV)"

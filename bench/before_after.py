@@ -3,11 +3,12 @@
     python bench/before_after.py BEFORE AFTER [--rounds 5] [--prompts 16] [--max-tokens 32] [--out FOLDER]
 
 BEFORE and AFTER are folders of checkouts, also old ones: only public names of `nanospec` are used. In each
-round, a new process of each checkout loads SmolLM2-135M twice, plain and with n-gram lookup, and runs batches
-of 1, 4 and 16 requests, greedy and seeded. The two processes alternate batch by batch, since the
-speed of a shared machine drifts within seconds. The ratio of a round is the median of AFTER / BEFORE over its
-turns; medians and ranges over the rounds are reported. The exit status is 1 if an output differs between the
-checkouts or between n-gram and plain. Requires an otherwise idle machine.
+round, each checkout loads SmolLM2-135M in two new processes (`peers/worker.py`), plain and with n-gram
+lookup, and runs batches of 1, 4 and 16 requests, greedy and seeded. The checkouts alternate batch by batch,
+since the speed of a shared machine drifts within seconds; processes that are not asked sleep. The ratio of a
+round is the median of AFTER / BEFORE over its turns; medians and ranges over the rounds are reported. The
+exit status is 1 if an output differs between the checkouts or between n-gram and plain. Requires an otherwise
+idle machine.
 """
 
 import statistics
@@ -19,71 +20,45 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
-from bench.peers.worker import MARK
+from bench.cpu import System
 
 Json = dict[str, Any]
 LEAST = 0.98  # a speed ratio below this is reported as slower
 TURNS = 4  # minimum number of turns per case and round
-CASES = [
-    {"way": way, "mode": mode, "batch": batch}
-    for way, mode, batch in product(("plain", "n-gram"), ("greedy", "seeded"), (1, 4, 16))
-]
+WAYS = {"plain": None, "n-gram": "auto"}  # speculation settings
+MODES: dict[str, Json] = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.8, "top_p": 0.95}}
+CASES = [*product(WAYS, MODES, (1, 4, 16))]
 CHAT = (  # the model's chat template, so that checkouts need no method for it
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
-CHILD = """
-import json, sys, time
-work, start = json.loads(sys.stdin.readline()), time.perf_counter()
-import nanospec
-from nanospec import LLM, SamplingParams, SpecConfig
-assert nanospec.__file__.startswith(work["checkout"]), nanospec.__file__
-llms, seconds = {}, {}
-for way, spec in (("plain", SpecConfig(method="none")), ("n-gram", SpecConfig())):
-    llms[way] = LLM(work["model"], spec=spec, dtype="bfloat16", max_num_seqs=16, max_model_len=1024,
-                    enable_prefix_caching=False, kv_cache_memory=512 << 20)
-    llms[way].generate(work["prompts"][:1], SamplingParams(temperature=0.0, max_tokens=8))
-    seconds[way], start = time.perf_counter() - start, time.perf_counter()
-print(work["mark"] + json.dumps({"start": seconds}), flush=True)
-for line in sys.stdin:
-    case = json.loads(line)
-    batch = slice(case["first"], case["first"] + case["batch"])
-    params = [
-        SamplingParams(temperature=0.8 * (case["mode"] == "seeded"), top_p=0.95, seed=seed,
-                       max_tokens=work["max_tokens"])
-        for seed in range(len(work["prompts"]))
-    ]
-    start = time.perf_counter()
-    answers = llms[case["way"]].generate(work["prompts"][batch], params[batch])
-    outputs = [list(answer.token_ids) for answer in answers]
-    print(work["mark"] + json.dumps({"seconds": time.perf_counter() - start, "outputs": outputs}), flush=True)
-"""
 
 
-def run_round(folders: list[Path], work: Json, cases: list[Json]) -> list[Json]:
+def run_round(folders: list[Path], model: Path, prompts: list[str], max_tokens: int) -> list[Json]:
     """Return for each folder its startup times, and by case its seconds and outputs, which are lists with one
     item per turn. The folders alternate in running first."""
-    running, found = list[common.Child](), list[Json]()
-    for folder in folders:
-        command, path = (sys.executable, "-c", CHILD), str(folder)
-        running.append(common.Child(path, command, folder, {"PYTHONPATH": path}))
-        start = running[-1].ask({**work, "checkout": path, "mark": MARK})["start"]
-        found.append({"start": start, "seconds": {}, "outputs": {}})
-    for case in cases:
-        starts = range(0, len(work["prompts"]), case["batch"])
+    work = {"model": str(model), "max_num_seqs": 16, "max_model_len": 1024}
+    sides = [
+        {way: System(("nanospec", setting), work, folder) for way, setting in WAYS.items()}
+        for folder in folders
+    ]
+    found: list[Json] = [
+        {"start": {way: s.about["start_seconds"] for way, s in side.items()}, "seconds": {}, "outputs": {}}
+        for side in sides
+    ]
+    for way, mode, batch in CASES:
+        name, starts = f"{way}, {mode}, B={batch}", range(0, len(prompts), batch)
         for turn in range(max(TURNS, len(starts))):
-            sides = list(zip(running, found))
-            for checkout, own in sides[:: -1 if turn % 2 else 1]:
-                answer = checkout.ask({**case, "first": starts[turn % len(starts)]})
+            first = starts[turn % len(starts)]
+            case = {"name": name, "batch": batch, "seed": first, "max_tokens": max_tokens, **MODES[mode]}
+            for side, own in list(zip(sides, found))[:: -1 if turn % 2 else 1]:
+                answer = side[way].ask({**case, "prompts": prompts[first : first + batch]})
                 for what in ("seconds", "outputs"):
-                    own[what].setdefault(name_of(case), []).append(answer[what])
-    for checkout in running:
-        checkout.close()
+                    own[what].setdefault(name, []).append(answer[what])
+    for side in sides:
+        for system in side.values():
+            system.close()
     return found
-
-
-def name_of(case: Json) -> str:
-    return f"{case['way']}, {case['mode']}, B={case['batch']}"
 
 
 def compare(rounds: list[tuple[Json, Json]]) -> Json:
@@ -119,11 +94,10 @@ def main(argv: list[str] | None = None) -> None:
     n = -(-args.prompts // 3)
     kinds = zip(common.code_edits(n), common.quotations(n), common.spec_bench(n, "chat"))
     prompts = [CHAT.format(text[:1200]) for three in kinds for text in three][: args.prompts]
-    work = {"model": str(args.model.resolve()), "prompts": prompts, "max_tokens": args.max_tokens}
     folders, rounds = [args.before.resolve(), args.after.resolve()], []
     for i in range(args.rounds):
         turn = -1 if i % 2 else 1  # reverse the order every other round
-        before, after = run_round(folders[::turn], work, CASES)[::turn]
+        before, after = run_round(folders[::turn], args.model.resolve(), prompts, args.max_tokens)[::turn]
         rounds.append((before, after))
         print(f"round {i + 1} of {args.rounds} done", flush=True)
     table = compare(rounds)

@@ -58,18 +58,13 @@ def environment() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    flags = ""
-    name = platform.processor()
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-            elif line.startswith("flags"):
-                flags = ", ".join(f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in line)
-                break
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        pass
-    return f"{name} ({flags})" if flags else name
+        return platform.processor()
+    names = re.findall(r"^model name\s*: (.*)$", text, re.MULTILINE) or [platform.processor()]
+    flags = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{f}\b", text)]
+    return f"{names[0]} ({', '.join(flags)})" if flags else names[0]
 
 
 def commit(folder: Path = ROOT) -> str:
@@ -161,12 +156,8 @@ def code_edits(count: int) -> list[str]:
 def code_edit_pairs(count: int) -> list[tuple[str, str]]:
     """Return pairs of (prompt, reference answer) of `code_edits`."""
     prompt = "{instruction}\nReturn the whole code.\n\n```python\n{input}\n```"
-    return [(prompt.format(**row), f"```python\n{row['output']}\n```") for row in code_edit_rows(count)]
-
-
-def code_edit_rows(count: int) -> list[dict[str, Any]]:
-    """Return the instruction, input and output of the `count` code edits with the longest inputs."""
-    return sorted(_lines("code_edits.jsonl"), key=lambda row: -len(row["input"]))[:count]
+    rows = sorted(_lines("code_edits.jsonl"), key=lambda row: -len(row["input"]))[:count]
+    return [(prompt.format(**row), f"```python\n{row['output']}\n```") for row in rows]
 
 
 def shakespeare() -> str:

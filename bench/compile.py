@@ -19,9 +19,7 @@ distinct kernel is compiled to machine code for each target, and analyzed:
                         constants of the launch
 
 `--known` reuses rows with the same source or fingerprint from a table written by the same Triton version, and
-compiles only the other kernels: 15 seconds instead of 10 minutes. (It takes a few minutes if all sources have
-changed but no fingerprints, as after splitting a kernel into functions.) Omit it after changes to the
-analysis.
+compiles only the other kernels: 15 seconds instead of 10 minutes. Omit it after changes to the analysis.
 
 `--out` writes the table to `compile.json` and keeps the rows of other Triton versions. The committed table
 covers several versions. Before committing a change to a kernel, run it in an environment of each version:
@@ -206,7 +204,7 @@ def _in_table(code: machine_code.MachineCode) -> dict[str, Any]:
     """Return the fields of `Result` that are derived from machine code."""
     fields: dict[str, Any] = {"order": " ".join(code.order)}
     if code.loop is not None:
-        found = {name: getattr(code.loop, name) for name in ("in_flight", "per_step", "early")}
+        found = {name: getattr(code.loop, name) for name in ("in_flight", "per_step")}
         fields |= {"loop": str(code.loop), "narrowest": code.loop.narrowest, **found}
     return fields
 

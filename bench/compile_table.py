@@ -28,7 +28,7 @@ class Result:
         shared: bytes of shared memory per program.
         mma: the tensor-core instructions; must not be empty if `needs_mma`.
         source, fingerprint: hashes of the kernel, see `compile.py`.
-        loop, narrowest, in_flight, per_step, early, order: see `machine_code.py`; NVIDIA only.
+        loop, narrowest, in_flight, per_step, order: see `machine_code.py`; NVIDIA only.
     """
 
     kernel: str
@@ -50,7 +50,6 @@ class Result:
     narrowest: int | None = None
     in_flight: int | None = None
     per_step: int | None = None
-    early: bool = False
     order: str = ""
 
     @property
@@ -88,11 +87,11 @@ def problems(results: Iterable[Result]) -> list[str]:
 
 
 def load(folder: Path) -> list[Result]:
-    """Return the rows in `folder`, without those that have other fields than `Result`."""
+    """Return the rows in `folder`, without those that lack fields of `Result`. Ignores other fields."""
     path = folder / "compile.json"
     rows = json.loads(path.read_text()) if path.is_file() else []
-    names = {field.name for field in fields(Result)}
-    return [Result(**row) for row in rows if set(row) == names]
+    names = [field.name for field in fields(Result)]
+    return [Result(**{name: row[name] for name in names}) for row in rows if set(names) <= set(row)]
 
 
 def save(results: list[Result], folder: Path) -> list[Result]:

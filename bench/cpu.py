@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
 from bench.peers.worker import SPEC_SETTINGS, environment
-from bench.traces import common_prefix
 from nanospec.models.folders import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
@@ -133,15 +132,15 @@ def kind_of(system: str) -> str:
 
 
 class System(common.Child):
-    """A process of a system with one speculation setting (`peers/worker.py`)."""
+    """A process of a system with one speculation setting (`peers/worker.py`); of nanospec in `checkout`."""
 
-    def __init__(self, lane: Lane, work: Json) -> None:
+    def __init__(self, lane: Lane, work: Json, checkout: Path = common.ROOT) -> None:
         kind, _, model = lane[0].partition(" ")
         python, work = python_of(kind), {**work, "setting": lane[1]}
         if model:
             work["model"], _, work["quantization"] = model.partition(":")
         command = str(python), str(Path(__file__).parent / "peers/worker.py"), kind
-        super().__init__(lane[0], command, Path.cwd(), environment(kind, python))
+        super().__init__(lane[0], command, Path.cwd(), environment(kind, python, checkout))
         self.about = self.ask(work)
 
 
@@ -195,7 +194,7 @@ class Race:
             self.running[lane] = System(lane, self.work)
         found = self.running[lane].ask(case)
         name = f"{lane[0]} {setting_name(lane[1])}"
-        self.about[name] = {**self.running[lane].about, "peak_mb": found["peak_mb"]}
+        self.about[name] = self.running[lane].about
         print(f"  {case['name']:20} {name:28} {rate(found):8.1f} tok/s", flush=True)
         return found
 
@@ -219,11 +218,6 @@ def setting_name(setting: Any) -> str:
     return f"K = {setting[0]}, {setting[1]}–{setting[2]}" if isinstance(setting, tuple) else f"K = {setting}"
 
 
-def differences(outputs: list[list[int]], expected: list[list[int]]) -> dict[int, int]:
-    """Return the index of the first differing token of each output that differs, by output."""
-    return {i: common_prefix(a, b) for i, (a, b) in enumerate(zip(outputs, expected)) if a != b}
-
-
 def table(rounds: Sequence[dict[tuple[str, str, str], Json]]) -> list[Json]:
     """Return a row for each system, way and case: rates, ratios per round, equal outputs."""
     rows = []
@@ -238,11 +232,9 @@ def table(rounds: Sequence[dict[tuple[str, str, str], Json]]) -> list[Json]:
             plain = [r[system, "plain", case] for r in rounds]
             row["setting"] = setting_name(runs[0]["setting"])
             row["plain_ratio"] = common.spread([rate(run) / rate(p) for run, p in zip(runs, plain)])
-            differing = [differences(run["outputs"], p["outputs"]) for run, p in zip(runs, plain)]
-            count = len(runs[0]["outputs"])
-            row["equal_to_plain"] = [count - max(map(len, differing)), count]
-            if any(differing):
-                row["differing"] = differing
+            outputs = [zip(run["outputs"], p["outputs"]) for run, p in zip(runs, plain)]
+            equal = min(sum(a == b for a, b in pairs) for pairs in outputs)
+            row["equal_to_plain"] = [equal, len(runs[0]["outputs"])]
         rows.append(row)
     return rows
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {  # from top to bottom; a layer imports only layers below it
-    "apps/": "command line, OpenAI-compatible server, batches, Ray, training",
+    "apps/": "command line, OpenAI-compatible server, batches, Ray",
     "llm.py": "the offline API; builds the worker and the engine",
     "extras/": "options that the core does not name",
     "engine/": "HOST: plain Python, no tensors",

@@ -46,18 +46,14 @@ def checked(out: Rows, case: Case) -> dict[str, Any]:
 
 
 def times(out: Rows, case: Case, repeats: int) -> dict[str, float]:
-    """Return the microseconds per call of the kernel and of each peer that runs."""
+    """Return the microseconds per call of the kernel and of each peer."""
     cache, free = torch.cuda.get_device_properties(0).L2_cache_size, torch.cuda.mem_get_info()[0]
     before, built = torch.cuda.memory_allocated(), [case.build(str(out.device))]
     size = max(torch.cuda.memory_allocated() - before, 1)  # of an input set, with those of the peers
     sets = min(MAX_SETS, 1 + 2 * cache // max(case.bytes, 1), int(MEMORY * free / size))
     built += [case.build(str(out.device)) for _ in range(sets - 1)]
     graphs = {"kernel": events.capture([b.run for b in built])}
-    for name in built[0].peers:
-        try:
-            graphs[name] = events.capture([b.peers[name] for b in built])
-        except RuntimeError as error:  # the peer is not available on this machine
-            out.add(f"{case.kernel} {case.label}: {name} failed: {str(error).splitlines()[0]}", missing=name)
+    graphs |= {name: events.capture([b.peers[name] for b in built]) for name in built[0].peers}
     found = events.interleaved(graphs, repeats)
     return {name: 1e3 * statistics.median(values) for name, values in found.items()}
 

@@ -7,7 +7,6 @@ Reads SASS (the output of `cuobjdump -sass`), not PTX, since ptxas moves, merges
     in_flight     the minimum number of groups that may be in flight after a wait in the main loop. If 0,
                   every tile is awaited right after its copy was issued, so loads do not overlap computation
     per_step      groups issued per loop iteration: in_flight / per_step tiles load during a matmul
-    early         whether copies are also issued while the matmuls (wgmma) of the loop are running
     order         the order of the first trigger (the next kernel may start), prefetch (to L2), wait (for the
                   previous kernel), read, write and exit. Programmatic dependent launch needs trigger,
                   prefetch and wait before write and exit
@@ -55,7 +54,6 @@ class Loop:
     copies: tuple[int, ...]
     in_flight: int
     per_step: int
-    early: bool
 
     @property
     def narrowest(self) -> int | None:
@@ -63,10 +61,10 @@ class Loop:
         return min(self.copies or self.loads, default=None)
 
     def __str__(self) -> str:
-        """Return a summary such as "16 B; 9/3; early" (widths; in_flight/per_step)."""
+        """Return a summary such as "16 B; 9/3" (widths; in_flight/per_step)."""
         kinds = {f"{n} B" for n in self.copies} | {f"{n} B loads" for n in self.loads}
         how = ", ".join(sorted(kinds)) or "no loads"
-        return f"{how}; {self.in_flight}/{self.per_step}" + ("; early" if self.early else "")
+        return f"{how}; {self.in_flight}/{self.per_step}"
 
 
 @dataclass(frozen=True)
@@ -116,23 +114,9 @@ def _loop(code: list[Instruction], begin: int, end: int) -> Loop:
         copies=tuple(sorted(i.bytes for i in body if i.opcode == "LDGSTS")),
         in_flight=min((_number(i) for i in body if i.name == "DEPBAR.LE"), default=0),
         per_step=sum(i.opcode == "LDGDEPBAR" for i in body),
-        early=_early(body),
     )
 
 
 def _number(instruction: Instruction) -> int:
     """Return the count of `DEPBAR.LE SB0, 0x9`."""
     return int(instruction.operands.split(",")[1].split()[0], 16)
-
-
-def _early(body: list[Instruction]) -> bool:
-    """Return whether a copy is issued between a group of wgmma and the wait for it."""
-    running = 0
-    for instruction in body * 2:  # the second iteration starts with the groups in flight after the first
-        if instruction.opcode == "HGMMA" and "gsb0" in instruction.operands:
-            running += 1
-        elif instruction.name.startswith("WARPGROUP.DEPBAR"):
-            running = min(running, _number(instruction))
-        elif instruction.opcode == "LDGSTS" and running:
-            return True
-    return False

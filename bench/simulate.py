@@ -4,11 +4,8 @@
 
 B requests run at once; a finished request is replaced by the next of `--texts` texts. In each step, the
 policy chooses the number of drafts to verify, the trace (`traces.py`) gives the number accepted, and the cost
-table gives the time. There are two kinds of steps with one policy:
-
-* packed: each row costs as much as its own drafts, which are known when their number is chosen (CPUs)
-* recorded: one K for the whole batch, chosen before the drafts are known; every row is padded to K + 1
-  tokens, and results are known one step later (CUDA graphs)
+table gives the time by number of tokens. For captured steps (CUDA graphs), K is chosen before drafts are
+proposed, and results are known one step later.
 
 The results are speedups over K = 0 for every fixed K and for automatic K. *Regret* is the loss of automatic K
 against the best fixed K, which is known only in hindsight. `last_done` is the speedup without waiting
@@ -51,7 +48,7 @@ def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> d
     best = max(fixed, key=fixed.__getitem__)
     auto = outcomes["auto"]
     last = {}
-    if 1 in costs.packed:
+    if not costs.captured:
         times = [last_done(source, B, each) for each in (Fixed(0, costs), automatic(costs))]
         last = {"last_done": round(times[0] / times[1], 3)}
     return {
@@ -62,23 +59,11 @@ def compare(source: Sequence[Trace], B: int, costs: StepCosts, tokens: int) -> d
     }  # fmt: skip
 
 
-def packed_costs(model: str, B: int, machine: roofline.Machine) -> StepCosts:
-    """Return the roofline costs of packed steps of B rows, by number of tokens."""
-    config = roofline.MODELS[model]
-    sizes = sorted({B + round(B * MAX_DRAFTS * i / 32) for i in range(33)})
-    return StepCosts(packed={n: _ms(config, B, n / B - 1, machine) for n in sizes})
-
-
-def recorded_costs(model: str, batches: Sequence[int], machine: roofline.Machine) -> StepCosts:
+def captured_costs(model: str, batches: Sequence[int], machine: roofline.Machine) -> StepCosts:
     """Return the roofline costs of every (B, K)."""
     config = roofline.MODELS[model]
-    return StepCosts({B: {K: _ms(config, B, K, machine) for K in KS} for B in batches})
-
-
-def _ms(config: Any, B: int, K: float, machine: roofline.Machine) -> float:
-    low, part = int(K), K - int(K)
-    below = roofline.account(config, B, low).estimate(machine)
-    return below + part * (roofline.account(config, B, low + 1).estimate(machine) - below) if part else below
+    ms = {B: {B * (K + 1): roofline.account(config, B, K).estimate(machine) for K in KS} for B in batches}
+    return StepCosts(ms, captured=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -95,12 +80,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Some rows of a batch benefit from drafts, others never do.
     groups["mixed"] = list(chain(*zip(groups["code edits"], groups["Shakespeare"])))
     groups["never right"] = [Trace([3] * 400, [0] * 400)] * 16
-    cpu = StepCosts(packed=CPU_MS)
-    systems = {"packed, CPU, smollm2-135m": {B: cpu for B in args.batch if B <= 16}}
+    cpu = StepCosts({16: CPU_MS})
+    systems = {"CPU, smollm2-135m": {B: cpu for B in args.batch if B <= 16}}
     for model in ("qwen3-0.6b", "qwen3-8b"):
-        recorded = recorded_costs(model, args.batch, machine)
-        systems[f"recorded, H200, {model}"] = dict.fromkeys(args.batch, recorded)
-        systems[f"packed, H200, {model}"] = {B: packed_costs(model, B, machine) for B in args.batch}
+        systems[f"H200, {model}"] = dict.fromkeys(args.batch, captured_costs(model, args.batch, machine))
     result = {
         system: {
             name: {B: compare(group, B, cost, max(STEADY[0], STEADY[1] * B)) for B, cost in costs.items()}

@@ -1,13 +1,13 @@
-"""Time whole steps by batch size and K, with and without CUDA graphs, against the roofline.
+"""Time whole captured steps by batch size and K against the roofline.
 
     python bench/steps.py [--shape qwen3-0.6b] [--contexts 1024 8192] [--batches 1 8 64] [--ks 0 2 4 8]
                           [--drafter eagle3] [--out bench/results]
 
 Models have real shapes and random weights, which do not affect the time of a step. Every row has a periodic
 text, for which lookup proposes K drafts; EAGLE-3 and DFlash draft from random weights too, over the
-`DRAFTED` most frequent tokens. The modes are `graph` (captured), `graph, no PDL` (captured without
-programmatic dependent launch) and `eager` (kernels launched one by one). Times are medians of device events;
-the limit is that of `bench/roofline.py` at the measured bandwidth and FLOP rate.
+`DRAFTED` most frequent tokens. The modes are `graph` (captured) and `graph, no PDL` (captured without
+programmatic dependent launch). Times are medians of device events; the limit is that of `bench/roofline.py`
+at the measured bandwidth and FLOP rate.
 """
 
 import argparse
@@ -25,17 +25,16 @@ from bench.rows import Rows
 from nanospec import SpecConfig
 from nanospec.config import EngineConfig
 from nanospec.device import timing
-from nanospec.device.graphs import Bucket, EagerCapture
+from nanospec.device.graphs import Bucket
 from nanospec.device.worker import Worker
 from nanospec.drafters import Drafter
 from nanospec.drafters.eagle3 import Eagle3Drafter
 from nanospec.drafters.methods import NgramDrafter
-from nanospec.drafters.policy import Choice
 from nanospec.models.decoder import Model
 from nanospec.models.families import config_of
 from tests.random_weights import hidden_state_drafter, random_model
 
-MODES = ("graph", "graph, no PDL", "eager")
+MODES = ("graph", "graph, no PDL")
 ROOM = 128  # tokens of max_model_len after the context
 STEP_BYTES = 1 << 30  # reserved for the steps and request rows of an engine
 SLOWEST = 8.0  # seconds reserved to capture and time the steps of a batch size
@@ -121,11 +120,7 @@ def one_batch(
             what = f"{name:13} B={batch:<3} K={k:<3}{context:6} tokens {mode:14}"
             with out.attempt(what):
                 os.environ["NANOSPEC_PDL"] = str(int(mode != "graph, no PDL"))
-                if mode == "eager":  # launches its kernels one by one
-                    step = partial(graphs.step, graphs.rows[:batch], Choice(k))
-                    graphs.captures[bucket] = EagerCapture(step)
-                else:
-                    graphs.capture(bucket)
+                graphs.capture(bucket)
                 fill_rows = partial(dummy_rows, worker, context=context)
                 ms = timing.replay_ms(graphs, bucket, fill_rows, repeats=args.repeats)
                 ratio = ms / base.setdefault(mode, ms)

@@ -1,8 +1,8 @@
 """Strategies that choose the number of verified drafts, and the loop that simulates them on traces.
 
-A `Batch` of requests advances through its traces. A `Strategy` plans each step and learns from its result. In
-packed steps, each row costs as much as its own drafts; in recorded steps, all rows cost K + 1 tokens, and
-results are known one step later. See `simulate.py`.
+A `Batch` of requests advances through its traces. A `Strategy` plans each step and learns from its result.
+Each row costs as much as its own drafts; results of captured steps are known one step later. See
+`simulate.py`.
 """
 
 import math
@@ -11,11 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from bench.traces import MAX_DRAFTS, Trace
-from nanospec.drafters.estimates import RowProposal, StepCosts
+from nanospec.drafters.estimates import StepCosts
 from nanospec.drafters.policy import AutoPolicy, Policy
 from nanospec.kernels import NO_DRAFTER, RUNNING
+from nanospec.kernels.speculation.proposal import Proposal
 from nanospec.kernels.speculation.report import RowReport
+from nanospec.kernels.speculation.trim import Estimates, trim
+from nanospec.kernels.table import Table
 
 NGRAM = 0  # the only drafter
 
@@ -91,14 +96,15 @@ class Strategy(ABC):
     def plan(self, batch: Batch) -> tuple[list[int], float]:
         """Return the number of verified drafts per row, and the cost of the step in ms."""
 
-    def observe(self, drafted: list[int], accepted: list[int], ended: list[int]) -> None:  # noqa: B027
+    def observe(  # noqa: B027
+        self, rows: list[int], drafted: list[int], accepted: list[int], ended: list[int]
+    ) -> None:
         """Learn from the result of a step. Does nothing by default."""
 
 
-def step_ms(costs: StepCosts, k: int, drafts: Sequence[int]) -> float:
-    """Return the cost in ms of a step with speculation length `k` that verifies `drafts` per row."""
-    B = len(drafts)
-    return costs.cost(B, B * (k + 1) if costs.captured else B + sum(drafts))
+def step_ms(costs: StepCosts, drafts: Sequence[int]) -> float:
+    """Return the cost in ms of a step that verifies `drafts` per row."""
+    return costs.cost(len(drafts), len(drafts) + sum(drafts))
 
 
 @dataclass
@@ -108,34 +114,44 @@ class Fixed(Strategy):
 
     def plan(self, batch: Batch) -> tuple[list[int], float]:
         drafts = batch.offered(self.k)
-        return drafts, step_ms(self.costs, self.k, drafts)
+        return drafts, step_ms(self.costs, drafts)
 
 
 class Auto(Strategy):
     def __init__(self, policy: Policy, costs: StepCosts) -> None:
         self.policy, self.costs = policy, costs
-        self.lag = int(bool(costs.captured))
-        self.seen: list[tuple[int, list[RowProposal], list[int], list[int], list[int]]] = []
+        self.lag = int(costs.captured)
+        self.seen: list[tuple[dict[int, RowReport], list[int]]] = []
 
     def plan(self, batch: Batch) -> tuple[list[int], float]:
         limits = dict.fromkeys(batch.rows, MAX_DRAFTS)
-        self.k = self.policy.choose(limits, limits, 0, batch.waiting).k
-        drafts = batch.offered(self.k)
-        drafter = (NGRAM if n else NO_DRAFTER for n in drafts)
-        self.offers = list(map(RowProposal, batch.rows, drafter, drafts, batch.match()))
-        if self.costs.packed:
-            drafts = self.policy.count_drafts(self.offers)
-        return drafts, step_ms(self.costs, self.k, drafts)
+        choice = self.policy.choose(limits, limits, 0, batch.waiting)
+        self.k, self.match = choice.k, batch.match()
+        self.offers = drafts = batch.offered(self.k)
+        if self.k:
+            drafts = verified(choice.estimates, drafts, self.match)
+        return drafts, step_ms(self.costs, drafts)
 
-    def observe(self, drafted: list[int], accepted: list[int], ended: list[int]) -> None:
-        self.seen.append((self.k, self.offers, drafted, accepted, ended))
+    def observe(self, rows: list[int], drafted: list[int], accepted: list[int], ended: list[int]) -> None:
+        drafter = (NGRAM if n else NO_DRAFTER for n in self.offers)
+        columns = zip(rows, drafted, accepted, drafter, self.match, strict=True)
+        reports = {row: RowReport([], n, right, by, m, RUNNING, []) for row, n, right, by, m in columns}
+        self.seen.append((reports if self.k else {}, ended))
         if len(self.seen) > self.lag:
-            k, offers, drafted, accepted, ended = self.seen.pop(0)
-            for offer, n, right in zip(offers, drafted, accepted, strict=True) if k else ():
-                seen = RowReport([], n, right, offer.drafter, offer.match_len, RUNNING, [])
-                self.policy.observe(offer.row, seen)
+            reports, ended = self.seen.pop(0)
+            self.policy.observe(reports)
             for row in ended:
                 self.policy.reset(row)
+
+
+def verified(estimates: Sequence[float], drafts: Sequence[int], match: Sequence[int]) -> list[int]:
+    """Return how many of the `drafts` of each row the step verifies."""
+    B = len(drafts)
+    table = Table.empty(B, 2, 16, 1, "cpu")._replace(max_len=torch.full((B,), 1000, dtype=torch.int32))
+    counts, lengths = torch.tensor([drafts, match], dtype=torch.int32)
+    ids, rows = torch.zeros(B, MAX_DRAFTS, dtype=torch.int32), torch.arange(B, dtype=torch.int32)
+    proposal = Proposal(ids, counts, ids, lengths, torch.zeros_like(counts))
+    return (trim(table, rows, proposal, Estimates.of(torch.tensor(estimates), 1)) - 1).tolist()
 
 
 def automatic(costs: StepCosts) -> Auto:
@@ -176,7 +192,8 @@ def run(batch: Batch, strategy: Strategy, tokens: float = math.inf) -> Outcome:
         right, count = batch.right(), len(batch)
         drafts, cost = strategy.plan(batch)
         taken = [min(a, b) for a, b in zip(drafts, right)]
-        strategy.observe(drafts, taken, batch.advance([n + 1 for n in taken]))
+        rows = batch.rows
+        strategy.observe(rows, drafts, taken, batch.advance([n + 1 for n in taken]))
         out, steps, ms = out + count + sum(taken), steps + 1, ms + cost
         drafted, accepted = drafted + sum(drafts), accepted + sum(taken)
     return Outcome(out, ms, steps, drafted, accepted)

@@ -5,10 +5,11 @@
 Only the parts of K determine the order of a sum, so `choose_tiling` could choose from a table. Candidates
 split K, or not, for any number of tokens. Wide tiles have W1 + W2 tokens, such as 128 + 32 for 64 rows with 4
 drafts: two accumulators share a tile of the weight. They are timed without the fused operations and without
-adding the parts of K, beside today's product without fused operations (`plain`) and cuBLAS.
+adding the parts of K, beside the current product without fused operations (`plain`) and cuBLAS.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -16,7 +17,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import product as pairs
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ from nanospec.kernels.layer.residual import Norm, embed
 from nanospec.kernels.layer.tiling import Tiling, choose_tiling, split_k_parts
 
 SHAPES = {shape.name: shape for shape in (*MODELS, Shape("tiny", 64, 1152, 1, 1, 64, 64))}
-TILES = [*pairs((64, 128), (32, 64, 128, 256)), (256, 64), (256, 128)]  # rows of the weight, tokens
+# Rows of the weight, and tokens
+TILES = [*itertools.product((64, 128), (32, 64, 128, 256)), (256, 64), (256, 128)]
 WIDE = [(128, 128, 32), (128, 128, 64), (128, 256, 64), (256, 128, 32)]  # rows of the weight, W1, W2
 Ways = dict[str, list[Call]]  # calls with different inputs, by what is timed
 
@@ -49,7 +50,8 @@ Ways = dict[str, list[Call]]  # calls with different inputs, by what is timed
 def candidates(T: int, N: int, K: int, gpu: Gpu) -> Iterator[Tiling]:
     """Yield tilings for x [T, K] and a weight [N, K] in 16 bits."""
     parts, part = split_k_parts(N, K, gpu)
-    for (height, width), step, split_k, together in pairs(TILES, (64, 128), (False, True), (1, 2, 3)):
+    options = itertools.product(TILES, (64, 128), (False, True), (1, 2, 3))
+    for (height, width), step, split_k, together in options:
         stages = gpu.stages((height + width) * 2 * step, 6, together)
         values = height * width * (1 if split_k or parts == 1 else 2)  # of the accumulators
         if split_k <= (parts > 1) and part % step == 0 and width <= max(2 * T, 32) and values <= 1 << 15:
@@ -112,16 +114,16 @@ def inputs(fused: str, T: int, N: int, K: int, device: str) -> tuple[Call, Call,
 
 
 def ways_of(fused: str, T: int, N: int, K: int, device: str, sets: int) -> tuple[Ways, Ways]:
-    """Return the ways to compute a fused product, and those to compute the plain one, today's first."""
+    """Return the ways to compute a fused product and the plain one, each with the current way first."""
     # Enough for a candidate with split K and any number of tokens.
     product.new_counters = lambda w: torch.zeros(1 << 16, dtype=torch.int32, device=w.device)  # type: ignore[assignment]
     built = [inputs(fused, T, N, K, device) for _ in range(sets)]
-    ways: Ways = {"today": [call for call, *_ in built]}
+    ways: Ways = {"current": [call for call, *_ in built]}
     every = 15 if device == "cpu" else 1  # fewer in a dry run
     for tiling in [*candidates(T, N, K, gpu_of(built[0][2]))][::every]:
         ways[str(tuple(tiling))] = [partial(tiled, call, tiling) for call, *_ in built]
-    plain: Ways = {"today": [call for _, call, *_ in built]}
-    for tile, together in [*pairs(WIDE, (1, 2))][::every]:
+    plain: Ways = {"current": [call for _, call, *_ in built]}
+    for tile, together in [*itertools.product(WIDE, (1, 2))][::every]:
         if sum(tile[1:]) < 2 * T:
             plain[f"{tile} x {together}"] = [partial(wide, x, w, tile, together) for *_, x, w in built]
     plain["cublas"] = [partial(torch.matmul, x, w.T) for *_, x, w in built]
@@ -138,7 +140,7 @@ def output(call: Call, dtype: torch.dtype | None = None) -> Tensor:
 
 def compare(out: Rows, what: str, ways: Ways, repeats: int) -> None:
     """Time all ways in turn, compare their outputs with those of the first, and write a row for each."""
-    expected, same, graphs = output(ways["today"][0]), dict[str, bool](), dict[str, tuple[Call, int]]()
+    expected, same, graphs = output(ways["current"][0]), dict[str, bool](), dict[str, tuple[Call, int]]()
     for name, calls in ways.items():
         with out.attempt(f"{what} {name}"):
             same[name] = torch.equal(output(calls[0], expected.dtype), expected)
@@ -150,8 +152,8 @@ def compare(out: Rows, what: str, ways: Ways, repeats: int) -> None:
         text = f"{'OTHER BITS ' if wrong else ''}{what} {name}: {us[name]:.2f} us"
         out.add(text, headline=wrong, case=what, way=name, us=round(us[name], 2), same=same[name])
     best = min((name for name in us if name != "cublas"), key=us.__getitem__)
-    text = f"{what}: today {us['today']:.2f} us, best {us[best]:.2f} with {best}"
-    out.add(text, headline=True, case=what, best=best, us=us[best], today=us["today"])
+    text = f"{what}: current {us['current']:.2f} us, best {us[best]:.2f} with {best}"
+    out.add(text, headline=True, case=what, best=best, us=us[best], current=us["current"])
 
 
 def compile_all(job: tuple[str, int, int, int]) -> None:

@@ -4,8 +4,7 @@
 
 SEED selects SAMPLE mutants of each file (0: all). A mutant is killed if a test of its file fails, or if they
 take 20 s more than twice their normal CPU time. A surviving mutant shows a missing test, or is
-equivalent to the original; `campaigns/mutants.json` has the reasons for the known equivalent ones. With
-`ARGS="--again FILE.json --all-tests"`, the survivors of an earlier run are tested by the whole suite.
+equivalent to the original; `campaigns/mutants.json` has the reasons for the known equivalent ones.
 
 mutmut 3.8 skips functions with decorators, and therefore all kernels and properties. cosmic-ray 8.7 replaces
 each arithmetic operator by eleven others, mostly type errors in kernels; it does not sample, edits the
@@ -40,7 +39,6 @@ ROOT = Path(__file__).parent.parent
 REASONS = Path(__file__).parent / "mutants.json"
 OTHERS = "long or model2 or ray or faults or statistics"
 PHASES = (f"not (slow or {OTHERS})", f"slow and not ({OTHERS})")  # tests that run first and second
-ALL_TESTS = "tests", "--ignore=tests/gpu", "--ignore-glob=*/test_page.py"  # Chromium exceeds CEILING
 CEILING = 12 << 30  # limit of the address space in bytes, as a mutant may allocate without bound
 
 # The tests of a source file, fastest first, in addition to its own: nanospec/llm.py has
@@ -68,21 +66,24 @@ class Failures:
         if report.failed and not self.file.exists():
             self.file.write_text(report.nodeid)
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed and not self.file.exists():
-            self.file.write_text(f"{report.nodeid} (at import)")
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def tests_of(file: str) -> list[str]:
     """Return a source file's own tests and those in `MORE`, or else those of its folder."""
-    path = Path(file)
-    mirror, more = _test(path.stem, path.parent), MORE.get(file) or ""
+    path = Path(_key(file))
+    mirror, more = _test(path.stem, path.parent), MORE.get(_key(file)) or ""
     found = [mirror] if (ROOT / mirror).exists() else []
     found += [_test(name, path.parent) for name in more.split()]
     found = found or [_test(name, path.parent) for name in MORE.get(f"{path.parent}/", "").split()]
     if not found:
         raise SystemExit(f"{file} has no tests; add it to campaigns/tests_of.json.")
     return found
+
+
+def _key(file: str) -> str:
+    """Return a file's name in the JSON files and in tests/, where kernels have a folder of their own."""
+    return file.removeprefix("nanospec/") if file.startswith("nanospec/kernels/") else file
 
 
 def _test(name: str, folder: Path) -> str:
@@ -184,21 +185,6 @@ def sampled(file: str, sample: int, seed: int) -> list[Mutation]:
     return chosen
 
 
-def survivors(file: str, source: str, earlier: Sequence[dict[str, Any]]) -> list[Mutation]:
-    """Return the surviving mutants of an earlier run whose source lines still exist."""
-    kept = [{name: line[name] for name in IDENTITY} for line in earlier if line["outcome"] in OPEN]
-    return [mutation for mutation in mutations(ROOT / file) if identity(file, mutation, source) in kept]
-
-
-OPEN = ("survived", "unknown")
-IDENTITY = ("file", "column", "kind", "before", "after", "text")
-
-
-def identity(file: str, mutation: Mutation, source: str) -> dict[str, Any]:
-    described = {"file": file, **mutation.described(source)}
-    return {name: described[name] for name in IDENTITY}
-
-
 @cache
 def usual_seconds(tests: tuple[str, ...], phase: str, folder: Path) -> float:
     """Return the CPU time of tests without a mutant."""
@@ -214,7 +200,7 @@ def try_all(
 ) -> Iterator[dict[str, Any]]:
     """Run the chosen mutants of a file. Yield their descriptions, outcomes and reasons of equivalence."""
     source, place = (ROOT / file).read_text(), folder / file
-    reasons = json.loads(REASONS.read_text()).get(file, {}) if REASONS.exists() else {}
+    reasons = json.loads(REASONS.read_text()).get(_key(file), {})
     for mutation in chosen:
         for phase in PHASES:
             limit = 2 * usual_seconds(tests, phase, folder) + 20
@@ -250,8 +236,6 @@ def main() -> None:
     parser.add_argument("files", nargs="+", help="source files to mutate")
     parser.add_argument("--sample", type=int, default=0, help="number of mutants per file (0: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--again", type=Path, help="rerun only the survivors in an earlier results file")
-    parser.add_argument("--all-tests", action="store_true", help="run all tests, not only those of the file")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     for file in args.files:
@@ -260,18 +244,14 @@ def main() -> None:
     os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     os.environ.pop("PYTHONPATH", None)
     prepare()
-    earlier = json.loads(args.again.read_text())["mutants"] if args.again else []
-    lines = [line for line in earlier if line["outcome"] not in OPEN and line["file"] in args.files]
+    lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="mutants") as name:
         if not all(file.endswith(".py") for file in args.files):
             os.environ["XDG_CACHE_HOME"] = f"{name}/.cache"  # of compiled C++ mutants
         copy_checkout(Path(name))
         for file in args.files:
-            source = (ROOT / file).read_text()
-            again = survivors(file, source, earlier)
-            chosen = again if args.again else sampled(file, args.sample, args.seed)
-            tests = ALL_TESTS if args.all_tests else tuple(tests_of(file))
-            for line in try_all(file, Path(name), chosen, tests):
+            chosen = sampled(file, args.sample, args.seed)
+            for line in try_all(file, Path(name), chosen, tuple(tests_of(file))):
                 lines.append(line)
                 if args.out:
                     args.out.write_text(json.dumps({"seed": args.seed, "mutants": lines}, indent=1) + "\n")

@@ -230,7 +230,3 @@ def _changed_call(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
         yield "function", ast.Call(ast.Attribute(name.value, NAMES[name.attr]), node.args, node.keywords)
     if isinstance(name, ast.Attribute) and name.attr == "where" and len(node.args) == 3:
         yield "branches", ast.Call(name, [node.args[0], node.args[2], node.args[1]], node.keywords)
-    if isinstance(name, ast.Attribute) and name.attr in ("clamp", "clamp_") and len(node.keywords) == 1:
-        bound = node.keywords[0]
-        other = ast.keyword("max" if bound.arg == "min" else "min", bound.value)
-        yield "function", ast.Call(name, node.args, [other])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from .kernels import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH, RULES
+from .kernels import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH
 from .text.validation import bounded_field, check_fields, check_number, choice_field, parse_size, shown
 
 MAX_REQUEST_STOP_IDS = MAX_STOP_IDS - 8  # the others are reserved for the model's end-of-sequence tokens
@@ -48,12 +48,11 @@ class SpecConfig:
         draft_model: model for "draft", "dflash" or "eagle3": a local folder, a name under `weights/`, or a
             hub id; for "draft", also a GGUF file. The latter two default to `weights/drafters/NAME`, where
             NAME is that of the target.
-        tree_width: maximum number of branches drafted per request; 1 drafts a single chain. K limits the
-            drafts of all branches together.
+        tree_width: maximum number of branches drafted per request, by "ngram" and "dflash"; 1 drafts a
+            single chain. K limits the drafts of all branches together.
         acceptance: rule for accepting drafts. "exact" accepts drafts equal to the token sampled by the
-            target; "rejection" accepts by probability ratio (lossless in distribution, accepts more drafts
-            if the draft model samples); "typical" accepts drafts that are likely enough under the target,
-            which changes the output. Requests may choose their own rule unless the engine runs with "exact".
+            target; "typical" also accepts drafts that are likely enough under the target, which changes the
+            output. Requests may choose their own rule unless the engine runs with "exact".
         num_speculative_tokens: K, the maximum number of drafts verified per request and step. "auto" chooses
             K, up to 16, from the measured cost of steps and the observed acceptance.
         prompt_lookup_min: minimum n-gram length for lookup.
@@ -65,7 +64,7 @@ class SpecConfig:
     method: str = "ngram"
     draft_model: str | None = None
     tree_width: int = bounded_field(1, 1, MAX_TREE_WIDTH)
-    acceptance: str = choice_field("exact", *RULES)
+    acceptance: str = choice_field("exact", "exact", "typical")
     num_speculative_tokens: int | Literal["auto"] = bounded_field("auto", 0, MAX_DRAFTS)
     prompt_lookup_min: int = bounded_field(1, 1, 32)
     prompt_lookup_max: int = bounded_field(8, 1, 32)
@@ -233,7 +232,7 @@ class SamplingParams:
     prediction: str | Sequence[int] | None = None
     num_speculative_tokens: int | None = bounded_field(None, 0, MAX_DRAFTS)
     tree_width: int | None = bounded_field(None, 1, MAX_TREE_WIDTH)
-    acceptance: str | None = choice_field(None, *RULES)
+    acceptance: str | None = choice_field(None, "exact", "typical")
 
     def __new__(cls, *args: Any, **options: Any) -> SamplingParams:
         check_names(options, cls)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-LOSSY = ("typical",)  # acceptance rules that change the distribution of the output
 NOT_TRACED = "No trace was recorded; enable tracing with LLM(..., trace=True)."
 
 
@@ -85,8 +84,7 @@ class SpecStats:
         ratios = ("tokens_per_step", "acceptance_rate", "efficiency", "coverage")
         drafter_counts = ("num_steps", "num_drafted", "num_accepted")
         return {
-            **({"acceptance": self.acceptance} if self.acceptance != "exact" else {}),
-            **({"lossy": True} if self.acceptance in LOSSY else {}),
+            **({"acceptance": self.acceptance, "lossy": True} if self.acceptance != "exact" else {}),
             **{name: getattr(self, name) for name in counts},
             **{name: round(getattr(self, name), 4) for name in ratios},
             "drafted_by_position": self.drafted_by_position,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanospec.config import SpecConfig
 from nanospec.drafters import Drafter, Target
+from nanospec.drafters.hidden_states import HiddenStateDrafter
 from nanospec.drafters.methods import METHODS
 from nanospec.kernels.layer.quantized import Quantized
 from nanospec.models.config import ModelConfig
@@ -80,7 +81,7 @@ def write_drafter(
         vocab or target.vocab_size,
     )
     layers = replace(
-        target, num_layers=num_layers, windows=(None,) * num_layers, has_inputs=is_eagle, out_norms=False,
+        target, num_layers=num_layers, windows=(None,) * num_layers, out_norms=False,
         qkv_bias=has_bias, o_bias=has_bias, mlp_bias=False, qk_norm=not is_eagle or "model_type" in settings,
     )  # fmt: skip
     config: dict[str, Any] = {
@@ -95,18 +96,12 @@ def write_drafter(
     else:
         nested = {"mask_token_id": 3, "target_layer_ids": [n - 1 for n in reads]}
         config |= {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": nested}
-    H, shapes = layers.hidden_size, layers.parameter_shapes()
-    shapes |= {
-        "fc.weight": (H, len(reads) * H),
-        "lm_head.weight": (num_drafted, H),
-        "hidden_norm.weight": (H,),
-    }
+    H, kind = layers.hidden_size, METHODS[method]
+    assert issubclass(kind, HiddenStateDrafter)
+    shapes = kind.parameter_shapes(layers)
+    shapes |= {"fc.weight": (H, len(reads) * H), "lm_head.weight": (num_drafted, H)}
     weights = _random(shapes, torch.float32, "cpu", seed)
-    unused = {
-        "model.embed_tokens.weight",
-        "hidden_norm.weight" if is_eagle else "",
-        "" if own_head else "lm_head.weight",
-    }
+    unused = {"model.embed_tokens.weight", "" if own_head else "lm_head.weight"}
     name_of = {name: name.removeprefix("model.") for name in shapes if name not in unused}
     if is_eagle:
         name_of = {name: stored.replace("layers.0.", "midlayer.") for name, stored in name_of.items()}

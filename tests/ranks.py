@@ -9,55 +9,54 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
 
 from nanospec.config import EngineConfig
 from nanospec.drafters import Drafter, Target
 from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
 from nanospec.extras import create_extensions
-from nanospec.extras.tensor_parallel.group import Group
-from nanospec.extras.tensor_parallel.job import Job, report_failure
+from nanospec.extras.tensor_parallel.process_group import ProcessGroup, RankFailed
 from nanospec.extras.tensor_parallel.shard import Shard
-from nanospec.extras.tensor_parallel.worker import Rank
+from nanospec.extras.tensor_parallel.worker import RankWorker
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from tests.random_weights import random_weights
 
 Weights = dict[str, Tensor]
-MakeDrafter = Callable[[Model, Group], Sequence[Drafter]]
+MakeDrafter = Callable[[Model, ProcessGroup], Sequence[Drafter]]
 TIMEOUT = 60.0  # seconds
 
 
-class Threads(Group):
+class Threads(ProcessGroup):
     """A group whose ranks are threads."""
 
     def __init__(self, rank: int, given: list[Any], barrier: threading.Barrier) -> None:
         self.device, self.rank, self.size = torch.device("cpu"), rank, len(given)
-        self.given, self.barrier, self.count = given, barrier, 0
+        self.given, self.barrier = given, barrier
         self.commands: list[SimpleQueue[Any]] = []  # to the other ranks, or from the leader
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self.count += 1
         self.given[self.rank] = x
-        self.barrier.wait(TIMEOUT)
-        assert len({part.dtype for part in self.given}) == 1
-        result = torch.stack(self.given)
-        self.barrier.wait(TIMEOUT)  # before any rank gathers again
+        try:
+            self.barrier.wait(TIMEOUT)
+            assert len({(part.dtype, part.shape) for part in self.given}) == 1
+            result = torch.stack(self.given)
+            self.barrier.wait(TIMEOUT)  # before any rank gathers again
+        except threading.BrokenBarrierError:
+            raise RankFailed("A rank has left the group.") from None
         return result
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return self.all_gather(x)[:, self.rank]
 
     def send(self, command: Any) -> None:
         for queue in self.commands:
             queue.put(command)
 
     def receive(self) -> Any:
-        return self.commands[0].get()
+        if (command := self.commands[0].get()) is None:
+            raise RankFailed("The leader has left the group.")
+        return command
 
     def close(self) -> None:
-        pass
+        self.send(None)
 
 
 def groups_of(size: int) -> list[Threads]:
@@ -69,7 +68,7 @@ def groups_of(size: int) -> list[Threads]:
     return groups
 
 
-def together(size: int, work: Callable[[Group], Any]) -> list[Any]:
+def together(size: int, work: Callable[[ProcessGroup], Any]) -> list[Any]:
     """Run `work` on each rank and return the results, or raise the error of the first rank that fails."""
     errors: list[Exception] = []
 
@@ -92,7 +91,7 @@ def weights_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Weigh
     return {name: get(name) for name in config.parameter_shapes()}
 
 
-def part_of(config: ModelConfig, weights: Weights, group: Group) -> Model:
+def part_of(config: ModelConfig, weights: Weights, group: ProcessGroup) -> Model:
     """Return the model of one rank."""
     shard = Shard(config, group)
     parts = {name: shard.take(name, weight).clone() for name, weight in weights.items()}
@@ -100,17 +99,17 @@ def part_of(config: ModelConfig, weights: Weights, group: Group) -> Model:
 
 
 class Split(NamedTuple):
-    """An engine over several ranks, their groups, and the workers of all ranks but 0."""
+    """An engine over several ranks, and the workers of all ranks but 0."""
 
     engine: Engine
-    groups: list[Threads]
-    workers: dict[int, Rank]
+    workers: dict[int, RankWorker]
 
     def assert_equal(self) -> None:
         """Check that all ranks have equal tables after all requests have ended."""
         for worker in self.workers.values():
-            for leader_column, column in zip(self.engine.worker.table, worker.table, strict=True):
-                assert torch.equal(torch.as_tensor(leader_column), torch.as_tensor(column))
+            for name, column in worker.table._asdict().items():
+                expected = getattr(self.engine.worker.table, name)
+                assert torch.equal(torch.as_tensor(expected), torch.as_tensor(column)), name
 
 
 @contextmanager
@@ -119,33 +118,34 @@ def split_engine(
     drafter: MakeDrafter | None = None,
 ) -> Iterator[Split]:  # fmt: skip
     """Run an engine over `size` ranks; `drafter` creates each rank's drafters."""
-    groups, workers = groups_of(size), dict[int, Rank]()
-    job = Job([], HashStore(), TIMEOUT)
+    groups, workers, errors = groups_of(size), dict[int, RankWorker](), list[BaseException]()
 
-    def worker(rank: int, job: Job | None = None) -> Rank:
+    def worker(rank: int) -> RankWorker:
         group = groups[rank]
         model = part_of(config, weights, group)
         made = load_drafters(options.spec, Target(model)) if drafter is None else drafter(model, group)
-        return Rank(group, job, options, model, made, create_extensions(options))
+        return RankWorker(group, options, model, made, create_extensions(options))
 
     def run_rank(rank: int) -> None:
         try:
             workers[rank] = worker(rank)
             workers[rank].follow()
-        except Exception as error:
-            report_failure(job.store, rank, error)
+        except RankFailed:
+            pass
+        except BaseException as error:
+            errors.append(error)
             groups[rank].barrier.abort()
 
     threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(1, size)]
     for thread in threads:
         thread.start()
-    with job.command("start"):
-        job.group, leader = groups[0], worker(0, job)
+    leader = worker(0)
+    leader.end = groups[0].close
     try:
-        yield Split(Engine(options, leader), groups, workers)
+        yield Split(Engine(options, leader), workers)
     finally:
         leader.close()
     for thread in threads:
         thread.join(TIMEOUT)
         assert not thread.is_alive()
-    assert not job.store.check(["nanospec/failure"])
+    assert errors == []

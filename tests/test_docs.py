@@ -20,7 +20,7 @@ from nanospec import llm
 from nanospec.apps.cli.parser import parse
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("nanospec", "bench", "campaigns", "tests", "docs")
+FOLDERS = ("nanospec", "examples", "bench", "campaigns", "tests", "docs")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CHANGELOG = ROOT / "CHANGELOG.md"
 PLACEHOLDER = re.compile(r"\b(NAME|FILE|FOLDER|DRAFT|DIR|PATH|MODEL|OUT)\b|\.\.\.|[<{]|^~|^\./|^https?:")

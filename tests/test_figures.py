@@ -119,6 +119,28 @@ def test_gpu_figures_match_results() -> None:
         assert f" {gains[case, system]:.2f}x" in gpus, (case, system)
 
 
+def test_h200_figures_match_results() -> None:
+    lines = (RESULTS / "h200/drafters.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row.get("group") == "SmolLM2-135M"]
+    assert sum(row["outputs_differing"] for row in rows) == 0
+    for system, temperature in (("ngram", 0), ("ngram", 1), ("ngram+eagle3", 0)):
+        runs = [row for row in rows if (row["system"], row["temperature"]) == (system, temperature)]
+        assert f"{mean(row['speedup']['median'] for row in runs):.2f}x" in SPEED.partition("On an H200")[2]
+
+
+def test_over_k_table_matches_results() -> None:
+    speeds: dict[tuple[str, int], dict[str, float]] = {}
+    for row in load("over_k")["rows"]:
+        speeds.setdefault((row["kind"], row["batch"]), {})[row["k"]] = row["speedup"]["median"]
+    text = (ROOT / "docs" / "6-choosing-k.md").read_text(encoding="utf-8")
+    for kind in ("quotations", "code edits", "chat"):
+        cells = [kind]
+        for by_k in (speeds[kind, 1], speeds[kind, 16]):
+            best = max((k for k in by_k if k != "auto"), key=by_k.__getitem__)
+            cells += [f"K = {best}, {by_k[best]:.2f}x", f"{by_k['auto']:.2f}x"]
+        assert f"| {' | '.join(cells)} |" in text
+
+
 def test_result_files_are_referenced() -> None:
     pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "bench").rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in pages)

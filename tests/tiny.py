@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from nanospec.kernels.batch import MAX_QUERIES, Batch, Chunk
+from nanospec.kernels.speculation.layout import lay_out
 from nanospec.kernels.table import Table
 from nanospec.models.config import ModelConfig, Rope
 from nanospec.models.decoder import Model
@@ -193,13 +194,13 @@ class ModelRunner:
         self.length = [0] * num_rows
 
     def step(
-        self, chunks: Mapping[int, Tensor], keep: int | None = None, pad_to: int | None = None
+        self, chunks: Mapping[int, Tensor], keep: int | None = None, room: int | None = None
     ) -> dict[int, Tensor]:
         """Append the tokens `chunks[row]` [n] to each row and return logits [n, V] by row.
 
         Args:
             keep: number of tokens of each chunk to commit (default: all).
-            pad_to: lay the rows out as a grid of this width.
+            room: on a GPU, the tokens per row that the batch has room for.
         """
         pieces = [Chunk(row, self.length[row], len(chunk)) for row, chunk in chunks.items()]
         for (row, start, count), chunk in zip(pieces, chunks.values()):
@@ -210,9 +211,8 @@ class ModelRunner:
         else:
             columns = torch.tensor(pieces, dtype=torch.int32).T.contiguous()
             rows, first, count = columns.to(self.model.device)
-            batch = Batch.from_grid(self.table, rows, first, count, pad_to or widest)
-            batch = batch if pad_to else batch.to_packed()
-        logits = self.model.logits(self.model.forward(batch, self.cache))
+            batch = lay_out(self.table, rows, first, count, room or widest)
+        logits = self.model.logits(self.model.forward(batch, self.cache), num_used=batch.num_used)
         out = {}
         for (row, _, count), begin in zip(pieces, batch.q_start.tolist()):
             self.length[row] += count if keep is None else keep

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.cases import Built, Call, Case
 from nanospec.kernels.batch import MAX_QUERIES, Batch
-from nanospec.kernels.layer.attention import AttentionMetadata, attention
+from nanospec.kernels.layer.attention import attention
 from nanospec.kernels.layer.linear import make_linear, multiplies_quantized
 from nanospec.kernels.layer.quantized import Quantized
 from nanospec.kernels.layer.residual import Norm, embed, residual_add, rms_norm
@@ -132,6 +132,7 @@ def attention_case(
 ) -> Case:
     """Return attention of `Q` queries per row over `length` tokens, or `rest` in all rows but the first."""
     scale = shape.head_dim**-0.5
+    has_peer = not (tree or rest or shape.window or shape.softcap)
 
     def build(device: str) -> Built:
         batch = make_batch(device, B, Q, length, tree)
@@ -139,19 +140,15 @@ def attention_case(
             batch.base_len[1:] = rest - Q
             batch.positions[Q:] += rest - length
         cache = make_cache(device, shape, batch)
-        metadata = AttentionMetadata(batch, shape.window)
         q = normal(device, B * Q, shape.heads, shape.head_dim)
-        return Built(
-            lambda: attention(q, cache, metadata, scale, shape.softcap),
-            {}
-            if device == "meta" or tree or rest or shape.window or shape.softcap
-            else sdpa(q, cache, batch, scale),
-        )
+        peers = sdpa(q, cache, batch, scale) if has_peer and device != "meta" else {}
+        return Built(lambda: attention(q, cache, batch, shape.window, scale, shape.softcap), peers)
 
     seen = min(length, (shape.window or length) + Q)
-    kv = (seen + (B - 1) * (rest or seen)) * shape.kv_heads * shape.head_dim * 2 * 2
+    cached = seen + (B - 1) * (rest or seen)  # tokens of all rows
+    kv = cached * shape.kv_heads * shape.head_dim * 2 * 2
     qo = 2 * B * Q * shape.heads * shape.head_dim * 2
-    pairs = B * Q * (seen - Q // 2)  # (query, key) pairs of a head
+    pairs = Q * (cached - B * (Q // 2))  # (query, key) pairs of a head
     label = f"{shape.name}-B{B}-q{Q}-L{length}{'-tree' * tree}{f'-L{rest}' if rest else ''}"
     flops = 4 * pairs * shape.heads * shape.head_dim
     return Case("attention", label, build, bytes=kv + qo, flops=flops, dots=True)

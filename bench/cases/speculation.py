@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from bench.cases import Built, Case
-from nanospec.kernels import REJECTION, RULES, TYPICAL
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import use_triton
-from nanospec.kernels.sampling import accept, noise, sample
+from nanospec.kernels.sampling import noise, sample, typical
 from nanospec.kernels.speculation import ngram
-from nanospec.kernels.speculation.proposal import Proposal, lay_out, lay_out_text
+from nanospec.kernels.speculation.layout import lay_out
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.trim import Estimates, trim
 from nanospec.kernels.speculation.verify import commit
 from nanospec.kernels.table import Table
 
@@ -35,8 +36,8 @@ RECORDED = (  # mean logits of ranks 1, 2, 4, ..., 32768 and the last, by SmolLM
 
 def cases() -> Iterator[Case]:
     for part in (
-        ngram_cases, ngram_tree_cases, sample_cases, sample_tree_cases, accept_cases, accept_tree_cases,
-        verify_cases, layout_cases, noise_cases,
+        ngram_cases, ngram_tree_cases, sample_cases, sample_tree_cases, typical_cases, typical_tree_cases,
+        verify_cases, trim_cases, layout_cases, noise_cases,
     ):  # fmt: skip
         yield from part()
 
@@ -103,7 +104,7 @@ def ngram_tree_cases() -> Iterator[Case]:
 
 
 def every_target(operation: Any, logits: Tensor) -> Any:
-    """Return the implementation of `sample` or `accept` that does not skip targets that are not read."""
+    """Return the implementation of `sample` or `typical` that does not skip targets that are not read."""
     return operation.launch if use_triton(logits) else operation.naive
 
 
@@ -115,8 +116,7 @@ def sample_cases() -> Iterator[Case]:
             make = recorded_logits if "recorded" in kind else peaked_logits
             logits, values = make(B * Q, V, device), REQUESTS[kind.removesuffix("-recorded")]
             table, batch = make_table(B, V, device, **values), make_batch(B, Q, device)
-            peers = {"torch": lambda: _sample_with_torch(logits, **values)}
-            return Built(lambda: every_target(sample, logits)(logits, table, batch), peers)
+            return Built(lambda: every_target(sample, logits)(logits, table, batch))
 
         penalties = 9 * V * B if kind == "penalties" else 0  # bias, counts, in_prompt
         size = B * (K + 1) * V * 2 + penalties
@@ -135,59 +135,39 @@ def sample_tree_cases() -> Iterator[Case]:
     yield Case("sample", "smollm2-B8-K7-tree", build, bytes=64 * 49152 * 2 + 9 * 49152 * 8)
 
 
-def _sample_with_torch(logits: Tensor, **values: float) -> Tensor:
-    """Sample with torch operations, without penalties."""
-    if not values:
-        return logits.argmax(-1)
-    scores = logits.float() / values["temperature"]
-    if "top_k" in values or "top_p" in values:
-        scores, ids = scores.sort(-1, descending=True)
-        if "top_k" in values:
-            scores[:, int(values["top_k"]) :] = float("-inf")
-        p = scores.softmax(-1)
-        scores = scores.masked_fill(p.cumsum(-1) - p > values["top_p"], float("-inf"))
-    drawn = (scores.softmax(-1) / torch.empty_like(scores).exponential_()).argmax(-1)
-    return ids.gather(1, drawn[:, None]) if "top_k" in values or "top_p" in values else drawn
+def typical_cases() -> Iterator[Case]:
+    """Yield typical acceptance for all rows. About half of the drafts are accepted."""
+    settings = ("temperature", "top_k-top_p")
+    for (model, V), (B, K), how in itertools.product(VOCABS.items(), BATCHES[1:], settings):
 
-
-def accept_cases() -> Iterator[Case]:
-    """Yield the acceptance rules other than exact, for all rows. About half of the drafts are accepted."""
-    settings, rules = ("temperature", "top_k-top_p"), (REJECTION, TYPICAL)
-    for (model, V), (B, K), how, rule in itertools.product(VOCABS.items(), BATCHES[1:], settings, rules):
-
-        def build(device: str, V: int = V, B: int = B, K: int = K, how: str = how, rule: int = rule) -> Built:
-            table = make_table(B, V, device, rule=rule, **REQUESTS[how])
+        def build(device: str, V: int = V, B: int = B, K: int = K, how: str = how) -> Built:
+            table = make_table(B, V, device, typical=True, **REQUESTS[how])
             logits = peaked_logits(B * (K + 1), V, device)
             targets = torch.zeros(B * (K + 1), dtype=torch.int32, device=device)
             ids = torch.roll(logits.argmax(-1), 1).int()
-            batch, proposal = replace(make_batch(B, K + 1, device), input_ids=ids), proposed(B, K, device)
-            if rule == REJECTION:
-                drafter = logits.view(B, K + 1, V)[:, :K] + torch.randn(B, K, V, device=device)
-                sampled = torch.ones(B, dtype=torch.bool, device=device)
-                proposal = proposal._replace(logits=drafter.bfloat16(), sampled=sampled)
-            return Built(lambda: every_target(accept, logits)(targets, logits, table, batch, proposal))
+            batch = replace(make_batch(B, K + 1, device), input_ids=ids)
+            return Built(lambda: every_target(typical, logits)(targets, logits, table, batch))
 
-        size = B * V * 2 * (2 * K if rule == REJECTION else K)
-        yield Case("accept", f"{model}-B{B}-K{K}-{RULES[rule]}-{how}", build, bytes=size)
+        yield Case("typical", f"{model}-B{B}-K{K}-{how}", build, bytes=B * V * 2 * K)
+
+
+def typical_tree_cases() -> Iterator[Case]:
+    """Yield typical acceptance of a tree, among the children of each node."""
+
+    def build(device: str) -> Built:
+        B, Q, V = 8, 8, VOCABS["smollm2"]
+        table = make_table(B, V, device, typical=True, **REQUESTS["penalties"])
+        batch = make_batch(B, Q, device, tree=True)
+        logits, targets = peaked_logits(B * Q, V, device), torch.zeros_like(batch.input_ids)
+        return Built(lambda: every_target(typical, logits)(targets, logits, table, batch))
+
+    yield Case("typical", "smollm2-B8-K7-tree", build, bytes=64 * 49152 * 2 + 9 * 49152 * 8)
 
 
 def proposed(B: int, K: int, device: str) -> Proposal:
     """Return a deterministic proposal of zeros."""
     each, all_rows = (torch.zeros(*shape, dtype=torch.int32, device=device) for shape in ((B, K), (B,)))
     return Proposal(each, all_rows, each, all_rows, all_rows)
-
-
-def accept_tree_cases() -> Iterator[Case]:
-    """Yield typical acceptance of a tree, among the children of each node."""
-
-    def build(device: str) -> Built:
-        B, Q, V = 8, 8, VOCABS["smollm2"]
-        table = make_table(B, V, device, rule=TYPICAL, **REQUESTS["penalties"])
-        batch, proposal = make_batch(B, Q, device, tree=True), proposed(B, Q - 1, device)
-        logits, targets = peaked_logits(B * Q, V, device), torch.zeros_like(batch.input_ids)
-        return Built(lambda: every_target(accept, logits)(targets, logits, table, batch, proposal))
-
-    yield Case("accept", "smollm2-B8-K7-typical-tree", build, bytes=64 * 49152 * 2 + 9 * 49152 * 8)
 
 
 def verify_cases() -> Iterator[Case]:
@@ -210,13 +190,24 @@ def layout_cases() -> Iterator[Case]:
 
             def build(device: str, B: int = B, K: int = K, text: bool = text) -> Built:
                 table, batch = make_table(B, 1, device, 32768, num_tokens=4000), make_batch(B, K + 1, device)
-                if text:
-                    args = table, batch.rows, batch.base_len, batch.q_len, K + 1
-                    return Built(lambda: lay_out_text(*args))
-                proposal = proposed(B, K, device)
-                return Built(lambda: lay_out(table, batch.rows, proposal))
+                drafts = None if text else proposed(B, K, device).drafts
+                args = table, batch.rows, batch.base_len, batch.q_len, K + 1, drafts
+                return Built(lambda: lay_out(*args))
 
             yield Case("layout", f"B{B}-K{K}{'-text' if text else ''}", build)
+
+
+def trim_cases() -> Iterator[Case]:
+    """Yield the selection of the drafts to verify."""
+    for B, K in ((1, 4), (64, 4), (64, 16), (256, 0)):
+
+        def build(device: str, B: int = B, K: int = K) -> Built:
+            table, rows = make_table(B, 1, device, 32768, num_tokens=4000), make_batch(B, K + 1, device).rows
+            _, estimates = Estimates.empty(2, 256, device)
+            proposal = proposed(B, K, device)
+            return Built(lambda: trim(table, rows, proposal, estimates))
+
+        yield Case("trim", f"B{B}-K{K}", build)
 
 
 def noise_cases() -> Iterator[Case]:

@@ -5,7 +5,7 @@
 The first line on standard input has the settings of the `start` functions as JSON: `model`, `quantization`,
 `gguf`, `setting` (one of `SPEC_SETTINGS`), `max_num_seqs`, `max_model_len`. Each other line is a case:
 `name`, `prompts` (lists of token ids), `batch`, `max_tokens`, `temperature` and optionally `seed` and
-`ignore_eos`. The answer is a line of JSON after `MARK`: `seconds`, `outputs`, `peak_mb`. A case first runs
+`ignore_eos`. The answer is a line of JSON after `MARK`: `seconds`, `outputs`. A case first runs
 with few tokens, so that compilation and measurements at first use are not timed.
 
 Uses only the standard library until a `start` function imports its system.
@@ -23,6 +23,7 @@ from typing import Any
 
 Json = dict[str, Any]
 Generate = Callable[[list[list[int]], Json], list[list[int]]]
+ROOT = Path(__file__).resolve().parents[2]
 MARK = "worker: "
 WARM_TOKENS = 8
 PACKAGES = {
@@ -42,10 +43,10 @@ SPEC_SETTINGS: dict[str, tuple[Any, ...]] = {
 MALLOC = "libtcmalloc_minimal.so.4"  # preloaded, as vLLM's documentation recommends
 
 
-def environment(system: str, python: Path) -> dict[str, str]:
+def environment(system: str, python: Path, checkout: Path = ROOT) -> dict[str, str]:
     """Return the environment variables of a system's process."""
     if system == "nanospec":
-        return {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        return {"PYTHONPATH": str(checkout)}
     found = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     if system == "vllm":
         lib = python.parent.parent / "lib"
@@ -117,7 +118,7 @@ def start_vllm(work: Json) -> Generate:
 def sampling(make: Any, prompts: list[list[int]], case: Json, **more: Any) -> list[Any]:
     """Return the sampling parameters of each prompt; `make` is a class with vLLM's names."""
     seeds = [case["seed"] + i if "seed" in case else None for i in range(len(prompts))]
-    names = ("temperature", "max_tokens", "ignore_eos")
+    names = ("temperature", "top_p", "max_tokens", "ignore_eos")
     return [make(seed=s, **{name: case[name] for name in names if name in case}, **more) for s in seeds]
 
 
@@ -198,18 +199,12 @@ STARTS = dict(zip(PACKAGES, (start_nanospec, start_vllm, start_transformers, sta
 # ---- the process ---------------------------------------------------------------------------------------
 
 
-def peak_mb() -> float:
-    """Return the peak resident memory of this process in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return round(sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024, 1)
-
-
 def run_case(generate: Generate, case: Json) -> Json:
     """Run a case, `batch` prompts at a time."""
     outputs, start = [], time.perf_counter()
     for i in range(0, len(case["prompts"]), case["batch"]):
         outputs += generate(case["prompts"][i : i + case["batch"]], case)
-    return {"seconds": time.perf_counter() - start, "outputs": outputs, "peak_mb": peak_mb()}
+    return {"seconds": time.perf_counter() - start, "outputs": outputs}
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import sys
@@ -12,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from nanospec.apps.batch.run import Batch, indices_done, result_prefix, results_file
+from nanospec.apps.batch.lines import result_prefix
+from nanospec.apps.batch.run import Batch, indices_done, results_file
 from nanospec.apps.cli.main import main
 from nanospec.apps.tasks import Task
-from nanospec.apps.training import DrafterInTraining, Settings, compute_data
 from nanospec.config import SamplingParams
-from nanospec.extras.tracing.trace import Trace
 from nanospec.kernels import native
-from tests.nanospec.extras.tensor_parallel.test_launch import assert_gone
-from tests.tiny import tiny_model
+from tests.nanospec.extras.tensor_parallel.test_launcher import assert_gone
 
 TASKS = [
     Task(i, SamplingParams(), "x", url=("", "/v1/completions")[i % 2], key=f"{i:016x}") for i in range(4)
@@ -60,33 +57,6 @@ def test_batch_resumes_after_full_disk(tmp_path: Path) -> None:
         write_results(path)
         assert sorted(path.read_bytes().split(b"\n")) == whole, size
         path.unlink()
-
-
-def test_trace_is_written_atomically(tmp_path: Path) -> None:
-    path, trace = tmp_path / "trace.html", Trace()
-    trace.save(path)
-    whole = path.read_bytes()
-    for before in (None, b"<!doctype html>an older one"):
-        for size in (0, 1, len(whole) // 2, len(whole) - 1):
-            path.unlink(missing_ok=True)
-            if before is not None:
-                path.write_bytes(before)
-            with file_size_limit(size), pytest.raises(OSError):
-                trace.save(path)
-            assert (path.read_bytes() if path.exists() else None) == before
-            assert len(os.listdir(tmp_path)) == int(before is not None)
-
-
-def test_drafters_are_written_atomically(tmp_path: Path) -> None:
-    """Every error of safetensors becomes an OSError."""
-    model, path = tiny_model(), tmp_path / "model.safetensors"
-    drafter = DrafterInTraining(model, Settings(vocab=9), compute_data(model, [[1, 2, 3, 4, 5]]))
-    path.write_bytes(b"those before")
-    for size in (0, 9, 100, 2000, 3900):
-        with file_size_limit(size), pytest.raises(OSError):
-            drafter.save(tmp_path, {})
-        assert path.read_bytes() == b"those before"
-        assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 def test_standard_output_on_a_full_disk(

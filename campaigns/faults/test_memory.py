@@ -14,7 +14,7 @@ import nanospec.extras.loading
 from campaigns.faults.engines import JOBS, assert_sound, reference, run, small_engine, small_llm, small_model
 from nanospec import SamplingParams
 from nanospec.device.graphs import EagerCapture
-from nanospec.device.resources import OutOfMemory, is_oom
+from nanospec.device.resources import OutOfMemory
 from nanospec.device.step import StepResult
 from tests.alphabet import folder, make
 from tests.drive import Job, finish
@@ -95,12 +95,6 @@ def test_out_of_memory_while_loading_suggests_a_fix(
         make(folder, 3)
 
 
-def test_other_errors_are_not_out_of_memory() -> None:
-    for error in (RuntimeError("a kernel"), OSError(28, "No space left on device"), ValueError("memory")):
-        assert not is_oom(error)
-    assert all(map(is_oom, SHORTAGES))
-
-
 class FailingCapture(EagerCapture):
     """Runs out of memory in its first capture, which then fails like a CUDA graph."""
 
@@ -114,13 +108,6 @@ class FailingCapture(EagerCapture):
                 raise error
             finally:
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-
-
-def test_error_after_out_of_memory_is_not_out_of_memory() -> None:
-    """A retry in `except MemoryError` may raise another error."""
-    later = RuntimeError("libcuda: driver too old")
-    later.__context__ = MemoryError()
-    assert not is_oom(later)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -142,71 +129,3 @@ def test_out_of_memory_in_capture_names_settings_to_lower(
         run(llm)
     assert_sound(llm.engine)
     assert run(llm) == expected
-
-
-@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
-@pytest.mark.parametrize("verb", ["prefill", "step", "fetch"])
-def test_worker_fails_at_some_calls(mode: str, verb: str) -> None:
-    fail_once(mode, verb, some=True)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
-@pytest.mark.parametrize("verb", ["admit", "prefill", "step", "fetch", "release"])
-def test_worker_fails_at_every_call(mode: str, verb: str) -> None:
-    fail_once(mode, verb, some=False)
-
-
-def fail_once(mode: str, verb: str, some: bool) -> None:
-    """Run once for each call (or some calls) of a worker's method, which fails."""
-    model = small_model()
-    llm, expected = small_llm(model, mode), reference(model)
-    original, at, step = getattr(llm.engine.worker, verb), 0, 1
-    while True:
-        at += step
-        step *= 4 if some else 1
-        calls = failing_at(llm.engine.worker, verb, at, RuntimeError("injected error"))
-        try:
-            assert run(llm) == expected
-        except RuntimeError as error:
-            assert str(error) == "injected error"  # noqa: PT017
-        setattr(llm.engine.worker, verb, original)
-        assert_sound(llm.engine)
-        assert run(llm) == expected
-        if calls[0] < at:
-            assert at > 1, f"{verb} was never called"
-            return
-
-
-@pytest.mark.parametrize("mode", ["plain", "as-on-gpu"])
-@pytest.mark.parametrize("number", [1, 4])
-def test_temporary_nan_affects_no_other_request(mode: str, number: int) -> None:
-    """The weights are NaN in every tenth forward pass, with shared blocks and preemption. Requests outside of
-    it have correct outputs, and so have all requests in the next run."""
-    model = small_model()
-    engine, expected = small_engine(model, mode), reference(model)
-    embedding, write_kv, calls = model.embedding, model.write_kv, [0]
-
-    def poisoned(*args: Any) -> None:
-        calls[0] += 1
-        model.embedding = embedding * float("nan") if calls[0] % 10 == number else embedding
-        write_kv(*args)
-        model.embedding = embedding
-
-    model.write_kv = poisoned  # type: ignore
-    for _ in range(3):
-        requests = [engine.add(job.prompt, job.params) for job in JOBS]
-        finish(engine)
-        assert_sound(engine)
-        for request, output in zip(requests, expected, strict=True):
-            if request.finish_reason == "abort":
-                assert request.error is not None
-                assert "logits are NaN or infinite" in request.error
-                assert request.output_ids == output[: len(request.output_ids)]
-            else:
-                assert request.output_ids == output
-    model.write_kv = write_kv  # type: ignore[method-assign]
-    for _ in range(2):
-        again = [engine.add(job.prompt, job.params) for job in JOBS]
-        finish(engine)
-        assert [request.output_ids for request in again] == expected

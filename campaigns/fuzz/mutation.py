@@ -1,11 +1,17 @@
-"""Mutations of inputs: of bytes, and of JSON that mostly remains valid."""
+"""Mutations of inputs: of bytes, of JSON that mostly remains valid, and of folders.
+
+A folder is encoded as a sequence of files: the length of the name in one byte, the name, the length of the
+content in four bytes, and the content.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -83,3 +89,61 @@ def _change(inner: Any, key: Any, rng: Random) -> None:
             inner[key] = rng.choice((value + 1, value - 1, -value, value * 2**31, value / 3))
         case 5:
             inner[key] = str(value) * rng.choice((1, 2, 100))
+
+
+def folder_of(files: dict[str, bytes]) -> bytes:
+    """Encode files, without those with names that are too long."""
+    named = ((name.encode(), content) for name, content in files.items())
+    return b"".join(
+        bytes([len(name)]) + name + struct.pack("<I", len(content)) + content
+        for name, content in named
+        if len(name) < 256
+    )
+
+
+def files_of(data: bytes) -> dict[str, bytes]:
+    """Decode files, as far as possible. Skips names that are not plain file names."""
+    files: dict[str, bytes] = {}
+    while data and len(files) < 8:
+        name, data = data[1 : 1 + data[0]], data[1 + data[0] :]
+        size = int.from_bytes(data[:4], "little")
+        content, data = data[4 : 4 + size], data[4 + size :]
+        text = name.decode(errors="replace")
+        if text and Path(text).name == text and "\0" not in text and len(text.encode()) < 256:
+            files[text] = content
+    return files
+
+
+def mutate_files(data: bytes, rng: Random) -> bytes:
+    """Mutate a file of a folder by its type: JSON, safetensors, or bytes. Sometimes cut or rename a file."""
+    files = files_of(data)
+    if not files or rng.random() < 0.05:
+        return mutate_bytes(data, rng)
+    name = rng.choice(list(files))
+    content, how = files[name], rng.random()
+    if how < 0.05:
+        files[name] = content[: rng.randrange(len(content) + 1)]
+    elif how < 0.1:
+        files[rng.choice(("model.safetensors", "c.safetensors", "config.json", "x.bin"))] = files.pop(name)
+    elif name.endswith(".json"):
+        files[name] = mutate_json(content, rng)
+    elif name.endswith(".safetensors"):
+        files[name] = _mutate_safetensors(content, rng)
+    else:
+        files[name] = mutate_bytes(content, rng)
+    return folder_of(files)
+
+
+def with_header(header: bytes, body: bytes) -> bytes:
+    """Return a safetensors file."""
+    return struct.pack("<Q", len(header)) + header + body
+
+
+def _mutate_safetensors(content: bytes, rng: Random) -> bytes:
+    """Mutate the header, sometimes its length or the body."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header, body = mutate_json(content[8:end], rng), content[end:]
+    if rng.random() < 0.1:
+        wrong = rng.choice((0, 1, 2**31, 2**63, 2**64 - 1, max(0, len(header) - 1), len(header) + 1))
+        return struct.pack("<Q", wrong) + header + body
+    return with_header(header, body if rng.random() < 0.8 else mutate_bytes(body, rng))

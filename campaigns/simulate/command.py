@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 import traceback
@@ -37,38 +36,21 @@ TIME_LIMIT = 120.0  # seconds per seed; most take less than a second
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m campaigns.simulate", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--seeds", type=_seeds, default="100", metavar="N|A:B", help="number of seeds (100), or a range"
-    )
+    parser.add_argument("--seeds", type=_seeds, default="100", metavar="N|A:B", help="a number, or a range")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
     parser.add_argument("--as", dest="mode", choices=MODES, default=MODES[0], help="what runs the requests")
-    parser.add_argument("--replay", type=_scenario, metavar="FILE", help="run the scenario in a file")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run the scenario in a file")
     args = parser.parse_args(argv)
-    try:
-        return _replay(args.replay, args.mode) if args.replay else _simulate(args.seeds, args.mode, args.jobs)
-    except KeyboardInterrupt:
-        return 130
+    if args.replay is None:
+        return _simulate(args.seeds, args.mode, args.jobs)
+    _run(Scenario.from_json(args.replay.read_text()), args.mode)
+    print("Passed.")
+    return 0
 
 
 def _seeds(text: str) -> range:
-    match = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
-    seeds = range(int(match[1] or 0), int(match[2])) if match else range(0)
-    if not seeds:
-        raise argparse.ArgumentTypeError(f"expected N or A:B with A < B, got {text!r}")
-    return seeds
-
-
-def _scenario(path: str) -> Scenario:
-    try:
-        return Scenario.from_json(Path(path).read_text())
-    except (OSError, ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"{path} is not a valid scenario: {error}") from None
-
-
-def _replay(scenario: Scenario, mode: str) -> int:
-    _run(scenario, mode)
-    print("Passed.")
-    return 0
+    first, _, end = text.rpartition(":")
+    return range(int(first or 0), int(end))
 
 
 def _simulate(seeds: range, mode: str, jobs: int) -> int:
@@ -77,13 +59,11 @@ def _simulate(seeds: range, mode: str, jobs: int) -> int:
     seen: Counter[str] = Counter()
     start = time.perf_counter()
     with ProcessPoolExecutor(jobs) as pool:
-        for done, (counts, failed) in enumerate(pool.map(partial(_run_all, mode), chunks), 1):
+        for counts, failed in pool.map(partial(_run_all, mode), chunks):
             seen += counts
-            for seed, error in failed:
+            if failed is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
-                return report_failure(seed, mode, error)
-            if sys.stderr.isatty():
-                print(f"\r{done * CHUNK_SIZE} seeds", end="", file=sys.stderr)
+                return report_failure(failed[0], mode, failed[1])
     seconds = time.perf_counter() - start
     print(f"{len(seeds)} seeds in {seconds:.0f} s: " + ", ".join(f"{n:,} {name}" for name, n in seen.items()))
     return 0
@@ -111,7 +91,7 @@ def _run(scenario: Scenario, mode: str) -> Counter[str]:
         return simulate(scenario)
 
 
-def _run_all(mode: str, seeds: range) -> tuple[Counter[str], list[tuple[int, str]]]:
+def _run_all(mode: str, seeds: range) -> tuple[Counter[str], tuple[int, str] | None]:
     """Run seeds until one fails. Return the counts of events, and the failed seed with its traceback."""
     torch.set_num_threads(1)
     seen: Counter[str] = Counter()
@@ -120,8 +100,8 @@ def _run_all(mode: str, seeds: range) -> tuple[Counter[str], list[tuple[int, str
             with within(TIME_LIMIT):
                 seen += _run(scenario_of(seed, mode), mode)
         except BaseException:
-            return seen, [(seed, traceback.format_exc())]
-    return seen, []
+            return seen, (seed, traceback.format_exc())
+    return seen, None
 
 
 def report_failure(seed: int, mode: str, trace: str) -> int:

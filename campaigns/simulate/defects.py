@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import nanospec.device.step
 from nanospec.device.messages import Admission
-from nanospec.device.worker import Worker
 from nanospec.engine.blocks import BlockPool
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.engine.request import Request
 from nanospec.engine.scheduler import Plan, Scheduler
-from nanospec.kernels.batch import Chunk
 from nanospec.kernels.speculation.verify import Verdict
 from nanospec.kernels.table import Table
 from nanospec.outputs import Piece
@@ -71,11 +69,6 @@ def _accept_last_draft(targets: Any, batch: Any, table: Any, proposal: Any) -> V
     return COMMIT(targets, batch, table, proposal)
 
 
-def _prefill_all_but_last(worker: Worker, chunks: Sequence[Chunk]) -> None:
-    """Run `prefill` without the last token of each chunk."""
-    PREFILL(worker, [Chunk(row, start, max(count - 1, 1)) for row, start, count in chunks])
-
-
 def _search_latest_token(output: OutputText, new: str) -> bool:
     """Search for stop strings in the text of the latest token only."""
     output.text += new
@@ -99,10 +92,6 @@ def _extend_min_tokens(_: None, table: Table, request: Admission, spec: Any) -> 
     table.min_len[request.row] = min(end, request.max_len)
 
 
-def _reset_top_p(_: None, table: Table, request: Admission, spec: Any) -> None:
-    table.top_p[request.row] = 1.0
-
-
 def _flush_nothing(detokenizer: Detokenizer) -> str:
     """Drop the text that was held back."""
     detokenizer._window, detokenizer._returned = [], 0
@@ -121,26 +110,6 @@ def _disable_drafts(_: None, table: Table, request: Admission, spec: Any) -> Non
         table.max_k[request.row] = 0
 
 
-def _next_that_fits(scheduler: Scheduler, plan: Plan) -> tuple[Request, list[int]] | None:
-    """Admit any request that fits, even if earlier ones are waiting."""
-    if scheduler._free_rows and not plan.preempted:
-        for request in scheduler.waiting:
-            names = request.hashes(scheduler.block_size)[: (request.num_tokens - 1) // scheduler.block_size]
-            cached = scheduler.pool.match(names)
-            if scheduler._blocks_ahead(request) - len(cached) <= scheduler.pool.num_available(cached):
-                return request, cached
-    return None
-
-
-def _guard_exceptions_only(shared: SharedEngine, action: Callable[[], Any]) -> Any:
-    """Do not abort requests after a panic, which is not an Exception."""
-    try:
-        return action()
-    except (Exception, KeyboardInterrupt):
-        shared.engine.abort_all()
-        raise
-
-
 def _drop_last_piece(pieces: list[Piece], request: Request) -> list[Piece]:
     return pieces[:-1] if request.is_finished and len(pieces) > 1 else pieces
 
@@ -152,45 +121,29 @@ def _abort_after_five(_: int, request: Request, *args: Any) -> None:
         request.finish("abort")
 
 
-def _fail_with_two(_: Any, engine: Engine) -> None:
-    if len(engine.scheduler.running) == 2:
-        raise MemoryError
-
-
-ALLOCATE, COMMIT, PREFILL = BlockPool.allocate, nanospec.device.step.commit, Worker.prefill
+ALLOCATE, COMMIT = BlockPool.allocate, nanospec.device.step.commit
 DEFECTS: dict[str, Defect] = {
     "reallocated block keeps its hash": _replace(BlockPool, "allocate", _allocate_keeping_hashes),
     "one block too many counts as cached": _after(Scheduler, "_admit", _skip_one_block),
     "block is registered too early": _after(Scheduler, "register", _register_early),
     "no slots for queued steps": _after(Scheduler, "reset", lambda _, s: setattr(s, "slots_ahead", 0)),
-    "too few slots with async_scheduling": _after(
-        Scheduler, "__init__", lambda _, s, *args: setattr(s, "slots_ahead", s.max_k)
-    ),
     "last draft is not verified": _replace(nanospec.device.step, "commit", _accept_last_draft),
     "accepted tree nodes are not moved": lambda: mock.patch.object(nanospec.device.step, "kv_move"),
     "stop string across tokens is missed": _replace(OutputText, "_append", _search_latest_token),
     "outputs are aborted without cause": _after(Request, "append", _abort_after_five),
-    "steps with two requests fail": _after(Engine, "step", _fail_with_two),
     "interrupted step aborts no requests": _replace(
         SharedEngine, "step", lambda shared: shared.engine.step()
     ),
-    "end of chunk is not computed": _replace(Worker, "prefill", _prefill_all_but_last),
     "min_tokens is off by one": _after_write_row(_extend_min_tokens),
-    "top_p is ignored": _after_write_row(_reset_top_p),
     "held-back text is lost": _replace(Detokenizer, "flush", _flush_nothing),
     "prefix cache never hits": _replace(BlockPool, "match", lambda pool, names: []),
     "no drafts after preemption": _after_write_row(_disable_drafts),
     "last request is admitted first": _replace(
         Scheduler, "add", lambda s, request: s.waiting.appendleft(request)
     ),
-    "short request is admitted first": _replace(Scheduler, "_next", _next_that_fits),
-    "panic aborts no requests": _replace(SharedEngine, "_guarded", _guard_exceptions_only),
     "end of stream is lost": _after(Request, "new_pieces", _drop_last_piece),
     "salts are ignored": _after(Engine, "new", lambda request, *args: setattr(request, "salt", b"")),
     "preempted request counts its own blocks as cached": _after(Scheduler, "_admit", _count_own_blocks),
-    "abort is not counted": _after(
-        Engine, "abort", lambda _, engine, *args: setattr(engine.metrics, "num_aborted", 0)
-    ),
     "decoding request is preempted": _replace(Scheduler, "_extend", _preempt_always),
     "released blocks are lost": _replace(BlockPool, "release", lambda pool, blocks: None),
 }

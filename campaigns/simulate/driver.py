@@ -117,8 +117,9 @@ class Simulation:
             draft.after = draft.after + settings["blur"] * draft.after.roll(1, 0)
         if "dflash" in method:
             given, custom = [*method.split("+")[:-1], MockReader(self.model, spec["tree_width"])], True
-        captured = {size: {k: 1 + 0.1 * k for k in range(64)} for size in (1, 2, 4, 8)}
-        costs = StepCosts(captured) if settings["captured"] else StepCosts(packed={1: 1.0, 64: 2.0, 600: 9.0})
+        captured = {size: {size * (k + 1): 1 + 0.1 * k for k in (*range(8), 63)} for size in (1, 2, 4, 8)}
+        by_tokens = {8: {1: 1.0, 64: 2.0, 600: 9.0}}
+        costs = StepCosts(captured, True) if settings["captured"] else StepCosts(by_tokens)
         with mock.patch.object(Worker, "measure", return_value=costs):
             return make_engine(
                 self.model,
@@ -265,9 +266,8 @@ class Simulation:
     def _is_exact(self, params: SamplingParams) -> bool:
         """Return whether an output must equal the oracle's, token by token."""
         rule = params.acceptance or self.scenario.engine["acceptance"]
-        greedy = rule == "rejection" and params.temperature == 0
         alone = params.response_format is not None or self.scenario.engine["method"] == "none"
-        return rule == "exact" or greedy or alone
+        return rule == "exact" or params.temperature == 0 or alone
 
     def _compare_tokens(self, i: int, request: Request) -> None:
         output = request.output_ids
@@ -316,13 +316,12 @@ class Simulation:
             assert logprobs[token].rank == 1 + int((reference > reference[token]).sum())
 
     def _check_possible(self, i: int, output: list[int]) -> None:
-        """Check for rejection sampling that each token has nonzero probability."""
+        """Check for typical acceptance that each token has nonzero probability."""
         oracle, tokens = self.oracles[i], list(self.oracles[i].prompt)
-        if (oracle.params.acceptance or self.scenario.engine["acceptance"]) == "rejection":
-            for token in output:
-                possible = oracle.is_possible(oracle.scores(tokens), tokens, token)
-                assert possible, f"job {i} cannot generate {token}"
-                tokens.append(token)
+        for token in output:
+            possible = oracle.is_possible(oracle.scores(tokens), tokens, token)
+            assert possible, f"job {i} cannot generate {token}"
+            tokens.append(token)
 
     def _count(self) -> None:
         """Count events, so that tests can check which features the scenarios cover."""

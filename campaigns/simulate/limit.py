@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,10 +13,7 @@ class TooLong(BaseException):
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise TooLong after `seconds`, and again every second. Has no effect outside of the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Raise TooLong after `seconds`, and again every second. For the main thread."""
 
     def stop(*_: object) -> None:
         raise TooLong(f"Not finished after {seconds:g} s.")

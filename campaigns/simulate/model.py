@@ -51,9 +51,7 @@ class Mock(Model):
         """Return the logits [N, V] after texts with the last tokens `last` [N] and checksums `total` [N]."""
         return (self.after[last] + self.whole[total]).to(self.dtype)
 
-    def forward(
-        self, batch: Batch, kv_cache: Tensor, states: States = (), inputs: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, states: States = ()) -> Tensor:
         cache, slots = _bits(kv_cache), batch.slots.numpy()
         entries, kept = _encode(batch.input_ids.numpy(), batch.positions.numpy()), slots >= 0
         bits = entries[kept].view(np.int32)
@@ -97,7 +95,7 @@ class Mock(Model):
         last = ids[base:]
         return np.stack([last // BASE, last % BASE, totals % SUMS, nan_after], 1)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None, num_used: Tensor | None = None) -> Tensor:
         high, low, total = hidden[:, :3].long().unbind(1)
         logits = self.scores(high * BASE + low, total)
         if self.nan_after:
@@ -114,7 +112,7 @@ class MockReader(Drafter):
     def __init__(self, model: Mock, width: int) -> None:
         self.after, self.width, self.memory = model.after.argsort(1, descending=True), width, Memory(0, 64)
 
-    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+    def attach(self, table: Table, num_blocks: int, max_tokens: int) -> None:
         self.read_ids = torch.full((num_blocks, table.block_size), -1)  # by slot
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:

@@ -100,7 +100,7 @@ def _engine(rng: random.Random) -> dict[str, Any]:
         "k": rng.choice((0, 1, 2, 4, 8, 8, 13, 63, "auto", "auto")),
         "min_n": rng.choice((1, 1, 2, 3)),
         "tree_width": rng.choice((1, 1, 2, 4)),
-        "acceptance": rng.choice(("exact", "exact", "exact", "rejection", "typical")),
+        "acceptance": rng.choice(("exact", "exact", "exact", "typical", "typical")),
         "rows": rows,
         "blocks": rng.randint(each, rng.choice((each + 2, each + 2, each * rows + 1, 2 * each * rows))),
         "block_size": size,
@@ -169,7 +169,7 @@ def _params(rng: random.Random, engine: dict[str, Any]) -> dict[str, Any]:
     if len(set(params.get("stop_token_ids", ()))) == vocab:
         params.pop("min_tokens", None)  # no token would be allowed
     if engine["acceptance"] != "exact" and engine["method"] != "none":
-        params["acceptance"] = rng.choice((None, "exact", "rejection", "typical"))
+        params["acceptance"] = rng.choice((None, "exact", "exact", "typical"))
     if vocab == TEXT_VOCAB and rng.random() < 0.25:
         params["response_format"] = dict(rng.choice(FORMATS)[0])
         for name in ("min_tokens", "acceptance", "stop_token_ids", "logit_bias"):

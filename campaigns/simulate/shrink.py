@@ -60,24 +60,24 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     """Yield smaller scenarios that may also fail, starting with the largest reductions."""
     yield from _with_fewer_jobs(scenario)
     for i in range(len(scenario.faults)):
-        yield _without(scenario, "faults", i)
+        yield _changed(scenario, "faults", i)
     if scenario.threads:
-        yield _with(scenario, 0, "threads")
+        yield _changed(scenario, "threads", to=0)
     for name, value in PLAIN.items():
         if scenario.engine[name] != value:
-            yield _with(scenario, value, "engine", name)
+            yield _changed(scenario, "engine", name, to=value)
     for i, job in enumerate(scenario.jobs):
-        for name in sorted(job["params"].keys() - {"seed", "max_tokens", "temperature"}):
-            yield _without(scenario, "jobs", i, "params", name)
+        params = job["params"]
+        for name in sorted(params.keys() - {"seed", "max_tokens", "temperature"}):
+            yield _changed(scenario, "jobs", i, "params", name)
         half = job["prompt"][: (len(job["prompt"]) + 1) // 2]
         for name, value in (("arrives", 0), ("ends", None), ("prompt", half)):
             if job[name] != value:
-                yield _with(scenario, value, "jobs", i, name)
-        limit = job["params"]["max_tokens"] or scenario.engine["window"]
-        fewer = {"temperature": 0.0, "max_tokens": max(limit - 1, job["params"].get("min_tokens", 0), 1)}
-        for name, value in fewer.items():
-            if job["params"][name] != value:
-                yield _with(scenario, value, "jobs", i, "params", name)
+                yield _changed(scenario, "jobs", i, name, to=value)
+        fewer = max((params["max_tokens"] or scenario.engine["window"]) - 1, params.get("min_tokens", 0), 1)
+        for name, value in (("temperature", 0.0), ("max_tokens", fewer)):
+            if params[name] != value:
+                yield _changed(scenario, "jobs", i, "params", name, to=value)
 
 
 def _with_fewer_jobs(scenario: Scenario) -> Iterator[Scenario]:
@@ -91,15 +91,15 @@ def _with_fewer_jobs(scenario: Scenario) -> Iterator[Scenario]:
             yield replace(scenario, jobs=[scenario.jobs[i] for i in kept], faults=moved)
 
 
-def _with(scenario: Scenario, value: Any, *path: Any) -> Scenario:
-    """Return a copy with another value at a path."""
-    data = asdict(scenario)
-    reduce(getitem, path[:-1], data)[path[-1]] = value
-    return Scenario(**data)
+REMOVED = object()
 
 
-def _without(scenario: Scenario, *path: Any) -> Scenario:
-    """Return a copy without the item at a path."""
+def _changed(scenario: Scenario, *path: Any, to: Any = REMOVED) -> Scenario:
+    """Return a copy with another value at a path, or without it."""
     data = asdict(scenario)
-    del reduce(getitem, path[:-1], data)[path[-1]]
+    inner = reduce(getitem, path[:-1], data)
+    if to is REMOVED:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = to
     return Scenario(**data)

@@ -1,4 +1,4 @@
-"""Strict JSON parsing of user input: HTTP bodies, lines of a batch, training texts."""
+"""Strict JSON parsing of user input: HTTP bodies, lines of a batch."""
 
 from __future__ import annotations
 

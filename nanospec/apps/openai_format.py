@@ -1,8 +1,8 @@
 """OpenAI's request and response formats (platform.openai.com/docs/api-reference), text only.
 
 Used by the server and by batches. A request that needs an unsupported feature (images, audio) is rejected.
-Clients send fields that have no effect here; those in `IGNORED` are dropped, and those for a chat template
-that does not use them (`text.chat.OPTIONAL`) are dropped and logged.
+Clients send fields that have no effect here: those in `IGNORED`, and those for a chat template that does not
+use them (`text.chat.OPTIONAL`).
 """
 
 from __future__ import annotations

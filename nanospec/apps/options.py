@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from ..config import EngineConfig, SamplingParams, SpecConfig
 from ..text.validation import shown
 from .json_input import strict_json
+from .serve.settings import ServeConfig
 
 SETTINGS: tuple[tuple[Any, str], ...] = (  # settings classes with their titles, in order of precedence
     (SpecConfig, "speculation"),
@@ -25,10 +26,10 @@ SETTINGS: tuple[tuple[Any, str], ...] = (  # settings classes with their titles,
     (EngineConfig, "engine"),
 )
 FLAGS = {"method": "--spec"}  # options that are not named after their fields
-SHORT = {"tensor_parallel_size": "-tp"}
-# Shown by --help; --help-all shows every option.
-COMMON = ("method", "num_speculative_tokens", "draft_model", "quantization", *SHORT)
-COMMON += ("temperature", "max_tokens", "seed")
+COMMON = {  # shown by --help; --help-all shows every option
+    "method", "num_speculative_tokens", "draft_model", "quantization", "tensor_parallel_size", "temperature",
+    "max_tokens", "seed",
+}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,7 +68,7 @@ def flag_of(name: str) -> str:
     return FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
-def in_flags(message: str, settings: Iterable[Any] = tuple(dict(SETTINGS))) -> str:
+def in_flags(message: str, settings: Iterable[Any] = (*dict(SETTINGS), ServeConfig)) -> str:
     """Replace field names in a message with their options: max_model_len becomes --max-model-len."""
 
     def flag(match: re.Match[str]) -> str:
@@ -132,9 +133,8 @@ def add_settings(parser: Parser, settings: type, title: str, full: bool, default
         default = defaults.get(name, field.default)
         text = help_texts.get(name, "").replace("`", "").replace("None", "none")
         text += "" if default in (None, MISSING, ()) else f" (default: {default})"
-        flags = (flag, SHORT[name]) if name in SHORT else (flag,)
         dest = f"{settings.__name__}.{name}"
-        action = group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, **arguments)
+        action = group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, **arguments)
         # Not passed as an argument, because Python 3.10 and 3.11 append a default to BooleanOptionalAction's.
         action.help = text.replace("%", "%%") if full or name in COMMON else argparse.SUPPRESS
 

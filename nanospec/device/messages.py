@@ -1,25 +1,16 @@
-"""The data exchanged by the engine and the worker (`worker.py`): admissions, step inputs, results and times.
-Also writes requests to their rows on the device (`kernels/table.py`).
-"""
+"""The data exchanged by the engine and the worker (`worker.py`): admissions, step inputs and results."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ..config import GREEDY_BELOW, SamplingParams, SpecConfig
+from ..config import SamplingParams
 from ..drafters.policy import Choice
-from ..kernels import EXACT, RULES, RUNNING
+from ..kernels import NO_DRAFTER
 from ..kernels.speculation.report import Logprobs, RowReport, decode
-from ..kernels.table import Table
-from ..kernels.transfer import upload, write
 from ..outputs import Logprob
-
-STAGES = ("prefill", "propose", "forward", "verify", "wait", "host")
-"""The timed stages. A captured step is not divided: "wait" is the time until its results arrive."""
 
 
 class Admission(NamedTuple):
@@ -99,70 +90,14 @@ def logprobs_by_id(
     return logprobs
 
 
-class Stopwatch:
-    """Accumulates the `seconds` spent in `with` blocks. Faster than `contextmanager` (10 us per step)."""
-
-    seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._start
-
-
-def write_row(table: Table, request: Admission, spec: SpecConfig) -> None:
-    """Write a request to its row, except for its blocks."""
-    r, params = request.row, request.params
-    write(table.reference, r, request.reference)
-    write(table.tokens, r, request.tokens)
-    write(table.stop_ids, r, (*request.stop_ids, -1)[: table.num_stops], end=table.num_stops)
-    for column, value in (
-        (table.num_tokens, len(request.tokens)),
-        (table.num_reference, len(request.reference)),
-        (table.max_len, request.max_len),
-        (table.finished, RUNNING),
-        (table.max_k, 0 if request.constrained else request.max_k),
-        (table.min_n, spec.prompt_lookup_min),
-        (table.max_n, spec.prompt_lookup_max),
-        (table.tree_width, min(params.tree_width or spec.tree_width, spec.tree_width)),
-        (table.rule, EXACT if request.constrained else RULES.index(params.acceptance or spec.acceptance)),
-        (table.temperature, params.temperature if params.temperature >= GREEDY_BELOW else 0),
-        (table.top_k, max(params.top_k, 0)),
-        (table.top_p, params.top_p),
-        (table.min_p, params.min_p),
-        (table.seed, request.seed),
-        (table.min_len, min(request.num_prompt + params.min_tokens, request.max_len)),
-        (table.repetition, params.repetition_penalty),
-        (table.presence, params.presence_penalty),
-        (table.frequency, params.frequency_penalty),
-        (table.penalized, params.changes_logits),
-    ):
-        column[r].fill_(value)
-    if params.changes_logits:
-        _write_history(table, request)
-
-
 def checked_method(report: RowReport, methods: Sequence[str]) -> str:
     """Return the name of the drafter of a row's drafts, "" without drafts. Raises ValueError if the drafter
     or the match length is out of range, which `propose` cannot check on a GPU without waiting."""
     drafter, match_len = report.drafter, report.match_len
-    if drafter > max(len(methods) - 1, 0) or match_len < 0:
-        name = methods[drafter if drafter < len(methods) else 0]  # `propose` replaces those of the others
+    if not NO_DRAFTER <= drafter < max(len(methods), 1) or match_len < 0:
+        name = methods[
+            drafter if 0 <= drafter < len(methods) else 0
+        ]  # `propose` replaces those of the others
         error = f"{name}.propose returned drafter {drafter} and match_len {match_len}"
         raise ValueError(f"{error}; drafter must be 0 or NO_DRAFTER, match_len at least 0.")
     return methods[drafter] if report.num_drafted else ""
-
-
-def _write_history(table: Table, request: Admission) -> None:
-    """Write the columns of vocabulary size, which only penalties and bias read, from tokens on the device."""
-    r, n, bias = request.row, request.num_prompt, request.params.logit_bias
-    for column in (table.bias, table.in_prompt, table.output_counts):
-        column[r].zero_()
-    if bias:
-        ids = upload(list(bias), torch.int64, table.device)
-        table.bias[r].index_copy_(0, ids, upload(list(bias.values()), torch.float32, table.device))
-    tokens = table.tokens[r, : len(request.tokens)]
-    table.in_prompt[r].index_fill_(0, tokens[:n].long(), True)
-    if len(tokens) > n:  # was preempted
-        table.output_counts[r].index_add_(0, tokens[n:], torch.ones_like(tokens[n:]))

@@ -10,7 +10,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from ..config import EngineConfig
 from ..drafters import Drafter
-from ..kernels.batch import Batch
+from ..kernels.batch import Batch, Chunk
 from ..kernels.launch import find_gpu
 from ..kernels.sampling.sample import sample
 from ..kernels.table import Table
@@ -171,12 +170,11 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
     kv_cache = model.allocate_kv_cache(1, size)
 
     def peak(rows: int, width: int, prefill: bool = False) -> int:
-        ids = torch.arange(rows, dtype=torch.int32, device=device)
-        count = torch.full_like(ids, width)
-        batch = Batch.from_grid(table, ids, max_len - count, count, width, max_len)
+        chunks = [Chunk(row, max_len - width, width) for row in range(rows)]
+        batch = Batch.from_chunks(table, chunks, prefill)
 
         def score() -> None:
-            hidden = model.forward(replace(batch, prefill=prefill), kv_cache)
+            hidden = model.forward(batch, kv_cache)
             if not prefill:
                 sample(model.logits(hidden), table, batch)
 
@@ -189,7 +187,7 @@ def step_bytes(config: EngineConfig, model: Model, drafters: Sequence[Drafter], 
     for part in tqdm(PARTS, desc="Measuring memory", disable=None, leave=False):
         step = max(step, peak(max(max_rows // part, 1), 1), peak(max(drafting // part, 1), k + 1))
         prefill = max(prefill, peak(prompts, -(-tokens // prompts // part), prefill=True))
-    if any(drafter.runs_model for drafter in drafters):  # its logits, twice while they are concatenated
+    if any(drafter.runs_model for drafter in drafters):  # logits that it converts to float32
         step += 2 * max(max_rows, drafting * (k + 1)) * c.vocab_size * model.dtype.itemsize
     return row_bytes(table) + int(MARGIN * (step + max(step, prefill)))
 

@@ -7,33 +7,32 @@ tokens of a row are its last committed token and its drafts. One forward pass sc
 these positions the target samples the next token, and a draft is accepted as long as it equals the token
 sampled at the position before it. The output is therefore the same as without speculation.
 
-A step has one of two layouts. *Padded*: every row has K + 1 tokens and all shapes are known in advance, so
-the step never waits for the device and can be captured (`graphs.py`). *Packed* (the default on a CPU): the
-step reads the drafts on the host, the policy drops unlikely ones, and rows without drafts cost one token.
+Rows are laid out back to back (`kernels/batch.py`). On a GPU, shapes are those of K + 1 tokens per row, and
+the number of tokens in use is known on the device only, so the step never waits and can be captured
+(`graphs.py`). On a CPU, tensors have the size of the tokens, and a drafter that runs a model is skipped if no
+row needs it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..drafters import Drafter, methods
-from ..drafters.estimates import DraftTimes, RowProposal
 from ..drafters.policy import Choice
 from ..kernels.batch import Batch
-from ..kernels.sampling.accept import accept
 from ..kernels.sampling.sample import sample
+from ..kernels.sampling.typical import accept_typical
 from ..kernels.speculation.kv_move import kv_move
-from ..kernels.speculation.proposal import Proposal, lay_out
-from ..kernels.speculation.verify import commit
+from ..kernels.speculation.layout import lay_out
+from ..kernels.speculation.proposal import Proposal
+from ..kernels.speculation.trim import Estimates, trim
+from ..kernels.speculation.verify import Verdict, commit
 from ..kernels.table import Table
 from ..models.decoder import Model, new_states
 from .extension import Extension
-from .messages import STAGES, Stopwatch
-
-CountDrafts = Callable[[list[RowProposal]], list[int]]
-"""Type of `Policy.count_drafts`, which returns the number of drafts to verify for each row."""
+from .stopwatch import STAGES, Stopwatch
 
 
 class StepResult(NamedTuple):
@@ -58,13 +57,14 @@ class Step:
         drafters: Sequence[Drafter],
         extensions: Sequence[Extension],
         exact: bool,
+        estimates: Estimates | None = None,
     ) -> None:
-        """`exact`: all requests use the acceptance rule "exact", so `accept` is skipped."""
+        """`exact`: all requests use the acceptance rule "exact", so `accept_typical` is skipped. `estimates`:
+        the numbers by which drafts are selected for verification; None: all are verified."""
         self.model, self.kv_cache, self.table = model, kv_cache, table
-        self.drafters, self.extensions, self.exact = drafters, extensions, exact
+        self.drafters, self.extensions, self.exact, self.estimates = drafters, extensions, exact, estimates
         # The hidden states that the drafters read, as numbers of layers.
         self.layers = methods.layers_of(drafters, model.config.num_layers)
-        self.draft_times = DraftTimes()
         self.stages = {name: Stopwatch() for name in STAGES}
         self._logits = torch.empty(0)
 
@@ -82,49 +82,64 @@ class Step:
         self._logits = torch.empty(shape, dtype=model.dtype, device=model.device)
 
     @torch.inference_mode()
-    def __call__(
-        self,
-        rows: Tensor,
-        choice: Choice,
-        requested: Sequence[Extension] = (),
-        count_drafts: CountDrafts | None = None,
-    ) -> StepResult:
+    def __call__(self, rows: Tensor, choice: Choice, requested: Sequence[Extension] = ()) -> StepResult:
         """Run a step over the request `rows` [B] int32, -1 for padding. The `requested` extensions take part,
-        along with those that always do. The step is packed if `count_drafts` is given, else padded."""
-        table, packed = self.table, count_drafts is not None
+        along with those that always do."""
         extensions = [each for each in self.extensions if each.always or each in requested]
         with self.stages["propose"]:
-            times = self.draft_times if packed else None
-            proposal = methods.propose(self.drafters, table, rows, choice, times)
-            for extension in extensions if choice.k else ():
-                proposal = extension.propose(table, rows, proposal)
-            if count_drafts is not None and choice.k:
-                proposal = _truncate(rows, proposal, count_drafts)
-            batch = lay_out(table, rows, proposal, packed)
+            proposal = self._propose(rows, choice, extensions)
+            batch = self._lay_out(rows, proposal)
         with self.stages["forward"]:
-            kept, states = new_states(self.model, batch.num_tokens, self.layers)
-            hidden = self.model.forward(batch, self.kv_cache, states)
-            T, shared = len(hidden), self._logits
-            logits = self.model.logits(hidden, shared[:T] if len(shared) >= T else None)
+            logits, states = self._forward(batch)
         with self.stages["verify"]:
-            for extension in extensions:
-                extension.process_logits(logits, batch)
-            targets = sample(logits, table, batch)
-            if not self.exact and batch.max_q_len > 1:
-                targets = accept(targets, logits, table, batch, proposal)
-            verdict = commit(targets, batch, table, proposal)
-            if batch.parents is not None:
-                kv_move(self.kv_cache, verdict, batch)
-            learned = batch
-            for extension in extensions if self.drafters else ():
-                proposal, learned = extension.for_drafters(proposal, learned)
-            methods.learn(self.drafters, table, proposal, learned, verdict)
-            methods.read_hidden_states(self.drafters, table, batch, kept, verdict)
+            targets = self._sample(logits, batch, extensions)
+            verdict = commit(targets, batch, self.table, proposal)
+            self._learn(proposal, batch, verdict, states, extensions)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
+    def _propose(self, rows: Tensor, choice: Choice, extensions: Sequence[Extension]) -> Proposal:
+        min_match = None if self.estimates is None else self.estimates.min_match
+        proposal = methods.propose(self.drafters, self.table, rows, choice.k, choice.model_k, min_match)
+        for extension in extensions if choice.k else ():
+            proposal = extension.propose(self.table, rows, proposal)
+        return proposal
 
-def _truncate(rows: Tensor, proposal: Proposal, count_drafts: CountDrafts) -> Proposal:
-    """Return the proposal with the number of drafts of each row reduced by the policy."""
-    columns = rows, proposal.drafter.clamp(min=0), proposal.num_drafts, proposal.match_len.clamp(min=0)
-    kept = count_drafts(list(map(RowProposal, *(column.tolist() for column in columns))))
-    return proposal._replace(num_drafts=torch.tensor(kept, dtype=torch.int32, device=rows.device))
+    def _lay_out(self, rows: Tensor, proposal: Proposal) -> Batch:
+        """Return the batch of each row's last committed token and the drafts to verify."""
+        table, width = self.table, proposal.drafts.shape[1] + 1
+        q_len = trim(table, rows, proposal, self.estimates)
+        last = (table.num_tokens[rows.clamp(min=0)] - 1).clamp(min=0)
+        return lay_out(table, rows, last, q_len, width, proposal.drafts, proposal.parents)
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the logits [T, V], and the hidden states [T, n * H] that drafters read."""
+        kept, states = new_states(self.model, batch.num_tokens, self.layers)
+        hidden = self.model.forward(batch, self.kv_cache, states)
+        T, shared = len(hidden), self._logits
+        return self.model.logits(hidden, shared[:T] if len(shared) >= T else None, batch.num_used), kept
+
+    def _sample(self, logits: Tensor, batch: Batch, extensions: Sequence[Extension]) -> Tensor:
+        """Return the target's token [T] after each token of the batch."""
+        for extension in extensions:
+            extension.process_logits(logits, batch)
+        targets = sample(logits, self.table, batch)
+        if not self.exact and batch.max_q_len > 1:
+            targets = accept_typical(targets, logits, self.table, batch)
+        return targets
+
+    def _learn(
+        self,
+        proposal: Proposal,
+        batch: Batch,
+        verdict: Verdict,
+        states: Tensor,
+        extensions: Sequence[Extension],
+    ) -> None:
+        """Move the K/V of accepted tree nodes, and update the drafters."""
+        if batch.parents is not None:
+            kv_move(self.kv_cache, verdict, batch)
+        learned = batch
+        for extension in extensions if self.drafters else ():
+            proposal, learned = extension.for_drafters(proposal, learned)
+        methods.learn(self.drafters, self.table, proposal, learned, verdict)
+        methods.read_hidden_states(self.drafters, self.table, batch, states, verdict)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..drafters.estimates import StepCosts
 from ..kernels import MAX_DRAFTS, MAX_TREE_WIDTH
-from ..kernels.batch import Batch
+from ..kernels.batch import Batch, Chunk
 from ..kernels.sampling.sample import sample
 from ..kernels.table import Table
 from ..kernels.transfer import synchronize
@@ -49,16 +49,18 @@ def step_costs(
     """Time steps of all sizes, captured ones if `graphs` is given. Call it before the first request."""
     table = step.table
     if graphs is None:
-        packed = forward_ms(step.model, step.kv_cache, table, table.num_rows * (max_k + 1))
-        return StepCosts(None, packed, step.draft_times, attention_ms(step.model, table, packed))
+        by_tokens = forward_ms(step.model, step.kv_cache, table, table.num_rows * (max_k + 1))
+        attention = attention_ms(step.model, table, by_tokens)
+        return StepCosts({table.num_rows: by_tokens}, attention=attention)
     if graphs.lazy:  # only captured steps can be timed
         graphs.capture_all()
     fill_rows, times = partial(dummy_rows, table, num_blocks), dict[int, dict[int, float]]()
     for bucket in tqdm(graphs.buckets(), desc="Timing steps", disable=None, leave=False):
-        times.setdefault(bucket.batch_size, {})[bucket.k] = replay_ms(graphs, bucket, fill_rows, barrier)
+        num_tokens = bucket.batch_size * (bucket.k + 1)
+        times.setdefault(bucket.batch_size, {})[num_tokens] = replay_ms(graphs, bucket, fill_rows, barrier)
     for row, drafter in product(range(table.num_rows), step.drafters):
         drafter.release(row)  # discard its state from the dummy rows
-    return StepCosts(captured=times)
+    return StepCosts(times, captured=True)
 
 
 @torch.inference_mode()
@@ -70,8 +72,7 @@ def forward_ms(model: Model, kv_cache: Tensor, table: Table, max_tokens: int) ->
     batches = {}
     for n in sizes:
         width = min(n, table.max_context)
-        rows = torch.zeros(-(-n // width), dtype=torch.int32, device=model.device)
-        batches[n] = Batch.from_grid(table, rows, rows, rows + width, width, bound=width)
+        batches[n] = Batch.from_chunks(table, [Chunk(0, 0, width)] * -(-n // width), prefill=False)
     few = {n: batch for n, batch in batches.items() if n <= FEW_TOKENS}
     many = {n: batch for n, batch in batches.items() if n > FEW_TOKENS}
     return _min_ms(model, kv_cache, table, few) | _min_ms(model, kv_cache, table, many)
@@ -94,11 +95,9 @@ def attention_ms(model: Model, table: Table, by_tokens: Mapping[int, float]) -> 
     kv_cache = model.allocate_kv_cache(B * blocks, size).zero_()
     block_table = torch.arange(B * blocks, dtype=torch.int32, device=device).view(B, blocks)
     table = table._replace(block_table=block_table, max_blocks=blocks)
-    rows = torch.arange(B, dtype=torch.int32, device=device)
-    first = torch.full_like(rows, context)
-    counts = {q: torch.full_like(rows, q) for q in ATTENTION_TOKENS}
-    batches = {q: Batch.from_grid(table, rows, first, n, q, context + q) for q, n in counts.items()}
-    times, costs = _min_ms(model, kv_cache, table, batches), StepCosts(packed=by_tokens)
+    chunks = {q: [Chunk(row, context, q) for row in range(B)] for q in ATTENTION_TOKENS}
+    batches = {q: Batch.from_chunks(table, chunks[q], prefill=False) for q in chunks}
+    times, costs = _min_ms(model, kv_cache, table, batches), StepCosts({B: by_tokens})
     few, many = ATTENTION_TOKENS
     low, high = ((times[q] - costs.cost(B, B * q)) / (B * context) for q in ATTENTION_TOKENS)
     query = max(high - low, 0.0) / (many - few)

@@ -2,13 +2,13 @@
 
     admit     write a request and its blocks to a row
     prefill   compute the K/V of prompt chunks
-    step      queue the speculative step (`step.py`) for some rows, captured or packed
+    step      queue the speculative step (`step.py`) for some rows
     fetch     wait for a queued step and return its results
     release   empty a row
 
 They are called by the host (`engine.py`), which does not compute with tensors. Arguments are plain data
-(`messages.py`), so that the same calls can be sent to several workers. The exceptions are the pending step
-passed to `fetch`, and `count_drafts`, a host function that a packed step calls once it has drafts.
+(`messages.py`), so that the same calls can be sent to several workers. The exception is the pending step
+passed to `fetch`.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,19 @@ from ..drafters.estimates import StepCosts
 from ..drafters.methods import captures_steps
 from ..kernels import NO_DRAFTER, STOPPED
 from ..kernels.batch import Batch, Chunk
+from ..kernels.launch import use_triton
 from ..kernels.speculation.report import kept_logprobs
+from ..kernels.speculation.trim import Estimates
 from ..kernels.table import Table
-from ..kernels.transfer import to_host, write
+from ..kernels.transfer import to_host, upload, write
 from ..models.decoder import Model
 from ..models.warm_up import warm_up
 from .extension import Extension
 from .graphs import KS, StepGraphs
-from .messages import Admission, PendingStep, RowResult, StepInput, write_row
+from .messages import Admission, PendingStep, RowResult, StepInput
 from .resources import max_drafts, plan_cache, used_memory, with_device
-from .step import CountDrafts, Step
+from .rows import write_row
+from .step import Step
 from .timing import Barrier, step_costs
 
 
@@ -65,16 +68,19 @@ class Worker:
         )
         self.kv_cache = model.allocate_kv_cache(self.num_blocks, config.block_size)
         captured = captures_steps(config, model, self.drafters)
-        # The index in `methods` of the drafter that runs a model, for which the policy chooses the number of
-        # drafts in advance; NO_DRAFTER if there is none or steps are captured.
-        codes = [code for code, drafter in enumerate(self.drafters) if drafter.runs_model and not captured]
+        # The index in `methods` of the drafter that runs a model; NO_DRAFTER if there is none.
+        codes = [code for code, drafter in enumerate(self.drafters) if drafter.runs_model]
         self.model_drafter = max(codes, default=NO_DRAFTER)
         for drafter in self.drafters:
-            drafter.attach(self.table, self.num_blocks, config.max_num_batched_tokens, may_wait=not captured)
+            drafter.attach(self.table, self.num_blocks, config.max_num_batched_tokens)
         # Bytes in use by purpose, for each device of the model.
         self.memory = [used_memory(model, self.drafters, self.table, self.num_blocks)]
         exact = config.spec.acceptance == "exact"
-        self._step = Step(model, self.kv_cache, self.table, self.drafters, self.extensions, exact)
+        estimates = None
+        if config.spec.num_speculative_tokens == "auto" and self.max_k:
+            num_methods = max(len(self.methods), 1)
+            self._estimates, estimates = Estimates.empty(num_methods, config.max_num_seqs, model.device)
+        self._step = Step(model, self.kv_cache, self.table, self.drafters, self.extensions, exact, estimates)
         self.stages = self._step.stages
         for extension in self.extensions:
             extension.attach(self)
@@ -104,7 +110,6 @@ class Worker:
         """Set the blocks of a row, which are new from index `num_kept` on. The last block is repeated to the
         end of the block table, so that masked reads there never access blocks of other requests."""
         write(self.table.block_table, row, blocks, end=self.table.max_blocks)
-        self.model.zero_blocks(self.kv_cache, blocks[num_kept:])
         for drafter in self.drafters:
             drafter.admit(row, num_tokens, blocks, num_kept)
 
@@ -115,23 +120,25 @@ class Worker:
 
     @with_device
     @torch.inference_mode()
-    def step(self, inputs: StepInput, count_drafts: CountDrafts) -> PendingStep:
-        """Queue a step. If it is packed, `count_drafts` returns how many drafts to verify for each row."""
+    def step(self, inputs: StepInput) -> PendingStep:
+        """Queue a step."""
         for row_blocks in inputs.new_blocks:
             self._set_blocks(*row_blocks)
-        rows, num_top, graphs = inputs.rows, inputs.logprobs, self.graphs
+        rows, num_top, graphs, choice = inputs.rows, inputs.logprobs, self.graphs, inputs.choice
         requested = {each: v for each, v in zip(self.extensions, inputs.extra, strict=True) if v is not None}
-        k = inputs.choice.k
-        bucket = None if graphs is None else graphs.bucket_for(len(rows), k, tuple(requested))
+        bucket = None if graphs is None else graphs.bucket_for(len(rows), choice.k, tuple(requested))
         for extension, value in requested.items():
-            extension.send(value, bucket.k if bucket else k)
-        if graphs is None or bucket is None:
-            on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
-            result = self._step(on_device, inputs.choice, tuple(requested), count_drafts)
-        else:
+            extension.send(value, bucket.k if bucket else choice.k)
+        if numbers := choice.estimates:
+            upload(numbers, torch.float32, self.device, out=self._estimates[: len(numbers)])
+        if use_triton(self.kv_cache):  # on a CPU, the step does this for the rows that a drafter drafts for
             with self.stages["propose"]:
                 for drafter in self.drafters:
                     drafter.catch_up(inputs.drafting)
+        if graphs is None or bucket is None:
+            on_device = torch.tensor(rows, dtype=torch.int32, device=self.device)
+            result = self._step(on_device, choice, tuple(requested))
+        else:
             result = graphs.run(rows, bucket)
         logprobs = kept_logprobs(*result, num_top) if max(num_top) >= 0 else None
         return PendingStep(to_host(result.report), logprobs, num_top)

@@ -1,7 +1,7 @@
 """Base classes of drafters: `Drafter` works on tensors of all rows, `SimpleDrafter` on one row in Python.
 
 A step calls `propose`, verifies the drafts, then calls `learn` and `read_hidden_states`. These calls may be
-captured in a CUDA graph, so they must not synchronize with the device unless `attach` got `may_wait=True`.
+captured in a CUDA graph, so they must not synchronize with a GPU unless the drafter `reads_on_host`.
 Per-request state belongs in device tensors with one entry per request row, plus a last entry that padding
 rows may write to.
 
@@ -66,9 +66,9 @@ class Drafter:
         wrong, FileNotFoundError if a file is missing."""
         return cls()
 
-    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+    def attach(self, table: Table, num_blocks: int, max_tokens: int) -> None:
         """Allocate per-row state and caches; their addresses must not change afterwards. `catch_up` computes
-        at most `max_tokens` tokens per call. If `may_wait`, steps are not captured: `propose` may block."""
+        at most `max_tokens` tokens per call."""
 
     # Called by the host between steps.
 
@@ -80,8 +80,8 @@ class Drafter:
         """Drop the state of a row whose request has finished or was preempted."""
 
     def catch_up(self, rows: Sequence[int]) -> None:
-        """Prefill missing state of the rows of the next step, before `propose`. Called before captured steps;
-        in packed steps only if `runs_model`."""
+        """Prefill missing state of the rows that this drafter may draft for, before `propose`. On a CPU, only
+        called if `runs_model`."""
 
     # Called in a step.
 
@@ -126,7 +126,7 @@ class SimpleDrafter(Drafter):
         """
         raise NotImplementedError(f"{type(self).__name__} must define draft(self, tokens, k).")
 
-    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
+    def attach(self, table: Table, num_blocks: int, max_tokens: int) -> None:
         self._notes: dict[int, dict[str, Any]] = {}
 
     def release(self, row: int) -> None:

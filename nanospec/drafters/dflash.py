@@ -11,16 +11,22 @@ is the distribution of the i-th token after the last committed one.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import SpecConfig
-from ..kernels.batch import Batch
-from ..kernels.layer.residual import Norm, rms_norm
+from ..kernels.batch import MAX_QUERIES, Batch
+from ..kernels.layer.residual import rms_norm
+from ..kernels.layer.rope_cache import rope_cache
+from ..kernels.native import call, packed
+from ..kernels.speculation.layout import lay_out
 from ..kernels.table import Table
-from .checkpoint import DraftCheckpoint
-from .hidden_states import HiddenStateDrafter, Trees
+from ..models.config import ModelConfig
+from ..models.cpu import CompiledModel
+from ..text.validation import check_number
+from .hidden_states import HiddenStateDrafter
 
 
 class DFlashDrafter(HiddenStateDrafter):
@@ -28,31 +34,42 @@ class DFlashDrafter(HiddenStateDrafter):
 
     name = "dflash"
 
-    def __init__(self, spec: SpecConfig, target_vocab: int, loaded: DraftCheckpoint) -> None:
-        self.mask, self.max_depth = loaded.settings["mask_token_id"], loaded.settings["block_size"] - 1
-        super().__init__(spec, target_vocab, loaded)
-        assert loaded.hidden_norm is not None
-        self.hidden_norm = Norm(loaded.hidden_norm, self.model.config.rms_norm_eps)
+    @staticmethod
+    def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        return config.parameter_shapes() | {"hidden_norm.weight": (config.hidden_size,)}
+
+    def _read_settings(self, raw: dict[str, Any], config: ModelConfig, target: ModelConfig) -> None:
+        self.mask = check_number("mask_token_id", raw.get("mask_token_id"), 0, config.vocab_size - 1)
+        self.max_drafts = check_number("block_size", raw.get("block_size"), 2, MAX_QUERIES - 1) - 1
 
     def read_hidden_states(self, table: Table, batch: Batch, hidden: Tensor) -> None:
-        self.model.write_kv_from(rms_norm(self.fc(hidden), self.hidden_norm), batch, self.kv)
+        model, x = self.model, rms_norm(self.fc(hidden), self.hidden_norm)
+        if isinstance(model, CompiledModel):
+            arguments = *model.words(self.kv), *batch.native_args, *packed.row_words(x)
+            call("nanospec_write_kv", *arguments, torch.get_num_threads())
+            return
+        angles = model.angles(batch)
+        for layer, cache in zip(model.layers, self.kv, strict=True):
+            rope_cache(layer.qkv(x), cache, batch, angles[layer.rope], layer.qk_norms)
 
-    def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, trees: Trees) -> Tensor:
-        k = trees.depth.shape[1]
-        depth = min(k, self.max_depth)
+    def _draft(self, table: Table, rows: Tensor, num_drafts: Tensor, k: int) -> Tensor:
+        depth = min(k, self.max_drafts)
         first = table.num_tokens[rows.clamp(min=0)] - 1
-        block = as_block(self._lay_out(table, rows, first, num_drafts, depth + 1))
-        ids = block.input_ids.view(-1, depth + 1).clone()
-        ids[:, 1:].fill_(self.mask)  # an assignment may copy the number from the host
-        hidden = self.model.forward(replace(block, input_ids=ids.flatten()), self.kv)
-        hidden = hidden.view(len(rows), depth + 1, -1)[:, 1:].flatten(0, 1)
-        positions = first[:, None] + 1 + torch.arange(depth, device=rows.device)
-        best = self._best(hidden, table, rows, positions).flatten(1)  # [B, depth * W]
-        return best.gather(1, (trees.depth - 1).clamp(min=0) * self.width + trees.rank)
+        # The last committed token and a mask per draft; none for a row without drafts.
+        q_len = torch.where(num_drafts > 0, num_drafts + 1, 0).int()
+        masks = rows.new_full((len(rows), depth), self.mask)
+        block = as_block(lay_out(table, rows, first, q_len, depth + 1, masks))
+        if not block.num_tokens:
+            return rows.new_zeros(len(rows), k)
+        hidden, i = self.model.forward(block, self.kv), torch.arange(depth, device=rows.device)
+        at = (block.q_start[:, None] + 1 + i).clamp(max=block.num_tokens - 1).flatten()
+        positions = (first[:, None] + 1 + i).flatten()
+        best = self._best(hidden[at], table, rows.repeat_interleave(depth), positions)
+        return F.pad(best.view(len(rows), depth), (0, k - depth))
 
 
 def as_block(batch: Batch) -> Batch:
-    """Return a padded batch of chains with masks in which each query attends to all queries of its row."""
+    """Return a batch with masks in which each query attends to all queries of its row."""
     bits = (1 << batch.q_len.long()) - 1
-    ancestors = bits[:, None].expand(-1, batch.max_q_len).flatten()
-    return replace(batch, ancestors=ancestors.contiguous(), parents=torch.zeros_like(batch.input_ids))
+    ancestors = bits[batch.row_of_token.clamp(min=0)]
+    return replace(batch, ancestors=ancestors, parents=torch.zeros_like(batch.input_ids))

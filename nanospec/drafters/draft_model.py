@@ -24,8 +24,10 @@ from torch import Tensor
 from ..config import SpecConfig
 from ..kernels import NO_DRAFTER
 from ..kernels.batch import Batch, Chunk
+from ..kernels.launch import use_triton
 from ..kernels.sampling.sample import sample
-from ..kernels.speculation.proposal import Proposal, lay_out_text
+from ..kernels.speculation.layout import lay_out
+from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..kernels.transfer import to_host
@@ -57,11 +59,7 @@ class ModelDrafter(Drafter):
     def __init__(self, spec: SpecConfig, model: Model, vocab_size: int) -> None:
         """`vocab_size` is the target's. If the models pad it differently, only common tokens are drafted."""
         self.model, self.vocab_size = model, vocab_size
-        self._keep_logits = spec.acceptance != "exact"
-        # Maximum number of tokens per row in the first forward pass of a step; rows that lack the K/V of more
-        # get no drafts. After a step with its drafts, a row lacks one, or two if all were accepted; more if
-        # n-gram lookup runs first in captured steps.
-        self.first_pass = 2 if len(spec.methods) == 1 else spec.max_k + 2
+        self._max_missing = 2 if len(spec.methods) == 1 else spec.max_k + 2
         per_token, window = model.config.kv_bytes_per_token(model.dtype), model.config.max_position_embeddings
         self.memory = Memory(model.weight_bytes, per_token, window)
 
@@ -75,23 +73,25 @@ class ModelDrafter(Drafter):
         model = load_model(folder, target.model.dtype, target.model.device)
         return cls(spec, model, target.model.config.vocab_size)
 
-    def attach(self, table: Table, num_blocks: int, max_tokens: int, may_wait: bool) -> None:
-        self.table, self.max_tokens, self.may_wait = table, max_tokens, may_wait
-        if may_wait:  # `catch_up` has exact counts and leaves at most two tokens
-            self.first_pass = 2
+    def attach(self, table: Table, num_blocks: int, max_tokens: int) -> None:
+        self.table, self.max_tokens = table, max_tokens
+        self._lags = use_triton(table.tokens)  # whether `catch_up` uses counts of an earlier step
+        # Maximum number of tokens per row in the first forward pass of a step; rows that lack the K/V of more
+        # get no drafts. After a step with its drafts, a row lacks one, or two if all were accepted; more if
+        # n-gram lookup runs first and `catch_up` lags.
+        self.first_pass = self._max_missing if self._lags else 2
         self.kv = self.model.allocate_kv_cache(num_blocks, table.block_size)
         # [S + 1] for S rows: number of tokens with K/V in `kv`; last entry: padding.
         self.computed = torch.full((table.num_rows + 1,), ALL, dtype=torch.int32, device=self.model.device)
         self._states: dict[int, _RowState] = {}
         self._drafted: set[int] = set()
         self._copy = self._start_copy()
-        if not may_wait:
+        if self._lags:
             warm_up(self.model, table, max_tokens, lambda batch: self.model.write_kv(batch, self.kv))
 
     def admit(self, row: int, num_tokens: int, blocks: Sequence[int], num_kept: int) -> None:
         new = blocks[num_kept:]
         self._drafted.difference_update(new)
-        self.model.zero_blocks(self.kv, new)
         if row in self._states:
             self._states[row].blocks = list(blocks)
             return
@@ -106,9 +106,9 @@ class ModelDrafter(Drafter):
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Compute the missing K/V of these rows, except that of the last token and what the first pass of a
-        step computes anyway; at most `max_tokens` tokens in total. With captured steps, the host does not
-        synchronize: it uses counts whose copy was started in the previous call."""
-        if self.may_wait:
+        step computes anyway; at most `max_tokens` tokens in total. The host does not wait for a GPU: it uses
+        counts whose copy was started in the previous call."""
+        if not self._lags:
             self._copy = self._start_copy()
         states, wait = self._copy
         computed, num_tokens = wait()
@@ -130,38 +130,31 @@ class ModelDrafter(Drafter):
             self.computed[batch.rows] = torch.maximum(self.computed[batch.rows], end)
             for row, start, length in chunks:
                 self._note(self._states[row], start + length)
-        if not self.may_wait:
-            self._copy = self._start_copy()
+        self._copy = self._start_copy()
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         num_tokens = table.num_tokens[rows.clamp(min=0)]
-        ready = num_tokens - self.computed[rows] <= self.first_pass
+        computed = self.computed[rows].minimum(num_tokens - 1)
+        ready = num_tokens - computed <= self.first_pass
         num_drafts = torch.where(ready, draft_limits(table, rows, k), 0)
-        width, bound = self.first_pass, None
-        last = num_tokens - 1
-        first = torch.minimum(self.computed[rows], last)
-        count = torch.where(num_drafts > 0, num_tokens - first, 0)
-        if self.may_wait:
-            width, bound = int(count.max()), int(num_tokens.max()) + k
-            if not width:
-                return no_drafts(rows, k)
-        batch = lay_out_text(table, rows, first, count, width, bound)
-        hidden = self._forward(batch)[(batch.q_start + batch.q_len - 1).clamp(min=0)]
-        drafts: list[Tensor] = []
-        logits: list[Tensor] = []
+        missing = torch.where(num_drafts > 0, num_tokens - computed, 0)
+        batch = lay_out(table, rows, computed, missing, self.first_pass)
+        if not batch.num_tokens:
+            return no_drafts(rows, k)
+        drafts = rows.new_zeros(len(rows), k)
+        hidden = self._forward(batch)[batch.last_tokens()]  # [B, H]
         for j in range(k):
-            active = (num_drafts - j).clamp(0, 1)
-            batch = lay_out_text(table, rows, last + j if j else last, active, 1, bound)
-            if j:
-                batch = replace(batch, input_ids=drafts[-1])
-                hidden = self._forward(batch)
-            scores = self.model.logits(hidden)[:, : self.vocab_size]
-            if missing := self.vocab_size - scores.shape[1]:
-                scores = F.pad(scores, (0, missing), value=-torch.inf)
-            logits.append(scores)
-            drafts.append(sample(scores, table, batch).clamp(min=0) * active)
-        proposal = make_proposal(torch.stack(drafts, 1), num_drafts)
-        return proposal._replace(logits=torch.stack(logits, 1)) if self._keep_logits else proposal
+            # The last token, then the drafts: one per row that is still drafting.
+            batch = lay_out(table, rows, num_tokens - 1 + j, (num_drafts > j).int(), 1, drafts)
+            if not batch.num_tokens:
+                break
+            hidden = self._forward(batch) if j else hidden[batch.row_of_token]
+            scores = self.model.logits(hidden, num_used=batch.num_used)[:, : self.vocab_size]
+            if missing_ids := self.vocab_size - scores.shape[1]:
+                scores = F.pad(scores, (0, missing_ids), value=-torch.inf)
+            ids = sample(scores, table, batch).clamp(min=0)[batch.last_tokens()]
+            drafts[:, j] = torch.where(num_drafts > j, ids, 0)
+        return make_proposal(drafts, num_drafts)
 
     def learn(self, table: Table, proposal: Proposal, batch: Batch, verdict: Verdict) -> None:
         # The last draft was never fed to the model.

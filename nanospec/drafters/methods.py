@@ -1,12 +1,10 @@
 """Select, load and run the drafters of an engine: those of a method such as "ngram+draft", or a user's own.
 
 Several drafters run in order, each for the rows that the previous ones have no drafts for: n-gram lookup is
-cheap and accurate where it matches, a model always has drafts. Only the last one may run a model. In packed
-steps its time is measured; the policy limits how many drafts it proposes, and lets them replace those of
-short matches.
+cheap and accurate where it matches, a model always has drafts. Only the last one may run a model. The policy
+limits how many drafts it proposes, and lets them replace those of short matches.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -20,11 +18,12 @@ from torch import Tensor
 from ..config import EngineConfig, SpecConfig
 from ..kernels import NO_DRAFTER
 from ..kernels.batch import Batch
+from ..kernels.launch import use_triton
 from ..kernels.speculation import ngram
-from ..kernels.speculation.proposal import Proposal, draft_limits, lay_out_text, merge
+from ..kernels.speculation.layout import lay_out
+from ..kernels.speculation.proposal import Proposal, draft_limits, merge
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
-from ..kernels.transfer import synchronize
 from ..models.config import ModelConfig
 from ..models.decoder import Model
 from ..models.weights import Split, load_model
@@ -34,8 +33,6 @@ from . import Drafter, Memory, Target, no_drafts
 from .dflash import DFlashDrafter
 from .draft_model import ModelDrafter
 from .eagle3 import Eagle3Drafter
-from .estimates import DraftTimes
-from .policy import Choice
 
 
 class NgramDrafter(Drafter):
@@ -62,8 +59,7 @@ METHODS: dict[str, type[Drafter]] = {
     "ngram": NgramDrafter,
 }
 NAMES = (*METHODS, *(f"ngram+{name}" for name in METHODS if name != "ngram"), "none")
-PER_ROW = ("num_drafts", "match_len", "drafter", "sampled")  # fields of a `Proposal` of shape [B]
-DTYPES = {"logits": torch.float32, "sampled": torch.bool}  # fields of a `Proposal` that are not int32
+PER_ROW = ("num_drafts", "match_len", "drafter")  # fields of a `Proposal` of shape [B]; the others are [B, K]
 
 Drafters = Drafter | str | Sequence[Drafter | str]
 """A drafter, the name of a method, or a sequence of these in the order in which they run."""
@@ -160,37 +156,43 @@ def load_drafters(spec: SpecConfig, target: Target, given: Drafters | None = Non
 
 
 def propose(
-    drafters: Sequence[Drafter], table: Table, rows: Tensor, choice: Choice, times: DraftTimes | None
+    drafters: Sequence[Drafter], table: Table, rows: Tensor, k: int, model_k: int, min_match: Tensor | None
 ) -> Proposal:
-    """Return drafts for each of the rows [B], in `choice.k` columns. `times` records the time of a drafter
-    that runs a model; None in captured steps."""
-    k, merged = choice.k, None
-    if times is not None:
-        times.fade()
+    """Return drafts for each of the rows [B], in k columns. The last drafter proposes at most `model_k`; if
+    it runs a model, its drafts replace those of matches shorter than `min_match`."""
+    merged: Proposal | None = None
     for code, drafter in enumerate(drafters):
-        limit = min(choice.model_k, k) if drafter is drafters[-1] else k
+        limit = min(model_k, k) if drafter is drafters[-1] else k
         if not limit:
             continue
         remaining = rows
         if merged is not None:
             kept = merged.num_drafts > 0
-            if drafter.runs_model and choice.min_match:
+            if drafter.runs_model and min_match is not None:
                 # A match length of 0: the drafts are not from lookup.
-                kept &= (merged.match_len == 0) | (merged.match_len >= rows.new_tensor(choice.min_match))
+                kept &= (merged.match_len == 0) | (merged.match_len >= min_match)
             remaining = torch.where(kept, -1, rows)
-        proposal = _timed(drafter, table, remaining, limit, times)
-        if proposal is None:
-            continue
-        if limit < k:
-            pad = 0, k - limit
-            drafts, source = F.pad(proposal.drafts, pad), F.pad(proposal.source, pad)
-            parents = None if proposal.parents is None else F.pad(proposal.parents, pad)
-            proposal = proposal._replace(drafts=drafts, source=source, parents=parents)
+        if drafter.runs_model and not use_triton(rows):  # on a CPU, reading the rows does not wait
+            remaining = torch.where(draft_limits(table, remaining, limit) > 0, remaining, -1)
+            drafting = [row for row in remaining.tolist() if row >= 0]
+            if not drafting:
+                continue
+            drafter.catch_up(drafting)
+        proposal = _widen(_checked(drafter, table, remaining, limit), k)
         if merged is not None:
             codes = torch.where(proposal.num_drafts > 0, code, no_drafts(rows, 1).drafter)
             proposal = merge(kept | (proposal.num_drafts == 0), merged, proposal._replace(drafter=codes))
         merged = proposal
     return no_drafts(rows, k) if merged is None else merged
+
+
+def _widen(proposal: Proposal, k: int) -> Proposal:
+    """Return a proposal with k columns."""
+    if not (missing := k - proposal.drafts.shape[1]):
+        return proposal
+    drafts, source = F.pad(proposal.drafts, (0, missing)), F.pad(proposal.source, (0, missing))
+    parents = None if proposal.parents is None else F.pad(proposal.parents, (0, missing))
+    return proposal._replace(drafts=drafts, source=source, parents=parents)
 
 
 def layers_of(drafters: Sequence[Drafter], num_layers: int) -> list[int]:
@@ -224,30 +226,17 @@ def read_hidden_states(
     if verdict is not None and batch.parents is None:  # the accepted tokens are the first of each row
         batch = replace(batch, q_len=verdict.num_emitted)
     elif verdict is not None:
-        width = verdict.path.shape[1]
-        index = (batch.q_start[:, None] + verdict.path).flatten()
-        hidden = hidden[index.clamp(max=len(hidden) - 1)]
-        batch = lay_out_text(table, batch.rows, batch.base_len, verdict.num_emitted, width)
+        nodes, width = batch, verdict.path.shape[1]
+        batch = lay_out(table, nodes.rows, nodes.base_len, verdict.num_emitted, width)
+        b = batch.row_of_token
+        i = torch.arange(len(b), device=b.device) - batch.q_start[b]
+        hidden = hidden[
+            (nodes.q_start[b] + verdict.path[b, i.clamp(max=width - 1)]).clamp(max=len(hidden) - 1)
+        ]
     parts = hidden.split([count * hidden.shape[1] // sum(counts) for count in counts], 1)
     for drafter, count, part in zip(drafters, counts, parts, strict=True):
         if count:
             drafter.read_hidden_states(table, batch, part.contiguous())
-
-
-def _timed(drafter: Drafter, table: Table, rows: Tensor, k: int, times: DraftTimes | None) -> Proposal | None:
-    """Return a drafter's proposal. In packed steps, a drafter that runs a model only gets the rows [B] that
-    can use drafts, and its time is recorded in `times`; None if there are no such rows."""
-    if times is None or not drafter.runs_model:
-        return _checked(drafter, table, rows, k)
-    usable = draft_limits(table, rows, k) > 0
-    if not usable.any():
-        return None
-    drafter.catch_up(rows[usable].tolist())
-    start = time.perf_counter()
-    proposal = _checked(drafter, table, torch.where(usable, rows, -1), k)
-    synchronize(rows.device)
-    times.add(len(rows), k, (time.perf_counter() - start) * 1e3)
-    return proposal
 
 
 def _checked(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
@@ -261,13 +250,11 @@ def _checked(drafter: Drafter, table: Table, rows: Tensor, k: int) -> Proposal:
     if not isinstance(proposal, Proposal):
         raise TypeError(f"{drafter.name}.propose returned {shown(proposal)}; it must return a Proposal.")
     for name, part in proposal._asdict().items():
-        dims, dtype = 1 if name in PER_ROW else 3 if name == "logits" else 2, DTYPES.get(name, torch.int32)
-        shape = torch.Size((len(rows), k, table.vocab_size)[:dims])
+        shape = torch.Size((len(rows),) if name in PER_ROW else (len(rows), k))
         kind: list[Any] = [getattr(part, attr, None) for attr in ("shape", "device", "layout", "dtype")]
-        fits = kind[:3] == [shape, rows.device, rows.layout] and torch.can_cast(kind[3], dtype)
+        fits = kind[:3] == [shape, rows.device, rows.layout] and torch.can_cast(kind[3], torch.int32)
         if not fits and not (part is None and name in proposal._field_defaults):
             actual = " ".join(str(each) for each in (type(part).__name__, *kind) if each is not None)
-            expected = f"Tensor {shape} {rows.device} {rows.layout} {dtype}"
+            expected = f"Tensor {shape} {rows.device} {rows.layout} {torch.int32}"
             raise ValueError(f"{drafter.name}.propose returned {name} as {actual}; expected {expected}.")
-    parts = zip(proposal._fields[:6], proposal)
-    return proposal._replace(**{name: part.int().contiguous() for name, part in parts if part is not None})
+    return Proposal._make(None if part is None else part.int().contiguous() for part in proposal)

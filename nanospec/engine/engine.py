@@ -23,6 +23,7 @@ from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels import NAN, launch
 from ..kernels.batch import Chunk
+from ..kernels.speculation.report import RowReport
 from ..outputs import Metrics, SpecStats
 from ..text.tokenizer import OutputText, Tokenizer
 from .history import History
@@ -51,7 +52,9 @@ class Engine:
         shares = config.enable_prefix_caching and "ngram" in worker.methods
         self.history = History(worker.max_model_len if shares and config.spec.prompt_lookup_history else 0)
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
-        self.policy = AutoPolicy(worker.measure(), worker.model_drafter) if auto else Policy()
+        self.policy = Policy()
+        if auto:
+            self.policy = AutoPolicy(worker.measure(), len(worker.methods), worker.model_drafter)
         on_gpu, is_async = worker.device.type == "cuda", config.async_scheduling
         self.lag = int(worker.graphs is not None and (on_gpu if is_async is None else is_async))
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
@@ -222,13 +225,15 @@ class Engine:
             extra=[each.plan(requests, [min(n, k) for n in limits.values()]) for each in self.extensions],
         )
         self.metrics.num_forward_steps += 1
-        pending = self.worker.step(inputs, self.policy.count_drafts)
+        propose, before = self.worker.stages["propose"], self.worker.stages["propose"].seconds
+        pending = self.worker.step(inputs)
+        self.policy.add_time((propose.seconds - before) * 1e3)
         states = [each.on_queued(inputs.rows) for each in self.extensions]
         return QueuedStep(requests, inputs.rows, k, pending, states)
 
     def _collect(self, queued: QueuedStep, results: list[RowResult]) -> list[Request]:
         """Append the results to their requests and release finished ones. Return the requests updated."""
-        updated = []
+        updated, reports = [], dict[int, RowReport]()
         for request, row, result in zip(queued.requests, queued.rows, results, strict=True):
             if request.is_finished:
                 continue  # finished by the host after this step was queued
@@ -236,7 +241,7 @@ class Engine:
             report = result.report
             method = checked_method(report, self.worker.methods)
             if queued.k and request.max_k:
-                self.policy.observe(row, report)
+                reports[row] = report
             kept = request.append(report, result.logprobs)
             for stats in (request.stats, self.metrics.spec):
                 stats.record(report.num_drafted, min(report.num_accepted, kept), kept, method)
@@ -249,4 +254,5 @@ class Engine:
                     self.history.add(request.salt, request.tokens)
                 self._release(request)
                 self.metrics.num_finished += 1
+        self.policy.observe(reports)
         return updated

@@ -15,7 +15,7 @@ from . import create_extensions
 def load_worker(config: EngineConfig, folder: Path, drafter: Drafters | None, tokenizer: Tokenizer) -> Worker:
     """Return the worker for the checkpoint in `folder`; with tensor parallelism, the worker of rank 0."""
     if config.tensor_parallel_size > 1:
-        from .tensor_parallel.launch import lead
+        from .tensor_parallel.launcher import lead
 
         return lead(config, folder, drafter, tokenizer)
     device = resolve_device(config.device)

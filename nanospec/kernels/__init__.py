@@ -1,5 +1,5 @@
 """The hot path, about one operation per file. In most, `naive` is the specification in plain PyTorch,
-`launch` the Triton kernel (that of `attention` is in `paged_tree`, that of `sample` in `scan`), and `native`,
+`launch` the Triton kernel (that of `attention` is in `paged`, that of `sample` in `scan`), and `native`,
 if any, the C++ on a CPU. This package depends on torch and triton only and does not import the engine.
 
 * `batch`, `table`: the tokens of a step, and the request rows that it reads and writes. Operations take
@@ -7,7 +7,7 @@ if any, the C++ on a CPU. This package depends on torch and triton only and does
 * `layer/`: the operations of a decoder layer.
 * `speculation/`: propose drafts, lay out the batch that scores them, verify and commit them, move the keys
   and values of accepted tree nodes, and report the results of a step and log-probabilities to the host.
-* `sampling/`: draw the target's tokens; the acceptance rules other than equality.
+* `sampling/`: draw the target's tokens; typical acceptance.
 * `transfer`: copies between host and device that do not synchronize.
 * `native/`: C++ for CPUs: n-gram lookup, layout, forward pass (bfloat16), sampling, token masks, commit.
 * `launch`: selects the implementation of an operation; helpers that kernel launchers share.
@@ -25,8 +25,6 @@ MAX_TREE_WIDTH = 8  # branches at the root of a draft tree
 MAX_STOP_IDS = 32  # per request, including end-of-sequence tokens
 
 RUNNING, STOPPED, LENGTH, NAN = 0, 1, 2, 3  # Table.finished: why a request ended
-EXACT, REJECTION, TYPICAL = 0, 1, 2  # Table.rule: the acceptance rule, see `sampling/accept.py`
-RULES = ("exact", "rejection", "typical")  # the names of these codes
 NO_DRAFTER = -1  # Proposal.drafter: no drafts
 # Proposal.source if not an index of the text: the target's token; generated, not copied; FROM_REFERENCE - i:
 # copied from index i of the row's reference.

@@ -28,7 +28,7 @@ class Table(NamedTuple):
     min_n: Tensor  # [S] int32, shortest n-gram to look up
     max_n: Tensor  # [S] int32, longest n-gram to look up
     tree_width: Tensor  # [S] int32, maximum number of branches in a draft tree
-    rule: Tensor  # [S] int8, acceptance rule: EXACT, REJECTION or TYPICAL
+    typical: Tensor  # [S] bool, whether drafts are accepted by `sampling/typical.py`
     temperature: Tensor  # [S] float32
     top_k: Tensor  # [S] int32, 0 disables it
     top_p: Tensor  # [S] float32
@@ -60,8 +60,7 @@ class Table(NamedTuple):
         widths |= dict.fromkeys(("bias", "in_prompt", "output_counts"), vocab_size)
         floats = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias")
         dtypes = dict.fromkeys(floats, torch.float32) | {"seed": torch.int64}
-        dtypes |= dict.fromkeys(("finished", "rule"), torch.int8)
-        dtypes |= dict.fromkeys(("penalized", "in_prompt"), torch.bool)
+        dtypes |= {"finished": torch.int8} | dict.fromkeys(("typical", "penalized", "in_prompt"), torch.bool)
 
         def zeros(name: str) -> Tensor:
             shape = (num_rows, widths[name]) if name in widths else (num_rows,)

@@ -75,10 +75,6 @@ class ModelConfig:
     logit_softcap: float | None = None  # the same for the logits
     embedding_scale: float = 1.0  # embeddings are multiplied by it, rounded to the compute dtype
     tie_word_embeddings: bool = False  # lm_head shares the weight of the embedding
-    # For a drafter of one layer (EAGLE-3): the residual stream begins with inputs [T, H], or their norm if
-    # `norm_before_residual`, and q, k and v are computed from the norms of both the embedding and these.
-    has_inputs: bool = False
-    norm_before_residual: bool = False
     dtype: str = "float32"  # one of `DTYPES`; that of the checkpoint, according to its config
 
     def __post_init__(self) -> None:
@@ -98,14 +94,13 @@ class ModelConfig:
         """Return the shapes of all tensors by name, in order of use. Names are those of Llama checkpoints;
         `families/` maps others to them. Weights of norms are plain factors (Gemma stores w - 1)."""
         H, I, D = self.hidden_size, self.intermediate_size, self.head_dim  # noqa: E741
-        q, kv, wide = self.num_heads * D, self.num_kv_heads * D, H * (2 if self.has_inputs else 1)
+        q, kv = self.num_heads * D, self.num_kv_heads * D
         head_norms = [("self_attn.q_norm", (D,), False), ("self_attn.k_norm", (D,), False)]
         layer: list[tuple[str, tuple[int, ...], bool]] = [  # name, shape of the weight, whether it has a bias
             ("input_layernorm", (H,), False),
-            *([("hidden_norm", (H,), False)] if self.has_inputs else []),
-            ("self_attn.q_proj", (q, wide), self.qkv_bias),
-            ("self_attn.k_proj", (kv, wide), self.qkv_bias),
-            ("self_attn.v_proj", (kv, wide), self.qkv_bias),
+            ("self_attn.q_proj", (q, H), self.qkv_bias),
+            ("self_attn.k_proj", (kv, H), self.qkv_bias),
+            ("self_attn.v_proj", (kv, H), self.qkv_bias),
             *(head_norms if self.qk_norm else []),
             ("self_attn.o_proj", (H, q), self.o_bias),
             *([("self_attn.out_norm", (H,), False)] if self.out_norms else []),

@@ -1,7 +1,5 @@
 """The model in bfloat16 on CPUs: `kernels/native/decoder.cpp` runs the whole forward pass in one call."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,15 +40,12 @@ class CompiledModel(Model):
         self._model = words(
             c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size,
             *map(packed.double, (c.rms_norm_eps, scalar, c.attention_softcap or 0, self.embedding_scale)),
-            c.gate == "gelu", *embedding.words(), self._norm(self.norm), self._norm(self.inputs_norm),
-            c.norm_before_residual, self._layers.buffer_info()[0],
+            c.gate == "gelu", *embedding.words(), self._norm(self.norm), self._layers.buffer_info()[0],
         )  # fmt: skip
 
-    def forward(
-        self, batch: Batch, kv_cache: Tensor, states: States = (), inputs: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, states: States = ()) -> Tensor:
         hidden = packed.empty_rows(batch.num_tokens, self.config.hidden_size)
-        self._run(batch, kv_cache, hidden, states, inputs)
+        self._run(batch, kv_cache, hidden, states)
         return hidden
 
     def write_kv(self, batch: Batch, kv_cache: Tensor, states: States = ()) -> None:
@@ -59,37 +54,20 @@ class CompiledModel(Model):
         else:  # without an output, the last layer stops after its keys and values
             self._run(batch, kv_cache, None, states)
 
-    def write_kv_from(self, x: Tensor, batch: Batch, kv_cache: Tensor) -> None:
-        call(
-            "nanospec_write_kv", self._model.buffer_info()[0], *batch.native_args,
-            *packed.cache_words(kv_cache), *packed.row_words(x), torch.get_num_threads(),
-        )  # fmt: skip
-
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
         """Allocate a KV cache of zeros, in which each block is contiguous, on large memory pages."""
         c = self.config
         shape = packed.tiled_shape(num_blocks, c.num_layers, c.num_kv_heads, block_size, c.head_dim)
         return packed.zeros_on_demand(shape, self.dtype, large_pages=True)
 
-    def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Do nothing: the cache never contains NaN (`Head.finite` in cache.h)."""
-
-    def drafter_words(self, kv_cache: Tensor) -> tuple[NativeArg, ...]:
-        """Return this model and a KV cache of it as the first arguments of C++ functions of a drafter."""
+    def words(self, kv_cache: Tensor) -> tuple[NativeArg, ...]:
+        """Return this model and a KV cache of it as the first arguments of C++ functions."""
         return self._model.buffer_info()[0], *packed.cache_words(kv_cache)
 
-    def _run(
-        self,
-        batch: Batch,
-        kv_cache: Tensor,
-        hidden: Tensor | None,
-        states: States = (),
-        inputs: Tensor | None = None,
-    ) -> None:
+    def _run(self, batch: Batch, kv_cache: Tensor, hidden: Tensor | None, states: States) -> None:
         kept = words(*(word for n, rows in states for word in (n, *packed.row_words(rows))))
         call(
-            "nanospec_forward", self._model.buffer_info()[0], *batch.native_args,
-            *packed.cache_words(kv_cache), *packed.row_words(hidden), *packed.row_words(inputs),
+            "nanospec_forward", *self.words(kv_cache), *batch.native_args, *packed.row_words(hidden),
             kept.buffer_info()[0], len(states), torch.get_num_threads(),
         )  # fmt: skip
 
@@ -103,11 +81,16 @@ class CompiledModel(Model):
         return *map(self._norm, norms), *weights, layer.window, self.cos_sin[layer.rope]
 
     def _norm(self, norm: Norm | None) -> Tensor | None:
-        """Return the weight of a norm in float32, padded to whole vectors, for structs.h."""
+        """Return `padded_norm` of a norm, which this model keeps."""
         if norm is None:
             return None
-        self._norms.append(F.pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
+        self._norms.append(padded_norm(norm))
         return self._norms[-1]
+
+
+def padded_norm(norm: Norm) -> Tensor:
+    """Return the weight of a norm in float32, padded to whole vectors, for structs.h."""
+    return F.pad(norm.weight.float(), (0, -len(norm.weight) % LANES))
 
 
 def model_class(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> type[Model]:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.batch import Batch
-from ..kernels.launch import use_triton
-from ..kernels.layer.attention import AttentionMetadata, attention
+from ..kernels.layer.attention import attention
 from ..kernels.layer.linear import Linear, make_linear
 from ..kernels.layer.quantized import Quantized, concatenate
-from ..kernels.layer.residual import Norm, Residual, embed, look_up, rms_norm
+from ..kernels.layer.residual import Norm, Residual, embed, rms_norm
 from ..kernels.layer.rope_cache import rope_cache
 from ..kernels.native.packed import zeros_on_demand
 from .config import ModelConfig, Rope, cos_sin_table
@@ -66,25 +65,17 @@ class Layer:
         return self.qkv, self.o, self.gate_up, self.down
 
     def __call__(
-        self,
-        residual: Residual,
-        cache: Tensor,
-        angles: Tensor,
-        metadata: AttentionMetadata,
-        next_norm: Norm,
-        inputs: Tensor | None = None,
+        self, residual: Residual, cache: Tensor, angles: Tensor, batch: Batch, next_norm: Norm
     ) -> Residual:
         """Run the layer on the residual stream x [T, H] with its cache [2, Hkv, num_blocks, block_size, D].
 
         x += o(attention(rope(qkv(input_norm(x))))), then x += down(gate(gate_up(post_norm(x)))). On a GPU the
         addition also computes what the next RMSNorm needs, so `next_norm` is the next layer's first norm.
-        `inputs` [T, 2 H] replaces input_norm(x) in models with `config.has_inputs`.
         """
         c = self.config
-        # norm(x) @ W.T: [T, (Hq + 2 Hkv) * D]: q, k and v heads
-        qkv = self.qkv.after_norm(residual) if inputs is None else self.qkv(inputs)
-        q = rope_cache(qkv, cache, metadata.batch, angles, self.qk_norms)  # [T, Hq, D]; k, v go to the cache
-        out = attention(q, cache, metadata, c.attention_scale, c.attention_softcap).flatten(1)  # [T, Hq * D]
+        qkv = self.qkv.after_norm(residual)  # norm(x) @ W.T: [T, (Hq + 2 Hkv) * D]: q, k and v heads
+        q = rope_cache(qkv, cache, batch, angles, self.qk_norms)  # [T, Hq, D]; k, v go to the cache
+        out = attention(q, cache, batch, self.window, c.attention_scale, c.attention_softcap).flatten(1)
         residual = self.o.add_to(residual, out, self.post_norm, self.o_norm)  # x + o_norm(out @ W.T)
         h = self.gate_up.gated(residual, c.gate)  # silu(gate) * up of norm(x) @ W.T: [T, I]
         return self.down.add_to(residual, h, next_norm, self.down_norm)  # x + down_norm(h @ W.T)
@@ -94,6 +85,10 @@ class Model:
     """A decoder with its weights loaded; see the module docstring."""
 
     num_devices = 1  # devices that the weights are split across
+    # [V, H], or this device's rows. The embedding is a Tensor, or an object with `rows(ids)` such as a
+    # `Linear`; if tied, it shares memory with lm_head unless that is repacked.
+    embedding: Any
+    lm_head: Linear
 
     def __init__(
         self,
@@ -120,79 +115,53 @@ class Model:
             for rope in set(config.ropes)
         }
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
-        # embedding, lm_head: [V, H], or this device's rows. The embedding is a Tensor, or an object with
-        # `rows(ids)` such as a `Linear`; if tied, it shares memory with lm_head unless that is repacked.
-        self.embedding: Any
-        self.lm_head: Linear
         if vocabulary is not None:
             self.embedding, self.lm_head = vocabulary.embedding, vocabulary.lm_head
         else:
-            self.embedding, is_tied = tensor("model.embed_tokens.weight"), config.tie_word_embeddings
-            self.lm_head = make_linear(self.embedding if is_tied else tensor("lm_head.weight"))
-            if isinstance(self.embedding, Quantized):
-                self.embedding = self.lm_head if is_tied else make_linear(self.embedding)
-            if self.embedding is not self.lm_head and self.embedding is not self.lm_head.unpacked_weight:
-                self.weight_bytes += self.embedding.nbytes
+            self._load_vocabulary(tensor)
         self.layers = [Layer(config, i, tensor) for i in range(config.num_layers)]
         self.norm = Norm(tensor("model.norm.weight"), config.rms_norm_eps)
-        self.inputs_norm = None
-        if config.has_inputs:
-            self.inputs_norm = Norm(tensor("model.layers.0.hidden_norm.weight"), config.rms_norm_eps)
         self.weight_bytes += sum(linear.nbytes for linear in self.linears[: -1 if vocabulary else None])
+
+    def _load_vocabulary(self, get: GetWeight) -> None:
+        """Load `embedding` and `lm_head`."""
+        self.embedding, is_tied = get("model.embed_tokens.weight"), self.config.tie_word_embeddings
+        self.lm_head = make_linear(self.embedding if is_tied else get("lm_head.weight"))
+        if isinstance(self.embedding, Quantized):
+            self.embedding = self.lm_head if is_tied else make_linear(self.embedding)
+        if self.embedding is not self.lm_head and self.embedding is not self.lm_head.unpacked_weight:
+            self.weight_bytes += self.embedding.nbytes
 
     @property
     def linears(self) -> list[Linear]:
         """The matrix products of a step; the last one is lm_head."""
         return [*(linear for layer in self.layers for linear in layer.linears), self.lm_head]
 
-    def forward(
-        self, batch: Batch, kv_cache: Tensor, states: States = (), inputs: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: Tensor, states: States = ()) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm, and write its keys and values to
-        the cache. Padding tokens need ids in the vocabulary; their hidden states are undefined. Models with
-        `config.has_inputs` need `inputs` [T, H]."""
-        angles = self._angles(batch)
-        metadata = {w: AttentionMetadata(batch, w) for w in set(self.config.windows)}
+        the cache. The hidden states of unused tokens are undefined."""
+        angles = self.angles(batch)
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
-        wide = None
-        if inputs is None:
-            residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale)
-        else:
-            wide = self.wide_inputs(batch.input_ids, inputs)
-            start = wide[:, inputs.shape[1] :].contiguous() if self.config.norm_before_residual else inputs
-            residual = Residual(start, norms[0])
+        residual = embed(batch.input_ids, self.embedding, norms[0], self.embedding_scale, batch.num_used)
         for n, (layer, cache, norm) in enumerate(zip(self.layers, kv_cache, norms[1:], strict=True)):
             _keep(residual, n, states)
-            residual = layer(residual, cache, angles[layer.rope], metadata[layer.window], norm, wide)
+            residual = layer(residual, cache, angles[layer.rope], batch, norm)
         _keep(residual, len(self.layers), states)
         return rms_norm(residual.x, self.norm)
-
-    def wide_inputs(self, ids: Tensor, inputs: Tensor) -> Tensor:
-        """Return [T, 2 H], the norms of the embeddings of `ids` [T] and of `inputs` [T, H]."""
-        assert self.inputs_norm is not None
-        embeddings = look_up(ids, self.embedding) * self.embedding_scale
-        normed = rms_norm(embeddings, self.layers[0].input_norm), rms_norm(inputs, self.inputs_norm)
-        return torch.cat(normed, 1)
 
     def write_kv(self, batch: Batch, kv_cache: Tensor, states: States = ()) -> None:
         """Only write the keys and values of a batch, and `states` (prefill); `cpu.py` skips the rest of the
         last layer."""
         self.forward(batch, kv_cache, states)
 
-    def write_kv_from(self, x: Tensor, batch: Batch, kv_cache: Tensor) -> None:
-        """Write the keys and values that each layer computes from x [T, H], or [T, 2 H] in models with
-        `config.has_inputs`, instead of from its own normalized input."""
-        angles = self._angles(batch)
-        for layer, cache in zip(self.layers, kv_cache, strict=True):
-            rope_cache(layer.qkv(x), cache, batch, angles[layer.rope], layer.qk_norms)
-
-    def _angles(self, batch: Batch) -> dict[Rope, Tensor]:
+    def angles(self, batch: Batch) -> dict[Rope, Tensor]:
+        """Return cos and sin of the RoPE angles of each token [T, D]."""
         return {rope: table.index_select(0, batch.positions) for rope, table in self.cos_sin.items()}
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None, num_used: Tensor | None = None) -> Tensor:
         """Return the logits of the next token from hidden states of `forward`: [N, H] -> [N, V], written to
-        `out` if given."""
-        logits = self.lm_head(hidden, out)
+        `out` if given. `num_used`: see `Batch`."""
+        logits = self.lm_head(hidden, out, num_used)
         if (cap := self.config.logit_softcap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
@@ -202,12 +171,6 @@ class Model:
         c = self.config
         shape = c.num_layers, 2, c.num_kv_heads, num_blocks, block_size, c.head_dim
         return zeros_on_demand(shape, self.dtype, self.device)
-
-    def zero_blocks(self, kv_cache: Tensor, blocks: Sequence[int]) -> None:
-        """Zero reallocated blocks: `naive` attention multiplies masked values by 0, which does not remove NaN
-        left by the previous request."""
-        if not use_triton(kv_cache):
-            kv_cache[:, :, :, list(blocks)] = 0
 
 
 def new_states(model: Model, num_tokens: int, layers: Sequence[int]) -> tuple[Tensor, States]:

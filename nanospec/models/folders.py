@@ -77,8 +77,8 @@ def default_drafter(model_folder: Path) -> Path:
         if (path / "config.json").is_file():
             return path
     raise ValueError(
-        f"no drafter found for {model_folder.name!r}; set draft_model to its folder or hub id (train an "
-        f"EAGLE-3 drafter with: {program()} train --model MODEL --text FILE)."
+        f"no drafter found for {model_folder.name!r}; set draft_model to its folder or hub id "
+        "(examples/train_eagle3.py trains an EAGLE-3 drafter)."
     )
 
 

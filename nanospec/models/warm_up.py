@@ -1,7 +1,8 @@
 """Compile the kernels of prompts before the first request.
 
 Capturing a step compiles its kernels, but a prompt chunk can have any number of tokens. The tiling of a
-product depends on it, and attention on the queries per row and on whether programs share a long context.
+product depends on it, attention on the queries per row and on whether programs share a long context, and all
+kernels on whether they use dependent launch.
 """
 
 from collections.abc import Callable, Hashable
@@ -43,7 +44,7 @@ def chunk_sizes(model: Model, limit: int) -> list[int]:
 
     def kernels_of(T: int) -> Hashable:
         tilings = (choose_tiling(T, *w.shape, gpu, model.dtype.itemsize, w.itemsize) for w in weights)
-        return split_kv(1, T, T, heads, gpu).columns, *tilings
+        return gpu.uses_pdl(T), split_kv(1, T, T, heads, gpu).columns, *tilings
 
     # The smallest of each class, and the limit, as tensor parallelism reduces long chunks in slices.
     return sorted({limit, *{kernels_of(T): T for T in range(limit, 0, -1)}.values()})

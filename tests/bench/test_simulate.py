@@ -10,9 +10,9 @@ from bench.traces import MAX_DRAFTS, replay, synthetic
 from nanospec.drafters.estimates import StepCosts
 
 COSTS: dict[str, Callable[[int], StepCosts]] = {  # of packed or captured steps of B rows
-    "cpu": lambda B: StepCosts(packed=simulate.CPU_MS),
-    "linear": lambda B: StepCosts(packed={1 << i: 10.0 * (1 << i) for i in range(11)}),
-    "flat": lambda B: StepCosts(captured={B: {K: 10 + 0.001 * B * (K + 1) for K in simulate.KS}}),
+    "cpu": lambda B: StepCosts({B: simulate.CPU_MS}),
+    "linear": lambda B: StepCosts({B: {1 << i: 10.0 * (1 << i) for i in range(11)}}),
+    "flat": lambda B: StepCosts({B: {B * (K + 1): 10 + 0.001 * B * (K + 1) for K in simulate.KS}}, True),
     "packed": lambda B: simulate.packed_costs("qwen3-8b", B, Machine()),
     "recorded": lambda B: simulate.recorded_costs("qwen3-8b", (B,), Machine()),
 }

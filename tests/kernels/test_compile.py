@@ -84,6 +84,9 @@ def test_loads_overlap_with_products_and_launches(compiled: tuple[list[Row], Row
             assert row["narrowest"] in ((4, 8) if row["kernel"] == "quantized" else (None, 16)), what
             assert row["in_flight"] >= row["per_step"] > 0, what
         order = row["order"].split()
+        if "PDL=False" in row["constants"]:
+            assert not {"wait", "trigger"} & {*order}, what
+            continue
         if row["function"] == "_rope_cache":  # the attention kernel after it reads before it waits
             assert order.index("wait") < order.index("trigger") < order.index("read"), what
         else:

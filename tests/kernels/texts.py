@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.launch import forced
-from nanospec.kernels.layer import paged_tree, split_kv
-from nanospec.kernels.layer.attention import AttentionMetadata, attention
+from nanospec.kernels.layer import paged, split_kv
+from nanospec.kernels.layer.attention import attention
 from tests.kernels.batches import ints, make_batch
 
 SCALE = 0.1  # of the scores
@@ -88,18 +88,17 @@ class Texts:
     ) -> Tensor:  # fmt: skip
         """Return the kernel's output without padding, on the CPU."""
         batch, q = self.batch(parts, **layout)  # type: ignore[arg-type]
-        metadata = AttentionMetadata(on(batch, device), window)
+        q, cache = q.to(device), self.cache.to(device)
         with forced("triton"):
-            out = attention(q.to(device), self.cache.to(device), metadata, SCALE, self.softcap)
+            out = attention(q, cache, on(batch, device), window, SCALE, self.softcap)
         return scored(batch, out.cpu())
 
     def expected(self, parts: Sequence[Part], window: int | None = None, **layout: object) -> Tensor:
-        """Return the output of `naive` in float64, with NaN replaced, since it reads whole blocks."""
-        clean = Texts(self.q.double(), self.cache.double().nan_to_num(), self.block_table.clamp(min=0))
-        batch, q = clean.batch(parts, **layout)  # type: ignore[arg-type]
+        """Return the output of `naive` in float64."""
+        wide = Texts(self.q.double(), self.cache.double(), self.block_table)
+        batch, q = wide.batch(parts, **layout)  # type: ignore[arg-type]
         with forced("naive"):
-            metadata = AttentionMetadata(batch, window)
-            out = attention(q.nan_to_num(), clean.cache, metadata, SCALE, self.softcap)
+            out = attention(q, wide.cache, batch, window, SCALE, self.softcap)
         return scored(batch, out)
 
 
@@ -110,7 +109,7 @@ def divide(monkeypatch: pytest.MonkeyPatch, programs: int, max_tiles: int = 0) -
     def chosen(*shape: Any) -> split_kv.Split:
         return split(*shape)._replace(programs=programs, max_tiles=max_tiles, units=units)
 
-    monkeypatch.setattr(paged_tree, "split_kv", chosen)
+    monkeypatch.setattr(paged, "split_kv", chosen)
 
 
 def on(batch: Batch, device: str | torch.device) -> Batch:

@@ -249,7 +249,7 @@ def test_drafters_are_loaded(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     tokenizer.write_text(re.sub('"q": *16', '"q":99', tokenizer.read_text()))
     for fields, error, words in (
         ({"method": "draft", "draft_model": "other"}, ValueError, "'q' is 16 in the target's and 99 in the"),
-        ({"method": "dflash"}, ValueError, "EAGLE-3 drafter with: .* train --model"),
+        ({"method": "dflash"}, ValueError, "no drafter found for .*; set draft_model to"),
         ({"drafter": Alphabet}, ValueError, "drafter=Alphabet is a class"),
     ):
         with pytest.raises(error, match=words):

@@ -19,7 +19,7 @@ LENGTH = 12
 TOLERANCE = 2e-4  # log-probabilities of these models reach -15
 SETUPS: dict[str, dict[str, Any]] = {
     "trees": {"method": "ngram", "tree_width": 3}, "draft": {"method": "draft"},
-    "drafts rejected": {"method": "draft", "acceptance": "rejection"},
+    "typical acceptance": {"method": "draft", "acceptance": "typical"},
     "blocks in trees": {"method": "ngram+dflash", "tree_width": 3},
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Parse the lines of a batch, in nanospec's format or OpenAI's (`docs/batches.md`).
+"""Parse the requests of a batch and format its results, in nanospec's format or OpenAI's (`docs/batches.md`).
 
 Lines end at "\\n" alone. All lines are read and checked before a model is loaded.
 """
@@ -13,13 +13,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import count
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ...config import SamplingParams
 from ...text.validation import shown
 from ..json_input import strict_json
-from ..openai_format import CHAT, COMPLETIONS, translate_request
+from ..openai_format import CHAT, COMPLETIONS, choice, response_header, translate_request, usage
 from ..tasks import ONE_OF, Task, parse_task
+
+if TYPE_CHECKING:
+    from ...outputs import RequestOutput
+    from ...text.tokenizer import Tokenizer
 
 MAX_LINE = 32 << 20  # bytes; several times the longest context lengths
 NAMES = ("custom_id", "id")  # the user's names for a request, copied to its result
@@ -127,3 +131,43 @@ def _from_openai(line: Mapping[str, Any], defaults: Defaults) -> Task:
     if not defaults.sets_max_tokens:
         params = replace(params, max_tokens=None if url == CHAT else SamplingParams.max_tokens)
     return replace(parse_task(request, params, defaults.system, raw=True, known=NAMES), url=url)
+
+
+def result_prefix(task: Task) -> bytes:
+    """Return the start of a task's result, up to and including the first `", `."""
+    if task.url:
+        return f'{{"id": "batch_req_{task.key}", '.encode()
+    return f'{{"index": {task.index}, "key": "{task.key}", '.encode()
+
+
+def result_line(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> bytes:
+    """Return the result of a request as a line in the request's format."""
+    if task.url:
+        line = _to_openai(task, output, model, tokenizer)
+    else:
+        line = {"index": task.index, "key": task.key, **task.names, **output.outputs[0].to_dict()}
+        if len(output.outputs) > 1:
+            line["outputs"] = [completion.to_dict() for completion in output.outputs]
+    text = json.dumps(line, ensure_ascii=False) + "\n"
+    return text.encode(errors="backslashreplace")  # unpaired surrogates in a name become JSON escapes
+
+
+def _to_openai(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    error, number = next((done.error for done in output.outputs if done.error), None), task.params.logprobs
+    body = {
+        **response_header(task.url, output.request_id, model),
+        "choices": [choice(task.url, done, number, tokenizer, task.parser) for done in output.outputs],
+        "usage": usage(len(output.prompt_token_ids), output.outputs, len(output.outputs)),
+    }
+    response = {"status_code": 200, "request_id": output.request_id, "body": body}
+    return {
+        "id": f"batch_req_{task.key}",
+        "custom_id": task.names.get("custom_id"),
+        "response": None if error else response,
+        "error": {"code": "engine_error", "message": error} if error else None,
+    }
+
+
+def num_tokens(output: RequestOutput) -> int:
+    """Return the total number of tokens in the outputs of a request."""
+    return sum(len(done.token_ids) for done in output.outputs)

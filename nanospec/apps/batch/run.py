@@ -1,9 +1,8 @@
 """Run a batch: read a file of requests and write a file of results, both JSON Lines (`docs/batches.md`).
 
-Results are written as requests finish. Each starts with the key of its request (`Task.key`), a fingerprint of
-the line, parameters and model, so rerunning an interrupted batch only runs requests without a result. A file
-with other content is rejected and left unchanged; only an incomplete last line is removed. The file is locked
-against other processes while it is written.
+Results are written to a locked file as requests finish. Each starts with the key of its request (`Task.key`),
+a fingerprint of the line, parameters and model, so rerunning an interrupted batch only runs requests without
+a result. A file with other content is rejected and left unchanged; only an incomplete last line is removed.
 """
 
 from __future__ import annotations
@@ -11,33 +10,28 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
 
 from ...config import EngineConfig, SamplingParams
-from ..openai_format import choice, response_header, usage
 from ..options import fields_set, in_flags
 from ..tasks import Task, encode
-from .lines import Defaults, LineError, line_name, read_tasks
+from .lines import Defaults, LineError, line_name, num_tokens, read_tasks, result_line, result_prefix
 
 if TYPE_CHECKING:
     from ...llm import LLM
     from ...outputs import RequestOutput
-    from ...text.tokenizer import Tokenizer
 
-Check = Callable[[Sequence[int], SamplingParams], SamplingParams]  # raises ValueError if a request cannot run
-Line = tuple[Task, list[int], SamplingParams]  # task, prompt as token ids, parameters with a seed
-MAX_PREFIX = 64  # bytes; longer than any `result_prefix`
+Line = tuple[Task, list[int]]  # a task with a seed, and its prompt as token ids
 
 
 @dataclass
@@ -49,8 +43,7 @@ class Batch:
     tasks: list[Task]
     done: set[int]  # indices of the tasks with a result from an earlier run
     file: BinaryIO
-    written: int = 0  # number of results of this run
-    tokens: int = 0  # number of tokens in these results
+    tokens: int = 0  # number of tokens in the results of this run
     seconds: float = 0.0
 
     @property
@@ -59,17 +52,11 @@ class Batch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Show a progress bar and measure the time. Adds the number of results to a KeyboardInterrupt."""
+        """Show a progress bar and measure the time."""
         start = time.perf_counter()
         with tqdm(total=len(self.tasks), initial=len(self.done), unit="request", disable=None) as self._bar:
-            try:
-                yield
-            except KeyboardInterrupt:
-                hint = "" if self.output == "-" else "; rerun the command to continue"
-                done = len(self.done) + self.written
-                raise KeyboardInterrupt(f"{done} of {len(self.tasks)} requests are done{hint}") from None
-            finally:
-                self.seconds = time.perf_counter() - start
+            yield
+        self.seconds = time.perf_counter() - start
 
     def write(self, line: bytes, tokens: int) -> None:
         """Append a result. Raises OSError with the file's name; the next run removes an incomplete line."""
@@ -83,7 +70,7 @@ class Batch:
                 raise
             message = f"{error.strerror}; rerun the command to continue"
             raise OSError(error.errno, message, self.output) from None
-        self.written, self.tokens = self.written + 1, self.tokens + tokens
+        self.tokens += tokens
         self._bar.update()
 
     def statistics(self) -> dict[str, Any]:
@@ -92,41 +79,6 @@ class Batch:
             "requests": len(self.tasks), "done_before": len(self.done), "seconds": round(self.seconds, 3),
             "tokens": self.tokens, "tokens_per_second": round(self.tokens / max(self.seconds, 1e-9), 1),
         }  # fmt: skip
-
-
-def result_prefix(task: Task) -> bytes:
-    """Return the start of a task's result, up to and including the first `", `."""
-    if task.url:
-        return f'{{"id": "batch_req_{task.key}", '.encode()
-    return f'{{"index": {task.index}, "key": "{task.key}", '.encode()
-
-
-def result_line(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> bytes:
-    """Return the result of a request as a line in the request's format."""
-    if task.url:
-        line = _to_openai(task, output, model, tokenizer)
-    else:
-        line = {"index": task.index, "key": task.key, **task.names, **output.outputs[0].to_dict()}
-        if len(output.outputs) > 1:
-            line["outputs"] = [completion.to_dict() for completion in output.outputs]
-    text = json.dumps(line, ensure_ascii=False) + "\n"
-    return text.encode(errors="backslashreplace")  # unpaired surrogates in a name become JSON escapes
-
-
-def _to_openai(task: Task, output: RequestOutput, model: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    error, number = next((done.error for done in output.outputs if done.error), None), task.params.logprobs
-    body = {
-        **response_header(task.url, output.request_id, model),
-        "choices": [choice(task.url, done, number, tokenizer, task.parser) for done in output.outputs],
-        "usage": usage(len(output.prompt_token_ids), output.outputs, len(output.outputs)),
-    }
-    response = {"status_code": 200, "request_id": output.request_id, "body": body}
-    return {
-        "id": f"batch_req_{task.key}",
-        "custom_id": task.names.get("custom_id"),
-        "response": None if error else response,
-        "error": {"code": "engine_error", "message": error} if error else None,
-    }
 
 
 @contextmanager
@@ -157,21 +109,15 @@ def indices_done(path: Path, tasks: Sequence[Task]) -> set[int]:
     if not path.is_file():  # for example, a pipe
         return done
     with path.open("rb") as file:
-        for number in count(1):
-            line = file.readline(MAX_PREFIX)  # avoids reading all of a large, unrelated file
-            index = by_prefix.get(b"".join(line.partition(b'", ')[:2]))
-            if index is not None and not line.endswith(b"\n"):
-                line += file.readline()
-            if not line.endswith(b"\n") and (index is not None or len(line) < MAX_PREFIX):
-                break
-            if index is None or index in done or not line.endswith(b"}\n"):
-                reason = "a duplicate" if index in done else "not a result of this input, model and options"
-                raise LineError(f"{path} line {number} is {reason}; use another output.")
-            done.add(index)
-    if line and not any(line.startswith(prefix) or prefix.startswith(line) for prefix in by_prefix):
-        raise LineError(f"{path}: the last line is not a result of this input; use another output.")
-    if line:
-        os.truncate(path, path.stat().st_size - len(line))
+        for number, line in enumerate(file, 1):
+            index = by_prefix.get(line[: line.find(b'", ') + 3])
+            if line.endswith(b"}\n") and index is not None and index not in done:
+                done.add(index)
+            elif not line.endswith(b"\n") and any(p[: len(line)] == line[: len(p)] for p in by_prefix):
+                os.truncate(path, path.stat().st_size - len(line))
+            else:
+                reason = "is not a result of this input, model and options, or is a duplicate"
+                raise LineError(f"{path} line {number} {reason}; use another output.")
     return done
 
 
@@ -181,8 +127,6 @@ def open_batch(args: argparse.Namespace, params: SamplingParams) -> Iterator[Bat
     without changing anything, for an invalid line, or if the output is not writable, is locked by another
     process, or contains anything but results of these requests."""
     source, output = args.input, args.output
-    if os.path.isfile(output) and os.path.isfile(source) and os.path.samefile(source, output):
-        raise LineError(f"--input {source} and --output {output} are the same file; use another output.")
     sets_max_tokens = "max_tokens" in fields_set(args, "SamplingParams")
     tasks = read_tasks(source, Defaults(params, sets_max_tokens, args.system, args.raw, _fingerprint(args)))
     with nullcontext(sys.stdout.buffer) if output == "-" else results_file(output) as file:
@@ -206,74 +150,41 @@ def _fingerprint(args: argparse.Namespace) -> str:
 
 def run_batch(llm: LLM, batch: Batch, model: str) -> dict[str, Any]:
     """Run the requests without results and return statistics. Raises LineError, before any request runs, for
-    a line that the model does not support, and KeyboardInterrupt with a message."""
-    lines = prepare_lines(batch, llm.tokenizer, llm.engine.check, llm.engine.max_model_len, llm.config.seed)
+    a line that the model does not support."""
+    lines = prepare_lines(batch.source, batch.tasks, batch.done, llm)
 
     def write(position: int, output: RequestOutput) -> None:
-        line = result_line(lines[position][0], output, model, llm.tokenizer)
-        batch.write(line, num_tokens(output))
+        batch.write(result_line(lines[position][0], output, model, llm.tokenizer), num_tokens(output))
 
     with batch.running():
-        if lines:
-            llm.generate([ids for _, ids, _ in lines], [params for _, _, params in lines], write)
+        llm.generate([ids for _, ids in lines], [task.params for task, _ in lines], write)
     return batch.statistics()
 
 
-def prepare_lines(batch: Batch, tokenizer: Tokenizer, check: Check, window: int, seed: int) -> list[Line]:
-    """Return the requests without results, with the seeds that an engine with this `seed` would assign.
-    Raises LineError if `check` rejects one, or if a prompt is too long for `window` tokens."""
-    print_prompt_mode(tokenizer, batch.todo)
-    prompts = []
-    for task in batch.todo:
-        if isinstance(task.prompt, str) and not task.raw and tokenizer.has_chat_template:
-            task.messages = [{"role": "user", "content": task.prompt}]
-        try:
-            task.params = check(ids := encode(task, tokenizer, window), task.params)
-        except ValueError as error:
-            raise line_error(batch.source, task.index, str(error)) from None
-        prompts.append(ids)
-    params = seeded_params(batch.tasks, seed)
-    return [(task, ids, params[task.index]) for task, ids in zip(batch.todo, prompts)]
-
-
-def line_error(source: str, index: int, reason: str) -> LineError:
-    """Return the error for a line that the model does not support."""
-    return LineError(f"{line_name(source, index + 1)}: {in_flags(reason, (EngineConfig,))}")
-
-
-def seeded_params(tasks: Sequence[Task], seed: int) -> dict[int, SamplingParams]:
-    """Return the parameters by task index. A task without a seed gets the one that an engine with this `seed`
-    would assign if it ran all tasks in order, so that resuming a batch does not change its results."""
+def prepare_lines(source: str, tasks: Sequence[Task], done: Set[int], llm: LLM) -> list[Line]:
+    """Return the requests that are not `done`. A request without a seed gets the one that the engine would
+    assign if it ran all tasks in order, so that resuming a batch does not change its results. Raises
+    LineError for a request that the model does not support."""
     from ...engine.request import derive_seed  # imports torch
 
-    first = accumulate((task.params.n for task in tasks), initial=seed + 1)
-    seeds = {task.index: derive_seed(task.params.seed, 0, number) for task, number in zip(tasks, first)}
-    return {task.index: replace(task.params, seed=seeds[task.index]) for task in tasks}
-
-
-def print_prompt_mode(tokenizer: Tokenizer, todo: Sequence[Task]) -> None:
-    """Print whether the chat template is applied to prompts."""
-    texts = [task for task in todo if isinstance(task.prompt, str) and not task.url]
-    if texts and texts[0].raw:
-        print("Continuing prompts as plain text (--raw).", file=sys.stderr)
-    elif texts and tokenizer.has_chat_template:
-        print("Applying the chat template to prompts; use --raw to continue them instead.", file=sys.stderr)
-    elif texts:
-        print("The model has no chat template; continuing prompts as plain text.", file=sys.stderr)
-
-
-def num_tokens(output: RequestOutput) -> int:
-    """Return the total number of tokens in the outputs of a request."""
-    return sum(len(done.token_ids) for done in output.outputs)
+    lines: list[Line] = []
+    numbers = accumulate((task.params.n for task in tasks), initial=llm.config.seed + 1)
+    for task, number in zip(tasks, numbers):
+        if task.index not in done:
+            if isinstance(task.prompt, str) and not task.raw and llm.tokenizer.has_chat_template:
+                task.messages = [{"role": "user", "content": task.prompt}]
+            try:
+                ids = encode(task, llm.tokenizer, llm.engine.max_model_len)
+                params = llm.engine.check(ids, task.params)
+            except ValueError as error:
+                reason = in_flags(str(error), (EngineConfig,))
+                raise LineError(f"{line_name(source, task.index + 1)}: {reason}") from None
+            task.params = replace(params, seed=derive_seed(params.seed, 0, number))
+            lines.append((task, ids))
+    return lines
 
 
 def batch_summary(statistics: dict[str, Any]) -> str:
     """Return one line of statistics of a batch."""
-    todo = statistics["requests"] - statistics["done_before"]
-    if not todo:
-        return "All requests already have results."
-    text = f"{todo} request{'s' * (todo != 1)} in {statistics['seconds']:.1f} s, "
-    if "replicas" in statistics:
-        text += f"{statistics['replicas']} replica{'s' * (statistics['replicas'] != 1)}, "
-    text += f"{statistics['tokens_per_second']:.0f} tok/s"
-    return text + (f"; {statistics['done_before']} already had results" if statistics["done_before"] else "")
+    requests = f"{statistics['requests'] - statistics['done_before']} of {statistics['requests']} requests"
+    return f"{requests} in {statistics['seconds']:.1f} s, {statistics['tokens_per_second']:.0f} tok/s"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -11,21 +10,14 @@ from dataclasses import dataclass, field
 from ...config import SamplingParams
 from ...llm import LLM
 from ...outputs import RequestOutput
-from ..options import did_you_mean, in_flags
+from ..options import in_flags
 from ..tasks import with_system
 from .console import DIM, Console
 
 PROMPT, CONTINUED = "> ", ". "
-COMMANDS = ("/help", "/reset", "/undo", "/system", "/exit")
-WELCOME = "Type a message and press Enter. /help lists the commands, Ctrl-D ends the chat."
-HELP = """\
-/help           show this help
-/reset          clear the conversation
-/undo           remove the last message and its answer
-/system TEXT    set the system message, or show it without TEXT
-/exit           end the chat, as do Ctrl-D and pressing Ctrl-C twice
-Enter sends the message; end a line with a backslash to continue on the next one.
-Ctrl-C stops an answer. Put a space before a message that starts with a slash."""
+WELCOME = """\
+Enter sends a message; end a line with a backslash to continue on the next one. Ctrl-C stops an answer.
+/undo removes the last message and its answer, /reset clears the conversation, Ctrl-D ends the chat."""
 
 
 @dataclass
@@ -49,30 +41,15 @@ class Chat:
         """Answer messages and run commands until the input ends."""
         self.console.line(WELCOME, DIM)
         for text in messages:
-            if command := re.match(r"/(\w+)(?:\s+(.*))?$", text, re.DOTALL):
-                if command[1] in ("exit", "quit", "bye"):
-                    return
-                self.command(command[1], (command[2] or "").strip())
+            if text.strip() == "/reset":
+                self.messages = []
+                self.console.line("Conversation cleared.", DIM)
+            elif text.strip() == "/undo":
+                last = self.messages[-2]["content"] if self.messages else ""
+                self.messages = self.messages[:-2]
+                self.console.line(f"Removed: {last}" if last else "Nothing to undo.", DIM)
             elif text.strip():
                 self.answer(text.strip())
-
-    def command(self, name: str, text: str) -> None:
-        """Run a command and print its result."""
-        if name == "help":
-            reply = HELP
-        elif name in ("reset", "clear"):
-            self.messages, reply = [], "Conversation cleared."
-        elif name == "undo":
-            last = self.messages[-2]["content"] if self.messages else ""
-            reply = f"Removed: {last}" if last else "Nothing to undo."
-            self.messages = self.messages[:-2]
-        elif name == "system":
-            self.system = text or self.system
-            reply = f"System message: {self.system}" if self.system else "No system message is set."
-        else:
-            hint = did_you_mean(f"/{name}", COMMANDS) or "; /help lists the commands."
-            reply = f"Unknown command /{name}{hint}"
-        self.console.line(reply, DIM)
 
     def answer(self, text: str) -> None:
         """Answer a message and add both to the conversation. Ctrl-C stops the answer and keeps its text."""
@@ -97,11 +74,11 @@ class Chat:
 
 
 def typed_messages(console: Console) -> Iterator[str]:
-    """Yield messages until the input ends or Ctrl-C is pressed twice. A line that ends with a backslash
-    continues on the next one. Prompts are written to the console."""
+    """Yield messages until the input ends. A line that ends with a backslash continues on the next one, and
+    Ctrl-C drops the message. Prompts are written to the console."""
     with suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and a history)
-    text, interrupted = "", False
+    text = ""
     while True:
         try:
             prompt = CONTINUED if text else PROMPT
@@ -113,12 +90,9 @@ def typed_messages(console: Console) -> Iterator[str]:
             console.line()
             return
         except KeyboardInterrupt:
-            if interrupted:
-                return
-            text, interrupted = "", True
-            console.line("\nPress Ctrl-C again or Ctrl-D to end the chat.", DIM)
+            text = ""
+            console.line("\nPress Ctrl-D to end the chat.", DIM)
             continue
-        interrupted = False
         if text.endswith("\\"):
             text = text[:-1] + "\n"
             continue

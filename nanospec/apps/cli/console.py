@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from ...kernels import FROM_TARGET
-
-if TYPE_CHECKING:
-    from ...llm import LLM
-    from ...outputs import Piece
+from ...outputs import Piece
 
 ACCEPTED = "\x1b[32m"  # green
 DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
@@ -47,18 +43,3 @@ class Console:
         for n, row in enumerate((header, *rows)):
             cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
             self.line("  ".join(cells).rstrip(), BOLD if n == 0 else "")
-
-
-def announce(name: str, folder: Path) -> None:
-    """Print the name and size of the model being loaded, if standard error is a terminal."""
-    if sys.stderr.isatty():
-        size = sum(path.stat().st_size for path in [*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
-        print(f"Loading {name} ({size / 1e9:.2f} GB) ...", file=sys.stderr)
-
-
-def announce_ranks(llm: LLM) -> None:
-    """Print the memory needed by each rank of a tensor-parallel model."""
-    plans = llm.engine.worker.memory
-    for rank, plan in enumerate(plans if len(plans) > 1 else ()):
-        sizes = ", ".join(f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in plan.items())
-        print(f"Rank {rank} needs {sum(plan.values()) / 1e6:,.1f} MB: {sizes}.", file=sys.stderr)

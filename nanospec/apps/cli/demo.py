@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ...config import SamplingParams
-from ...extras.tracing.trace import Trace
 from ...llm import LLM, RequestOutput
 from .console import DIM, Console
 
@@ -43,23 +42,7 @@ REQUESTS = {
 }
 
 
-@dataclass
-class Answers:
-    """The demo's outputs by request, with (`spec`) and without (`plain`) speculation."""
-
-    spec: list[RequestOutput] = field(default_factory=list)
-    plain: list[RequestOutput] = field(default_factory=list)
-
-    def trace(self) -> Trace:
-        """Return a trace of the outputs with speculation that also has the measured times without it."""
-        trace = Trace.of([output.outputs[0] for output in self.spec[: len(self.plain)]])
-        for lane, name, plain in zip(trace.lanes, REQUESTS, self.plain):
-            lane.name, lane.start = name, 0.0  # each request is timed from its own start
-            lane.plain_seconds, lane.plain_is_measured = plain.seconds, True
-        return trace
-
-
-def run_demo(llm: LLM, console: Console, answers: Answers) -> None:
+def run_demo(llm: LLM, console: Console) -> None:
     """Answer the built-in requests greedily with and without speculation, and print a comparison."""
     console.show_drafts = console.color
     if console.color:
@@ -67,22 +50,23 @@ def run_demo(llm: LLM, console: Console, answers: Answers) -> None:
     speculative = SamplingParams(temperature=0.0, max_tokens=240)
     plain = replace(speculative, num_speculative_tokens=0)
     llm.generate("Warm up.", plain)
+    rows = []
     for name, question in REQUESTS.items():
         prompt = llm.chat_prompt([{"role": "user", "content": question}])
         console.line(f"\n--- {name}: {question.splitlines()[0]}", DIM)
-        for pieces in llm.stream_pieces(prompt, speculative, answers.spec.append):
+        outputs: list[RequestOutput] = []
+        for pieces in llm.stream_pieces(prompt, speculative, outputs.append):
             console.pieces(pieces)
         console.line()
-        answers.plain += llm.generate(prompt, plain)
+        rows.append(_row(name, llm.generate(prompt, plain)[0], outputs[0]))
     columns = "request", "tokens", "plain tok/s", f"{llm.config.spec.method} tok/s", "speedup"
-    rows = [_row(*answer) for answer in zip(REQUESTS, answers.plain, answers.spec)]
     console.line()
     console.table((*columns, "tokens/step", "accepted", "equal"), rows)
 
 
 def _row(name: str, plain: RequestOutput, spec: RequestOutput) -> tuple[str, ...]:
     """Return one row of the table."""
-    before, after = decode_rate(plain), decode_rate(spec)
+    before, after = _decode_rate(plain), _decode_rate(spec)
     stats = spec.stats
     return (
         name, str(len(spec.token_ids)), f"{before:.1f}", f"{after:.1f}", f"{after / before:.2f}x",
@@ -91,7 +75,7 @@ def _row(name: str, plain: RequestOutput, spec: RequestOutput) -> tuple[str, ...
     )  # fmt: skip
 
 
-def decode_rate(output: RequestOutput) -> float:
+def _decode_rate(output: RequestOutput) -> float:
     """Return the decoding speed in tokens per second, excluding the step of the first token."""
     seconds = output.seconds - output.first_token_seconds
     return (len(output.token_ids) - 1) / max(seconds, 1e-9)

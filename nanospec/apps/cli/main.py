@@ -7,6 +7,7 @@ model is checked before one is loaded. Bad input prints one sentence; other erro
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,12 +20,7 @@ from ...config import SamplingParams
 from ...models.folders import program, resolve_model
 from ...models.generation_config import default_params
 
-COMMANDS = {  # name -> module, function(argv)
-    "serve": ("nanospec.apps.cli.serve", "main"),
-    "fetch": ("nanospec.apps.cli.fetch", "main"),
-    "convert": ("nanospec.apps.cli.fetch", "convert_main"),
-    "train": ("nanospec.apps.training", "main"),
-}
+COMMANDS = ("serve", "fetch")  # modules of this folder with a function `main`
 NEEDED = ("torch", "triton", "safetensors", "tokenizers")  # `run.py` explains how to install them
 EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
@@ -57,8 +53,7 @@ def _run(argv: list[str]) -> int:
 
     try:
         if argv and argv[0] in COMMANDS:
-            module, function = COMMANDS[argv[0]]
-            return int(getattr(import_module(module), function)(argv[1:]))
+            return int(import_module(f"nanospec.apps.cli.{argv[0]}").main(argv[1:]))
         return _generate(argv)
     except (BrokenPipeError, ModuleNotFoundError):
         raise
@@ -75,41 +70,31 @@ def _run(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     """Run the mode that a command line without a command selects."""
+    from ..batch.lines import open_input
     from ..batch.run import open_batch
     from ..options import fields_set
-    from .console import announce
     from .parser import DEFAULTS, parse
 
     args = parse(argv, COMMANDS)
     sampling = {**DEFAULTS, **fields_set(args, "SamplingParams")}
     SamplingParams(**sampling)  # report errors before the model is downloaded
     if args.prompt == "-":
-        args.prompt = _standard_input()
+        with open_input("-") as file:
+            args.prompt = file.read().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     args.folder = resolve_model(args.model)
     params = replace(default_params(args.folder), **sampling)
     with open_batch(args, params) if args.input else nullcontext() as batch:
-        if batch is not None and not batch.todo and not args.json:
+        if batch is not None and not batch.todo:
             print("All requests already have results; nothing to do.", file=sys.stderr)
+            if args.json:
+                print(json.dumps({"batch": batch.statistics()}))
             return 0
-        announce(args.model, args.folder)
+        if sys.stderr.isatty():
+            print(f"Loading {args.model} ...", file=sys.stderr)
         from .generate import run
 
         run(args, params, batch)
     return 0
-
-
-def _standard_input() -> str:
-    """Return standard input without its last newline. Raises ValueError if it is too long or not UTF-8."""
-    from ..batch.lines import MAX_LINE, open_input
-
-    with open_input("-") as file:
-        data = file.read(MAX_LINE + 1)
-    if len(data) > MAX_LINE:
-        raise ValueError(f"standard input is longer than {MAX_LINE >> 20} MB, the limit for a prompt.")
-    try:
-        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not valid UTF-8 at byte {error.start}.") from None
 
 
 def _discard_output() -> None:

@@ -23,8 +23,6 @@ Run a model on a prompt, in a chat, on a batch of requests, or in a demo.
 
 commands (run `{0} COMMAND --help` for their options):
     fetch NAME                    download a model
-    convert FILE.gguf [FOLDER]    convert a GGUF file to a model folder with 16-bit weights
-    train                         train a drafter for a model
     serve                         start an OpenAI-compatible server
 """
 DEFAULTS: dict[str, Any] = {"max_tokens": 256}  # of sampling, on the command line
@@ -46,16 +44,15 @@ def parse(argv: Sequence[str], commands: Iterable[str] = ()) -> argparse.Namespa
 
 def _conflicts(args: argparse.Namespace) -> Iterable[tuple[bool, str]]:
     """Return the conflicts between options: whether each is present, and its error message."""
-    modes = (args.prompt is not None, args.chat, bool(args.input), args.demo, args.explain)
+    modes = (args.prompt is not None, args.chat, bool(args.input), args.demo)
     traces, on_ray = args.trace is not None, args.replicas is not None
     return (
-        (sum(modes) != 1, "exactly one of --prompt, --chat, --input, --demo and --explain is required"),
+        (sum(modes) != 1, "exactly one of --prompt, --chat, --input and --demo is required"),
         (bool(args.input) != bool(args.output), "--input and --output must be used together"),
         (args.output == "-" and args.json, "--output - and --json both write to standard output; use one"),
         (args.raw and args.chat, "--raw cannot be used with --chat"),
         (args.chat and fields_set(args, "SamplingParams").get("n", 1) > 1, "--n must be 1 with --chat"),
         (args.raw and bool(args.system), "--raw cannot be used with --system"),
-        (traces and args.explain, "--trace cannot be used with --explain, which runs no requests"),
         (traces and args.trace in (args.input, args.output), f"--trace {args.trace} is also a batch file"),
         (on_ray and not args.input, "--replicas requires --input or the serve command"),
         (on_ray and args.replicas < 1, f"--replicas {args.replicas} must be at least 1"),
@@ -75,7 +72,6 @@ def build_parser(full: bool = False) -> Parser:
     add("--chat", action="store_true", help="start an interactive chat")
     add("--input", metavar="FILE", help="run a batch of requests in JSON Lines (-: stdin)")
     add("--demo", action="store_true", help="run three requests with and without speculation")
-    add("--explain", action="store_true", help="measure step times; show when drafts pay off")
     add = parser.add_argument_group("general").add_argument
     add("--output", metavar="FILE", help="where to write or resume the results of --input (-: stdout)")
     add("--replicas", **NUMBER, help="number of engines, run with Ray (with --input)")

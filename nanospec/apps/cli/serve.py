@@ -12,7 +12,7 @@ from pathlib import Path
 from ...config import EngineConfig, SpecConfig
 from ...models.folders import program, resolve_model
 from ...text.validation import shown
-from ..options import Parser, add_settings, base_parser, fields_set, in_flags
+from ..options import Parser, add_settings, base_parser, fields_set
 from ..serve.settings import ServeConfig
 
 DEFAULTS = {"max_num_batched_tokens": 512}  # limits how long a prompt delays other requests
@@ -21,28 +21,26 @@ SETTINGS = ((ServeConfig, "server"), (SpecConfig, "speculation"), (EngineConfig,
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C and return the exit status. Raises ValueError that names options instead
-    of fields."""
+    """Serve until SIGTERM or Ctrl-C and return the exit status. Raises ValueError."""
     parser = build_parser("--help-all" in argv)
     args = parser.parse_args(argv)
     options = fields_set(args, "ServeConfig")
-    if args.replicas is not None and "write_timeout" in options:
-        parser.error("--write-timeout is not supported with --replicas, as Ray owns the connections")
+    for name in {"write_timeout", "max_connections"} & options.keys() if args.replicas else ():
+        flag = f"--{name.replace('_', '-')}"
+        parser.error(f"{flag} is not supported with --replicas, as Ray owns the connections")
     args.model = args.positional or args.model
     keys = filter(None, os.environ.get("NANOSPEC_API_KEY", "").split(","))
+    config = ServeConfig(**{**options, "api_key": (*options.get("api_key", ()), *keys)})
+    folder = resolve_model(args.model)
+    # Not folder.name, which is a hash for models from the hub.
+    name = config.served_model_name or Path(args.model).name.removesuffix(".gguf") or folder.name
     try:
-        config = ServeConfig(**{**options, "api_key": (*options.get("api_key", ()), *keys)})
-        folder = resolve_model(args.model)
-        # Not folder.name, which is a hash for models from the hub.
-        name = config.served_model_name or Path(args.model).name.removesuffix(".gguf") or folder.name
         return _serve(args, replace(config, served_model_name=name), folder)
     except ModuleNotFoundError as error:
         if error.name not in REQUIRED:
             raise
         message = f"serve requires {error.name}: pip install 'nanospec[serve]', or `make run` in a checkout."
         raise ValueError(message) from None
-    except (ValueError, TypeError, MemoryError) as error:
-        raise ValueError(in_flags(str(error), dict(SETTINGS))) from None
 
 
 def build_parser(full: bool = False) -> Parser:
@@ -74,7 +72,6 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Path) -> int:
     from ..serve.app import App
     from ..serve.logs import log_to_stderr
     from ..serve.server import listen, run
-    from .console import announce, announce_ranks
 
     log_to_stderr(args.log_level)
     spec = SpecConfig(**fields_set(args, "SpecConfig"))
@@ -87,8 +84,6 @@ def _serve(args: argparse.Namespace, config: ServeConfig, folder: Path) -> int:
 
         return deploy(config, folder, args.model, options, args.replicas, args.log_level)
     listener = listen(config)  # before the model is loaded, as the port may be in use
-    announce(args.model, folder)
     llm = LLM(folder, **options)
-    announce_ranks(llm)
     app = App(llm, config, str(config.served_model_name))
     return asyncio.run(run(app, listener))

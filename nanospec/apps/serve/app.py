@@ -95,7 +95,6 @@ class App:
         except ValueError as error:
             raise HTTPError(400, str(error), "n") from None
         state = request.state
-        state.log_fields.update(parsed.log_fields)
         answer = format(parsed, state.id, self.model, self.llm.tokenizer)
         return Answer(parsed, job, answer, self.config.request_timeout, state.log_fields)
 
@@ -167,19 +166,10 @@ async def _on_error(request: Request, error: Any) -> Response:
     if not isinstance(error, HTTPException):
         error = HTTPError(500, "Internal server error; see the server's log.")
     elif not isinstance(error, HTTPError):
-        message = _unknown(request.url.path, [route.path for route in request.app.routes])
+        paths = ", ".join(sorted(route.path for route in request.app.routes if "{" not in route.path))
+        message = f"Unknown path {shown(request.url.path)}; the server has {paths}."
         if error.status_code == 405:
             message = f"Method not allowed; use {(error.headers or {}).get('Allow', 'another')}."
         error = HTTPError(error.status_code, message, headers=error.headers)
     response: Response = error.response(request.scope)
     return response
-
-
-def _unknown(path: str, routes: list[str]) -> str:
-    """Return the message for an unknown path, with the path that is probably meant."""
-    paths, ending = sorted(route for route in routes if "{" not in route), path.rstrip("/")
-    meant = [known for known in paths if known.startswith("/v1/") and ending.endswith(known[len("/v1") :])]
-    advice = "This server only generates text."
-    if meant:  # the longest one of /v1/completions and /v1/chat/completions
-        advice = f"Use {max(meant, key=len)}; correct the client's base URL."
-    return f"Unknown path {shown(path)}. {advice} Available: {', '.join(paths)}."

@@ -9,7 +9,6 @@ from typing import Any
 
 from ...config import SamplingParams
 from ...llm import LLM
-from ...text.chat import OPTIONAL
 from ...text.validation import shown
 from ..json_input import strict_json
 from ..openai_format import CHAT, IGNORED, MAX_MESSAGES, translate_request
@@ -38,7 +37,6 @@ class APIRequest:
     salt: bytes  # the request's cache_salt; requests with different salts share no cached prefixes
     parser: Callable[[], CallParser] | None = None  # of tool calls, if the request offers tools
     body: Mapping[str, Any] = field(default_factory=dict)  # as received
-    log_fields: dict[str, Any] = field(default_factory=dict)  # fields without effect, and other notes
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -87,21 +85,7 @@ def read_request(
             llm.engine.limits.check_prompt(ids)
     except (ValueError, TypeError, RecursionError) as error:
         raise bad_request(error, received) from None
-    if (limit := window - max(map(len, prompts))) < (request.params.max_tokens or 0):
-        request.log_fields["max_tokens_reduced_to"] = limit
-    if unused := _fields_without_effect(llm, api, body):
-        request.log_fields["ignored"] = unused
     return request
-
-
-def _fields_without_effect(llm: LLM, url: str, body: Mapping[str, Any]) -> list[str]:
-    """Return the names of the fields for the chat template that it does not use."""
-    given = {**body, **(body.get("chat_template_kwargs") or {})}
-    uses = llm.tokenizer.uses_in_template if url == CHAT else lambda name: False
-    names = [name for name in OPTIONAL if given.get(name) is not None and not uses(name)]
-    if uses("enable_thinking"):  # which two others set, see `template_options`
-        names = [name for name in names if name != "thinking" and given[name] != "none"]
-    return names
 
 
 def bad_request(error: Exception, body: Mapping[str, Any]) -> HTTPError:

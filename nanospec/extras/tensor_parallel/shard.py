@@ -7,12 +7,10 @@
     biases of o and down    on rank 0; zeros on the others
     norms                   replicated
 
-Reductions gather the partial sums and add them in rank order, so all ranks compute bitwise identical results.
-(The order of a library's all-reduce depends on the message size, so results would depend on the batch.)
-
-All ranks have the same shapes, and therefore the same memory and work. KV heads that do not divide evenly are
-padded with zeros. If there are fewer KV heads than ranks, several ranks replicate one and split its query
-heads.
+Partial sums are gathered and added in rank order, so all ranks compute bitwise identical results. (The order
+of a library's all-reduce depends on the message size, so results would depend on the batch.) All ranks have
+the same shapes, and therefore the same memory and work: KV heads that do not divide evenly are padded with
+zeros. If there are fewer KV heads than ranks, several ranks replicate one and split its query heads.
 """
 
 from __future__ import annotations
@@ -21,18 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.layer.linear import Linear
-from ...kernels.layer.residual import Norm, Residual, look_up, residual_add, total
+from ...kernels.layer.residual import Norm, Residual, look_up, residual_add
 from ...models.config import ModelConfig
 from ...models.decoder import Model
-from .group import Group
+from .process_group import ProcessGroup
 
-# The bytes that a GPU receives from other ranks (at 370 GB/s) in 20 us, the approximate overhead of reducing
-# in slices: one more exchange (10 us), and the launches of ranks + 2 or 3 additions (1.3 us each).
-EXCHANGE = 7_400_000  # bytes
 UNIT = 32  # alignment of a shard's intermediate size and vocabulary, for full vectors and quantized groups
 
 
@@ -40,37 +34,26 @@ class RowParallelLinear(Linear):
     """A row-parallel linear layer (by rows of weight.T): each rank multiplies by its `part` [N, K / ranks] of
     the weight, and the partial products are added. The bias is on one rank; the others have zeros."""
 
-    def __init__(self, part: Linear, group: Group) -> None:
+    def __init__(self, part: Linear, group: ProcessGroup) -> None:
         super().__init__(part.weight, part.bias)
         self.part, self.group = part, group
 
     def add_to(self, residual: Residual, x: Tensor, norm: Norm, out_norm: Norm | None = None) -> Residual:
-        """Add all ranks' partial products [T, H] in rank order in float32, and round.
-
-        A gather receives ranks - 1 partial products per rank. For large T, each rank instead reduces a slice
-        of the rows and the results are gathered, which receives 2 (ranks - 1) / ranks, as a ring all-reduce
-        does, in two exchanges. The results are bitwise identical.
-        """
-        product, n = self.part(x), self.group.size
-        T, H = product.shape
-        if product.nbytes * (n - 1) * (n - 2) <= n * EXCHANGE:
-            summands = self.group.all_gather(product)  # [ranks, T, H]
-        else:
-            slices = F.pad(product, (0, 0, 0, -T % n)).view(n, -1, H)
-            summands = self.group.all_gather(total(self.group.all_to_all(slices))).view(1, -1, H)[:, :T]
-        return residual_add(summands, residual.x, norm, out_norm)
+        """Add all ranks' partial products [T, H] in rank order in float32, and round."""
+        parts, used = self.group.all_gather(self.part(x, num_used=residual.num_used)), residual.num_used
+        return residual_add(parts, residual.x, norm, out_norm, num_used=used)
 
 
 class ParallelLMHead(Linear):
     """The vocabulary-parallel lm_head [V, H], V = `size`. Each rank's `part` has at least V / ranks rows."""
 
-    def __init__(self, part: Linear, group: Group, size: int) -> None:
+    def __init__(self, part: Linear, group: ProcessGroup, size: int) -> None:
         super().__init__(part.weight)
         self.part, self.group, self.size = part, group, size
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None, num_used: Tensor | None = None) -> Tensor:
         """Return the logits [T, V] of the whole vocabulary."""
-        columns = self.group.all_gather(self.part(x))  # [ranks, T, len(part)]
+        columns = self.group.all_gather(self.part(x, num_used=num_used))  # [ranks, T, len(part)]
         logits = columns.transpose(0, 1).flatten(1)[:, : self.size]
         return logits.contiguous() if out is None else out.copy_(logits)
 
@@ -80,7 +63,7 @@ class VocabParallelEmbedding:
     """The vocabulary-parallel embedding [V, H]. Each rank has a `part`: `size` rows from `first` on."""
 
     part: Any
-    group: Group
+    group: ProcessGroup
     first: int
     size: int
 
@@ -99,11 +82,12 @@ class Shard:
         num_tokens: the number of vocabulary rows per rank.
     """
 
-    def __init__(self, whole: ModelConfig, group: Group) -> None:
+    def __init__(self, whole: ModelConfig, group: ProcessGroup) -> None:
         """Compute the shard. Raises ValueError if the model cannot be split among the ranks."""
         size, rank = group.size, group.rank
         check_split(whole, size)
-        self.group, self.vocab_size, self.num_tokens = group, whole.vocab_size, _tokens(whole, size)
+        self.group, self.vocab_size = group, whole.vocab_size
+        self.num_tokens = _share(whole.vocab_size, size, UNIT)
         copies = max(size // whole.num_kv_heads, 1)  # the number of ranks that share a KV head
         kv = _share(whole.num_kv_heads, size)
         heads = kv * (whole.num_heads // whole.num_kv_heads) // copies
@@ -139,11 +123,7 @@ class Shard:
 
 
 def check_split(whole: ModelConfig, size: int) -> None:
-    """Raise ValueError unless every rank gets query heads and vocabulary rows."""
-    if (size - 1) * _tokens(whole, size) >= whole.vocab_size:
-        raise ValueError(
-            f"tensor_parallel_size={size} is too large for vocab_size={whole.vocab_size}; lower it."
-        )
+    """Raise ValueError unless every rank gets query heads."""
     fits = [n for n in range(1, whole.num_heads + 1) if _all_have_heads(whole, n)]
     if size not in fits:
         raise ValueError(
@@ -157,11 +137,6 @@ def _all_have_heads(whole: ModelConfig, size: int) -> bool:
     if size <= whole.num_kv_heads:
         return (size - 1) * _share(whole.num_kv_heads, size) < whole.num_kv_heads
     return size % whole.num_kv_heads == 0 and whole.num_heads % size == 0
-
-
-def _tokens(whole: ModelConfig, size: int) -> int:
-    """Return the number of vocabulary rows per rank, for `size` ranks."""
-    return _share(whole.vocab_size, size, UNIT if UNIT * size**2 <= whole.vocab_size else 1)
 
 
 def _share(count: int, size: int, unit: int = 1) -> int:

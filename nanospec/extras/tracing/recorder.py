@@ -25,7 +25,8 @@ from ...device.resources import compute_info, use_device
 from ...device.worker import Worker
 from ...engine.engine import Engine, QueuedStep
 from ...engine.request import Request
-from ...kernels.speculation.proposal import Proposal, num_valid, parents_of
+from ...kernels.speculation.proposal import Proposal, parents_of
+from ...kernels.speculation.trim import num_valid
 from ...kernels.table import Table
 from ...kernels.transfer import to_host
 from ...outputs import NOT_TRACED
@@ -85,12 +86,12 @@ class Recorder(Extension):
         self.num_requests += 1
 
     def on_queued(self, rows: Sequence[int]) -> Any:
-        """Start copying lines to the host. Return `Policy.expected_speedup` and a function to await it."""
+        """Start copying lines to the host. Return whether the step is a probe, and a function that waits."""
         with use_device(self._worker.device):
-            return self._policy.expected_speedup, to_host(self._lines[: max(rows) + 1])
+            return self._policy.probing, to_host(self._lines[: max(rows) + 1])
 
     def on_collected(self, step: QueuedStep, results: Sequence[RowResult], state: Any) -> None:
-        expected_speedup, lines = state[0], state[1]()
+        probing, lines = state[0], state[1]()
         seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
@@ -115,8 +116,7 @@ class Recorder(Extension):
                     parents=parents,
                     verified=verified,
                     accepted=walk(tokens, drafts[:verified], parents),
-                    reason=self._reason(request, len(drafts), verified, step.k, expected_speedup),
-                    expected_speedup=expected_speedup,
+                    reason=self._reason(request, len(drafts), verified, step.k, probing),
                     plain_ms=plain_ms,
                 )
             )
@@ -130,13 +130,10 @@ class Recorder(Extension):
     def _plain_share(self, step: QueuedStep, results: Sequence[RowResult]) -> float:
         """Return the estimated time of the step without drafts, as a fraction of the time with drafts."""
         B, context = len(step.rows), sum(request.num_tokens for request in step.requests)
-        captured = bool(self._costs.captured)
-        tokens = B * (1 + step.k) if captured else B + sum(result.report.num_drafted for result in results)
+        tokens = B + sum(result.report.num_drafted for result in results)
         return self._costs.cost(B, B, context) / self._costs.cost(B, tokens, context)
 
-    def _reason(
-        self, request: Request, drafted: int, verified: int, k: int, expected_speedup: float | None
-    ) -> str:
+    def _reason(self, request: Request, drafted: int, verified: int, k: int, probing: bool) -> str:
         """Return `StepRecord.reason` for a step with `drafted` drafts."""
         if self._worker.max_k == 0 or request.params.num_speculative_tokens == 0:
             return "off"
@@ -144,11 +141,11 @@ class Recorder(Extension):
             return "end"
         if not drafted:
             return "does not pay" if k == 0 else "no match"
-        if expected_speedup is None:
+        if self._policy.costs is None:
             return "fixed"
         if not verified:
             return "does not pay"
-        return "pays" if expected_speedup > 1 else "probe"
+        return "probe" if probing else "pays"
 
 
 def find_recorder(extensions: Sequence[Extension]) -> Recorder:

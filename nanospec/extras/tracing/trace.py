@@ -10,7 +10,6 @@ of `to_dict` embedded.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -39,8 +38,6 @@ class StepRecord:
         accepted: 1-based indices into `drafts` of the accepted ones, in order of depth.
         reason: what determined `verified`: "off", "end" (only one token was left to generate), "no match",
             "fixed", "pays", "does not pay" or "probe".
-        expected_speedup: the estimated tokens per ms of the whole step, relative to a step without drafts;
-            None if the policy made no estimate.
         plain_ms: the estimated milliseconds of the step without drafts: its measured time, scaled by the
             ratio of the step costs measured at startup.
     """
@@ -57,7 +54,6 @@ class StepRecord:
     verified: int
     accepted: list[int]
     reason: str
-    expected_speedup: float | None
     plain_ms: float
 
 
@@ -89,9 +85,8 @@ class Lane:
         steps: all steps; their concatenated tokens are `token_ids`.
         start: seconds from the arrival of the first lane to the arrival of this one.
         seconds, first_token_seconds: see `Completion`.
-        plain_seconds: the time without speculation, measured or estimated from the cost of steps without
-            drafts; None if unknown.
-        plain_is_measured: whether `plain_seconds` was measured.
+        plain_seconds: the time without speculation, estimated from the cost of steps without drafts; None if
+            unknown.
     """
 
     name: str
@@ -106,7 +101,6 @@ class Lane:
     finish_reason: str
     acceptance: str
     plain_seconds: float | None
-    plain_is_measured: bool = False
 
 
 @dataclass
@@ -155,40 +149,19 @@ class Trace:
         return page.replace("{data}", embedded(self.to_dict()))  # last, as data may contain placeholders
 
     def save(self, path: str | Path) -> None:
-        """Write the HTML page to a file atomically. Raises OSError, or ValueError (see `check_target`)."""
+        """Write the HTML page to a file. Raises OSError, or ValueError (see `check_target`)."""
         check_target(path)
-        page, target = self.html().encode(), Path(os.path.realpath(path))
-        if target.exists() and not target.is_file():  # such as /dev/stdout or a pipe
-            target.write_bytes(page)
-            return
-        new = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            new.write_bytes(page)
-            os.replace(new, target)
-        except OSError as error:  # name the target rather than the temporary file
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        finally:
-            new.unlink(missing_ok=True)
+        Path(path).write_text(self.html(), encoding="utf-8")
 
 
 def check_target(path: str | Path) -> None:
-    """Raise ValueError if `path` cannot be written, or exists and is not an HTML file."""
+    """Raise OSError if `path` cannot be written, ValueError if it is a file with other contents than HTML."""
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory; specify a file, such as {path / 'trace.html'}.")
-    if not path.parent.is_dir():
-        raise ValueError(f"The directory {path.parent} does not exist; create it first.")
-    needed = [path] if path.exists() else []
-    if not needed or path.is_file():  # files are replaced, which requires write access to the directory
-        needed.append(Path(os.path.realpath(path)).parent)
-    if not all(os.access(each, os.W_OK) for each in needed):
-        raise ValueError(f"{path} is not writable; specify another file for the trace.")
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as file:
             if not file.read(256).lstrip().lower().startswith((b"<!doctype html", b"<html")):
-                raise ValueError(
-                    f"{path} exists and is not an HTML file; specify another file for the trace."
-                )
+                raise ValueError(f"{path} is not an HTML file; specify another file for the trace.")
+    path.open("ab").close()
 
 
 def embedded(data: object) -> str:

@@ -8,7 +8,7 @@ shifts small, and symmetric 4-bit codes have none. It is 0 for float8, and for s
 shift is -128 * scale, which is exact. Both numbers are divided by `factor`, a power of 2 per weight, as those
 of small weights would underflow in float16; the sums of products are multiplied by it.
 
-NVIDIA GPUs dequantize two weights with 3 to 5 instructions and keep them in registers, from which the MMA
+NVIDIA GPUs dequantize two weights with a few instructions and keep them in registers, from which the MMA
 instructions read them:
 
 * The codes of each 64 columns are stored so that those which a thread needs are adjacent (`rearrange`).
@@ -19,7 +19,6 @@ instructions read them:
 """
 
 import math
-import os
 from collections import namedtuple
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import gpu_of
+from ..launch import gpu_of, is_interpreted
 from .quantized import Quantized
 
 FLOAT8 = tl.constexpr(2.0**120)  # corrects the exponent of float8 in float32: the biases are 7 and 127
@@ -108,12 +107,13 @@ def pack_codes(weight: Quantized) -> PackedCodes:
     codes, scale, minimum, bits, dtype = weight
     center = 8 if bits == 4 else 0 if minimum is None else 128
     family, is_float, pair = gpu_of(codes).family, codes.is_floating_point(), pair_dtype(dtype)
-    is_ptx = family != "gfx942" and dtype in UNITS and os.environ.get("TRITON_INTERPRET") != "1"
+    is_ptx = family != "gfx942" and dtype in UNITS and not is_interpreted()
     unit, factor = (CENTERED if center else UNITS[dtype][is_float]) if is_ptx else 1.0, 1.0
     if codes.device.type != "meta":  # no values while kernels are compiled without a GPU
         most = max(256 * scale.abs().max().item(), 0 if minimum is None else minimum.abs().max().item())
         factor = 2.0 ** (math.frexp(most)[1] + 1)  # so that scale / unit is finite, also in float16
-    exact, rounded = scale.double() / factor, (scale.double() / (factor * unit)).to(pair)
+    exact = scale.double() / factor
+    rounded = (exact / unit).to(pair)
     if minimum is None:
         shift = (center - weight.offset) * unit * rounded.double()
     else:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..launch import use_native, use_triton
 from ..native import packed
 from .quantized import Quantized
-from .residual import Norm, Outputs, Residual, residual_add, rms_norm
+from .residual import Norm, Residual, residual_add, rms_norm
 
 Gate = Literal["silu", "gelu"]
 
@@ -68,8 +68,8 @@ class Linear:
         parts = (self.weight,) if isinstance(self.weight, Tensor) else self.weight
         return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return x @ weight.T + bias, in `out` [T, N] if given."""
+    def __call__(self, x: Tensor, out: Tensor | None = None, num_used: Tensor | None = None) -> Tensor:
+        """Return x @ weight.T + bias, in `out` [T, N] if given. `num_used`: see `Batch`."""
         result = self._product(x)
         return result if out is None else out.copy_(result)
 
@@ -92,7 +92,8 @@ class Linear:
     def add_to(self, residual: Residual, x: Tensor, norm: Norm, out_norm: Norm | None = None) -> Residual:
         """Return the residual stream plus y = x @ weight.T + bias, or plus RMSNorm(y) if `out_norm` is given.
         `norm` is the norm that the next layer applies to the sum."""
-        return residual_add(self(x)[None], residual.x, norm, out_norm)
+        y = self(x, num_used=residual.num_used)
+        return residual_add(y[None], residual.x, norm, out_norm, residual.num_used)
 
 
 class TritonLinear(Linear):
@@ -106,20 +107,20 @@ class TritonLinear(Linear):
         super().__init__(pack_codes(weight) if isinstance(weight, Quantized) else weight, bias)
         self._launch = partial(product, weight=self.weight, bias=bias, counters=new_counters(self.weight))
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._launch(x, new=None if out is None else Outputs(out))
+    def __call__(self, x: Tensor, out: Tensor | None = None, num_used: Tensor | None = None) -> Tensor:
+        return self._launch(x, out=out, num_used=num_used)
 
     def after_norm(self, residual: Residual) -> Tensor:
-        return self._launch(residual)
+        return self._launch(residual, num_used=residual.num_used)
 
     def gated(self, residual: Residual, gate: Gate = "silu") -> Tensor:
-        return self._launch(residual, gate=gate)
+        return self._launch(residual, gate=gate, num_used=residual.num_used)
 
     def add_to(self, residual: Residual, x: Tensor, norm: Norm, out_norm: Norm | None = None) -> Residual:
         if out_norm is not None:  # needs whole rows
             return super().add_to(residual, x, norm, out_norm)
-        new = Residual.empty(len(x), norm, x)
-        self._launch(x, new=new.outputs(residual.x))
+        new = Residual.empty(len(x), norm, x, residual.num_used)
+        self._launch(x, new=new.outputs(residual.x), num_used=residual.num_used)
         return new
 
 

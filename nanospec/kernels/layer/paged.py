@@ -1,34 +1,29 @@
-"""Attention over the paged KV cache: the kernel for chains, which serves decoding, verification and prefill.
+"""Attention over the paged KV cache: the kernel for chains, which serves decoding, verification and prefill,
+and the launcher of both kernels. `paged_tree.py` is the kernel for trees; shapes are those of `attention.py`.
 
-Shapes are those of `attention.py`, which also has `naive`; `paged_tree.py` is the kernel for trees. The cache
-is divided at fixed absolute positions into tiles of 64 (32 for the largest head dimensions on some GPUs) and
-spans of 512. A program processes a tile of queries, of all heads that share a KV head, over several units of
-the cache, which are tiles or spans. It stores a partial result per unit, and a second kernel combines them
-(`split_kv.py`). A program that has a tile of queries to itself accumulates the spans directly.
-
-The output of a query is bitwise identical in decoding, as one of K + 1 queries, and in a chunk of any size:
+A program processes a tile of queries, of all heads that share a KV head, so K/V are read once for them. The
+output of a query is bitwise identical in decoding, as one of K + 1 queries, and in a chunk of any size:
 
 * A query is a column of both matrix products; cache positions and head dimensions are the rows, always in
   full. The number of columns changes only the width of the instruction.
-* Tiles are added, in order, to the sum of a span, and spans, in order, to the total. This does not depend on
-  how units are assigned to programs or on whether a unit is a tile or a span.
+* The cache is divided at fixed positions, and its parts are added in order (`split_kv.py`).
 
-    positions   0        64       128                 512                1024     kv_len
-    tiles       |--------|--------|--------|   ...    |---------|   ...  |--------|--
-    spans       |-------------------------------------|------------------|-----------
-    programs    each takes `share` consecutive units, which are tiles if these are few, else spans
-
-The state of online softmax is described in `split_kv.py`. With a softcap c, SOFTCAP = scale / c is applied
-inside the tanh of `scores`, and `Sizes.scale` is c * log2(e).
+With a softcap c, SOFTCAP = scale / c is applied inside the tanh of `scores`, and `Sizes.scale` is
+c * log2(e).
 """
 
 from collections import namedtuple
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..launch import prefetch, release_next, wait_for_previous
-from .split_kv import SPAN, add_tile, combine, empty_state, end_unit, load_queries, store_output
+from ..batch import Batch
+from ..launch import LOG2_E, gpu_of, options, prefetch, release_next, wait_for_previous, wrapped
+from .online_softmax import FLOOR, State, add_states, add_tile, empty_state, sum_pairs
+from .split_kv import SPAN, find_work, split_kv, tile_range
 
 # q and out [T, Hq, D]; k and v [Hkv, num_blocks, block_size, D].
 Operands = namedtuple("Operands", "q k v out")
@@ -37,19 +32,14 @@ Operands = namedtuple("Operands", "q k v out")
 # scores to exponents of 2.
 Sizes = namedtuple("Sizes", "num_kv_heads head_stride table_stride scale")
 
+# States of units in memory, float32: m [units, T, Hq], z [units, T, Hq, TILE // 16], acc [units, T, Hq, D].
+# All None without SPLIT.
+Partials = namedtuple("Partials", "m z acc")
+
 # Compile-time constants. GROUP: query heads per KV head. SOFTCAP: factor inside the tanh, 0 for none. SPLIT:
 # whether several programs share the cache. TILE: cache positions. COLUMNS: columns of a tile of queries.
 # BLOCK_D: the padded head dimension. PDL: see `launch.py`.
 Constants = namedtuple("Constants", "GROUP HEAD_DIM BLOCK_SIZE WINDOW SOFTCAP SPLIT TILE COLUMNS BLOCK_D PDL")
-
-# The work of a program: queries from flat index `token` on, at positions `low` to `high` (exclusive), in
-# `num_columns` columns; the first is row `row` of q [T * Hq, D]. They attend to tiles `first_tile` to
-# `end_tile` (exclusive): `count` units of `size` tiles from unit `first` on, `share` per program. `stride`:
-# rows between the partial results of consecutive units.
-Work = namedtuple(
-    "Work",
-    "token row low high num_kv_heads num_columns first_tile end_tile first count size share stride",
-)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
@@ -79,8 +69,7 @@ def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.const
             # Look up the next tile in advance: the compiler overlaps copies (4 groups on sm_90, 2 on sm_80)
             # with the products only if their addresses are known when the iteration begins.
             place = locate(blocks, tile + 1, work, C)
-            s = mask(scores(k, query, C), tile, position, work, C)
-            state = add_tile(state, s, v, sizes.scale, C)
+            state = add_tile(state, scores(k, query, tile, position, work, C), v, sizes.scale, C)
         total = end_unit(partials, unit, total, state, work, C)
     if not C.SPLIT:
         store_output(operands.out, total, 0, C.COLUMNS, work, C)
@@ -88,43 +77,28 @@ def _attend(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.const
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
 def _combine(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.constexpr):
-    """Combine the partial results of split attention. Grid: (tiles of queries * KV heads, rows, columns of
-    such a tile), with one warp per column, so that the loads of all columns overlap."""
+    """Add up the units of split attention in order, tiles of a span first, and store the output. Grid: (tiles
+    of queries * KV heads, rows, columns of such a tile), with one warp per column. As many units as a span
+    has tiles are loaded at once, so that all latencies overlap."""
     release_next(C.PDL)
-    work = find_work(batch, num_tokens, max_tiles, sizes, C)
-    column = tl.program_id(2)
+    work, column = find_work(batch, num_tokens, max_tiles, sizes, C), tl.program_id(2)
     wait_for_previous(C.PDL)
-    if column < work.num_columns:
-        combine(partials, operands.out, column, work, C)
-
-
-@triton.jit
-def find_work(batch, num_tokens, max_tiles, sizes, C: tl.constexpr):
-    """Return the work of this program; `count` is 0 if it has no query. Units are tiles if the queries attend
-    to at most `max_tiles` tiles, else spans."""
-    QUERIES: tl.constexpr = C.COLUMNS // C.GROUP
-    b, num_kv_heads = tl.program_id(1), sizes.num_kv_heads
-    # The last tile of queries starts first, because it attends to the most keys and so takes the longest.
-    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads * QUERIES
-    num_queries = tl.minimum(QUERIES, tl.load(batch.q_len + b) - first_query)
-    low = tl.load(batch.base_len + b) + first_query
-    high = low + num_queries
-    if batch.TREE:
-        low -= first_query  # a node's position is base_len + depth, so base_len is the only lower bound
-        high = low + tl.load(batch.q_len + b)  # in a block, queries attend to later ones
-    first_tile, end_tile = tl.maximum(low - C.WINDOW + 1, 0) // C.TILE, tl.cdiv(high, C.TILE)
-    size = SPAN // C.TILE
-    if C.SPLIT:
-        size = tl.where(end_tile - first_tile <= max_tiles, 1, size)
-    first = first_tile // size
-    count = tl.where(num_queries > 0, tl.cdiv(end_tile, size) - first, 0)
-    token = tl.load(batch.q_start + b) + first_query
-    row = (token.to(tl.int64) * num_kv_heads + tl.program_id(0) % num_kv_heads) * C.GROUP
-    share, stride = tl.cdiv(count, tl.num_programs(2)), num_tokens.to(tl.int64) * num_kv_heads * C.GROUP
-    return Work(
-        token, row, low, high, num_kv_heads, num_queries * C.GROUP,
-        first_tile, end_tile, first, count, size, share, stride,
-    )  # fmt: skip
+    if column >= work.num_columns:
+        return
+    UNITS: tl.constexpr = SPAN // C.TILE
+    # If units are tiles: tiles of the first span that lie before the window.
+    missing = tl.where(work.size == 1, work.first % UNITS, 0)
+    total, state = empty_state(1, C), empty_state(1, C)
+    for begin in range(-missing, work.count, UNITS):
+        states = ()
+        for i in tl.static_range(UNITS):
+            states += (load_state(partials, begin + i, column, work, C),)
+        for i in tl.static_range(UNITS):
+            one = State(states[i][0], states[i][1], states[i][2])  # triton 3.6 loses the field names
+            state = add_states(state, one, C)
+        if work.size == 1:  # the tiles of a span are complete
+            total, state = add_states(total, state, C), empty_state(1, C)
+    store_output(operands.out, add_states(total, state, C), column, 1, work, C)
 
 
 @triton.jit
@@ -133,13 +107,6 @@ def row_of_cache(operands, block_table, sizes):
     head = (tl.program_id(0) % sizes.num_kv_heads).to(tl.int64) * sizes.head_stride
     b = tl.program_id(1).to(tl.int64)
     return operands.k + head, operands.v + head, block_table + b * sizes.table_stride
-
-
-@triton.jit
-def tile_range(unit, work):
-    """Return the first tile of a unit (numbered from the first unit) and the tile after its last."""
-    begin = (work.first + unit) * work.size
-    return tl.maximum(begin, work.first_tile), tl.minimum(begin + work.size, work.end_tile)
 
 
 @triton.jit
@@ -176,19 +143,114 @@ def prefetch_rows(base, place, C: tl.constexpr):
 
 
 @triton.jit
-def scores(k, query, C: tl.constexpr):
-    """Return the products [TILE, COLUMNS] of keys and queries."""
+def scores(k, query, tile, position, work, C: tl.constexpr):
+    """Return the products [TILE, COLUMNS] of keys and queries, -inf where a column at `position` does not
+    attend to the cache entry. Most tiles need no mask: those that end at `low` or before and begin within the
+    window of the last query."""
     s = tl.dot(k, query, input_precision="ieee")
     if C.SOFTCAP != 0:  # tanh(s * SOFTCAP) with an absolute error of 2e-7; 1 for infinity
         s = tl.fma(1.0 / (tl.exp2(s * (C.SOFTCAP * 2.8853900817779268)) + 1.0), -2.0, 1.0)
-    return s
-
-
-@triton.jit
-def mask(s, tile, position, work, C: tl.constexpr):
-    """Set scores to -inf where a column at `position` does not attend to the cache entry. Most tiles need no
-    mask: those that end at `low` or before and begin within the window of the last query."""
     if (tile >= (work.low + 1) // C.TILE) | (tile * C.TILE <= work.high - 1 - C.WINDOW):
         back = position[None, :] - (tile * C.TILE + tl.arange(0, C.TILE))[:, None]
         s = tl.where((back >= 0) & (back < C.WINDOW), s, float("-inf"))
     return s
+
+
+@triton.jit
+def columns_of(work, first, exist, COLUMNS: tl.constexpr, C: tl.constexpr):
+    """Return the rows of q [T * Hq, D] of the columns from `first` on, relative to `work.row`; the offsets of
+    their elements [D, columns]; and masks of the columns and of the elements in range, all False unless
+    `exist`. (With masks combined in another order, ptxas does not overlap the loads of `_combine`.)"""
+    column = first + tl.arange(0, COLUMNS)
+    rows = (column // C.GROUP * work.num_kv_heads) * C.GROUP + column % C.GROUP
+    valid, d = (column < work.num_columns) & exist, tl.arange(0, C.BLOCK_D)
+    at = rows[None, :] * C.HEAD_DIM + d[:, None]
+    return rows, at, valid, valid[None, :] & (d < C.HEAD_DIM)[:, None]
+
+
+@triton.jit
+def load_queries(q, work, C: tl.constexpr):
+    """Load a tile of queries [D, COLUMNS]."""
+    _, at, _, inside = columns_of(work, 0, True, C.COLUMNS, C)
+    return tl.load(q + work.row * C.HEAD_DIM + at, inside, other=0.0)
+
+
+@triton.jit
+def store_output(out, state, first, COLUMNS: tl.constexpr, work, C: tl.constexpr):
+    """Store acc / sum(z) to `out` [T * Hq, D] for the columns from `first` on."""
+    _, at, valid, inside = columns_of(work, first, True, COLUMNS, C)
+    z = tl.where(valid[None, :], sum_pairs(state.z, C.TILE // 32), 1.0)  # log2 of 2 or 4 rows
+    tl.store(out + work.row * C.HEAD_DIM + at, (state.acc / z).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def end_unit(partials, unit, total, state, work, C: tl.constexpr):
+    """With SPLIT, store the state of a unit; without, add it to `total`. Return the total."""
+    if C.SPLIT:
+        rows, at, valid, inside = columns_of(work, 0, True, C.COLUMNS, C)
+        m, z, acc = partial_pointers(partials, unit, rows, work, C)
+        tl.store(m, state.m, valid)
+        tl.store(z, state.z, valid[None, :])
+        tl.store(acc + at, state.acc, inside)
+    else:
+        total = add_states(total, state, C)
+    return total
+
+
+@triton.jit
+def load_state(partials, unit, column, work, C: tl.constexpr):
+    """Load the state of a column of a unit; an empty one if there is no such unit."""
+    exists = (unit >= 0) & (unit < work.count)
+    rows, at, valid, inside = columns_of(work, column, exists, 1, C)
+    m, z, acc = partial_pointers(partials, unit, rows, work, C)
+    m, z = tl.load(m, valid, FLOOR), tl.load(z, valid[None, :], 0.0)
+    return State(m, z, tl.load(acc + at, inside, 0.0))
+
+
+@triton.jit
+def partial_pointers(partials, unit, rows, work, C: tl.constexpr):
+    """Return pointers to m and z of these rows of a unit, and to the beginning of its `acc`."""
+    base = work.row + unit * work.stride
+    z = rows[None, :] * (C.TILE // 16) + tl.arange(0, C.TILE // 16)[:, None]
+    return partials.m + base + rows, partials.z + base * (C.TILE // 16) + z, partials.acc + base * C.HEAD_DIM
+
+
+def launch(
+    attend: Any,
+    q: Tensor,
+    cache: Tensor,
+    batch: Batch,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Launch `attend`, the kernel of chains or of trees, and then `_combine` if programs share the cache."""
+    (T, num_heads, head_dim), (k, v), out, gpu = q.shape, cache, torch.empty_like(q), gpu_of(q)
+    num_kv_heads, _, block_size, _ = k.shape
+    split = split_kv(
+        batch.num_rows, batch.max_q_len, batch.max_kv_len, (num_heads, num_kv_heads, head_dim), gpu,
+        batch.ancestors is not None,
+    )  # fmt: skip
+    launch_options = options(q, T, dots=True)
+    constants = Constants(
+        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 1 << 30,
+        SOFTCAP=scale / softcap if softcap else 0.0, SPLIT=split.programs > 1, TILE=split.tile,
+        COLUMNS=split.columns, BLOCK_D=split.block_d, PDL=launch_options.pop("PDL"),
+    )  # fmt: skip
+    partials = Partials(None, None, None)
+    if constants.SPLIT:
+        size = split.units, T, num_heads
+        shapes = size, (*size, split.tile // 16), (*size, head_dim)
+        partials = Partials(*(q.new_empty(shape, dtype=torch.float32) for shape in shapes))
+    arguments = (
+        Operands(q, k, v, out), batch.tensors, partials, T, split.max_tiles,
+        Sizes(num_kv_heads, k.stride(0), batch.block_table.stride(0), LOG2_E * (softcap or scale)),
+        wrapped(constants),
+    )  # fmt: skip
+    stages = 1 if q.dtype == torch.float32 else split.stages  # float32 (tests) would not fit
+    attend[split.query_tiles, batch.num_rows, split.programs](
+        *arguments, num_warps=split.warps, num_stages=stages, **launch_options
+    )
+    if split.programs > 1:
+        _combine[split.query_tiles, batch.num_rows, split.columns](*arguments, num_warps=1, **launch_options)
+    return out

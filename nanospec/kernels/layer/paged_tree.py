@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the kernel for trees of drafts, and the launch of all kernels.
+"""Attention over the paged KV cache: the kernel for trees of drafts.
 
 The output of a node is bitwise identical to that of the last query of a chain of its ancestors and itself.
 Node i is at cache index base + i, and the set bits of its ancestor mask are the nodes that it attends to.
@@ -12,16 +12,13 @@ on tiles that are in L2. A row without branches costs the same as a chain, and s
 masks have the bits of all nodes: then each query attends to the whole row.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..batch import Batch
-from ..launch import LOG2_E, gpu_of, options, release_next, wait_for_previous, wrapped
-from . import paged
-from .paged import find_work, load_rows, load_slots, mask, row_of_cache, scores, tile_range
-from .split_kv import add_tile, empty_partials, empty_state, end_unit, load_queries, split_kv, store_output
+from ..launch import release_next, wait_for_previous
+from .online_softmax import add_tile, empty_state
+from .paged import end_unit, load_queries, load_rows, load_slots, row_of_cache, scores, store_output
+from .split_kv import find_work, tile_range
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
@@ -55,7 +52,7 @@ def _attend_tree(operands, batch, partials, num_tokens, max_tiles, sizes, C: tl.
             place = locate_path(batch, blocks, step + 1, first_per_node, num_nodes, work, C)  # ahead
             tile, node = tile_and_node(step, first_per_node, num_nodes)
             query_position = tl.where((step < first_per_node) | (column_node == node), position, -1)
-            s = mask(scores(k, query, C), tile, query_position, work, C)
+            s = scores(k, query, tile, query_position, work, C)
             state = add_tile(state, s, v, sizes.scale, C)
         total = end_unit(partials, unit, total, state, work, C)
     if not C.SPLIT:
@@ -98,35 +95,3 @@ def _nth_bit(mask, n):
         found += tl.where(n < count, 0, half)
         n -= tl.where(n < count, 0, count)
     return found
-
-
-def launch(
-    q: Tensor, cache: Tensor, batch: Batch, window: int | None, scale: float, softcap: float | None
-) -> Tensor:
-    """Launch the kernel of chains or of trees. See `attention`."""
-    (T, num_heads, head_dim), (k, v), gpu = q.shape, cache, gpu_of(q)
-    num_kv_heads, _, block_size, _ = k.shape
-    heads, is_tree = (num_heads, num_kv_heads, head_dim), batch.ancestors is not None
-    split = split_kv(batch.num_rows, batch.max_q_len, batch.max_kv_len, heads, gpu, is_tree)
-    sizes = paged.Sizes(num_kv_heads, k.stride(0), batch.block_table.stride(0), LOG2_E * (softcap or scale))
-    launch_options = options(q, dots=True)
-    constants = paged.Constants(
-        GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 1 << 30,
-        SOFTCAP=scale / softcap if softcap else 0.0, SPLIT=split.programs > 1, TILE=split.tile,
-        COLUMNS=split.columns, BLOCK_D=split.block_d, PDL=launch_options.pop("PDL"),
-    )  # fmt: skip
-    out = torch.empty_like(q)
-    arguments = (
-        paged.Operands(q, k, v, out), batch.tensors, empty_partials(q, split), T, split.max_tiles, sizes,
-        wrapped(constants),
-    )  # fmt: skip
-    (_attend_tree if is_tree else paged._attend)[split.query_tiles, batch.num_rows, split.programs](
-        *arguments, num_warps=split.warps,
-        num_stages=1 if q.dtype == torch.float32 else split.stages,  # float32 (tests) would not fit
-        **launch_options,
-    )  # fmt: skip
-    if split.programs > 1:
-        paged._combine[split.query_tiles, batch.num_rows, split.columns](
-            *arguments, num_warps=1, **launch_options
-        )
-    return out

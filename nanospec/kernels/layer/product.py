@@ -44,9 +44,9 @@ Sizes = namedtuple("Sizes", "N K x_stride eps shift factor", defaults=[None, Non
 Tile = namedtuple("Tile", "index block part t t_in rows rows_in")
 
 # Compile-time constants: the tiling (see `tiling.py`); SLICE: tokens per slice of the epilogue; GROUPS: sums
-# of squares per token; the fused operations, where GATE is "silu", "gelu" or "".
+# of squares per token; the fused operations, where GATE is "silu", "gelu" or ""; SKIP: if `num_used` is set.
 Constants = namedtuple(
-    "Constants", "PARTS SPLIT_K BLOCK_T BLOCK_N BLOCK_K SLICE EVEN PRECISION PDL GROUPS BIAS GATE ADD"
+    "Constants", "PARTS SPLIT_K BLOCK_T BLOCK_N BLOCK_K SLICE EVEN PRECISION PDL GROUPS BIAS GATE ADD SKIP"
 )
 
 
@@ -61,6 +61,9 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr, CODES: tl.constexpr =
     if C.ADD:  # the weight of the next norm
         by = tl.load(new.weight + tile.rows, tile.rows_in, other=0.0).to(tl.float32)[:, None]
     wait_for_previous(C.PDL)
+    if C.SKIP:
+        if tile.index * C.BLOCK_T >= tl.load(new.num_used):
+            return
     FEW: tl.constexpr = C.BLOCK_T <= 32  # registers hold the squares, to be added up after the product
     if C.GROUPS > 0:
         if FEW:
@@ -234,10 +237,11 @@ def new_counters(weight: Weight) -> Tensor:
 
 def product(
     source: Tensor | Residual, weight: Weight, bias: Tensor | None, counters: Tensor, gate: str = "",
-    new: Outputs | None = None,
+    new: Outputs | None = None, out: Tensor | None = None, num_used: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return `source` (a tensor, or the norm of a residual) @ weight.T + bias, or act(g) * u of its halves
-    [g; u]. If `new` is given, store the result in it, plus its residual. `counters`: see `new_counters`."""
+    [g; u], in `out` if given. If `new` is given, store the result in it, plus its residual. `counters`: see
+    `new_counters`; `num_used`: see `Batch`."""
     if isinstance(source, Tensor):
         x, squares, eps = source, None, 0.0
     else:
@@ -245,19 +249,19 @@ def product(
         assert x is not None  # set if `embed` used its kernel
     (T, K), N, gpu = x.shape, weight.shape[0], gpu_of(x)
     if new is None:
-        new = Outputs(x.new_empty(T, N // 2 if gate else N))
+        new = Outputs(x.new_empty(T, N // 2 if gate else N) if out is None else out, num_used=num_used)
     if T == 0:
         return new.x
     tiling = choose_tiling(T, N, K, gpu, x.itemsize, weight.itemsize)
     rows, width, block_k, warps, stages, parts, part, split_k = tiling
     tiles, blocks, programs = triton.cdiv(T, width), triton.cdiv(N, rows), parts if split_k else 1
     partial = x.new_empty(tiles * blocks * programs * split_k, rows * width, dtype=torch.float32)
-    launch_options = options(x, dots=True)
+    launch_options = options(x, T, dots=True)
     constants = Constants(
         parts, split_k, width, rows, block_k, SLICE=min(width, 32, VALUES // rows),
         EVEN=K % block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=launch_options.pop("PDL"), GROUPS=0 if squares is None else len(squares), BIAS=bias is not None,
-        GATE=gate, ADD=new.residual is not None,
+        GATE=gate, ADD=new.residual is not None, SKIP=num_used is not None,
     )  # fmt: skip
     operands = Operands(x, weight, bias, squares, partial, counters)
     sizes, codes = Sizes(N // 2 if gate else N, K, x.stride(0), eps), None

@@ -35,8 +35,8 @@ from ..launch import next_power_of_2, options, release_next, use_triton, wait_fo
 GROUP = tl.constexpr(64)  # columns per sum of squares
 
 # The output of a kernel: x and, for the next norm with `weight`, `scaled` and `squares` as in `Residual`;
-# `residual` is the x that it adds to.
-Outputs = namedtuple("Outputs", "x residual weight scaled squares", defaults=[None, None, None, None])
+# `residual` is the x that it adds to. `num_used`: see `Batch`.
+Outputs = namedtuple("Outputs", "x residual weight scaled squares num_used", defaults=[None] * 5)
 
 
 class Norm(NamedTuple):
@@ -51,24 +51,27 @@ class Residual(NamedTuple):
     norm: Norm  # the next norm
     scaled: Tensor | None = None  # [T, H], x * norm.weight in x's dtype; None on the naive path
     squares: Tensor | None = None  # [ceil(H / 64), T] float32; None on the naive path
+    num_used: Tensor | None = None  # see `Batch`: kernels skip the tokens after these
 
     @classmethod
-    def empty(cls, T: int, norm: Norm, like: Tensor) -> "Residual":
+    def empty(cls, T: int, norm: Norm, like: Tensor, num_used: Tensor | None) -> "Residual":
         """Return uninitialized tensors for a kernel to write to."""
         H = norm.weight.shape[0]
         squares = torch.empty(triton.cdiv(H, GROUP.value), T, dtype=torch.float32, device=like.device)
-        return cls(like.new_empty(T, H), norm, like.new_empty(T, H), squares)
+        return cls(like.new_empty(T, H), norm, like.new_empty(T, H), squares, num_used)
 
     def outputs(self, residual: Tensor | None) -> Outputs:
         """Return the output arguments of a kernel that adds to `residual`."""
-        return Outputs(self.x, residual, self.norm.weight, self.scaled, self.squares)
+        return Outputs(self.x, residual, self.norm.weight, self.scaled, self.squares, self.num_used)
 
 
-def embed(ids: Tensor, table: Any, norm: Norm, scale: float = 1.0) -> Residual:
+def embed(
+    ids: Tensor, table: Any, norm: Norm, scale: float = 1.0, num_used: Tensor | None = None
+) -> Residual:
     """Return the residual stream after the embedding of `ids` [T], each in 0 .. V - 1, times `scale`. `norm`:
     the first norm. `table`: see `look_up`."""
     rows = look_up(ids, table)
-    return residual_add((rows if scale == 1 else rows * scale)[None], None, norm)
+    return residual_add((rows if scale == 1 else rows * scale)[None], None, norm, num_used=num_used)
 
 
 def look_up(ids: Tensor, table: Any) -> Tensor:
@@ -76,16 +79,20 @@ def look_up(ids: Tensor, table: Any) -> Tensor:
     return F.embedding(ids, table) if isinstance(table, Tensor) else table.rows(ids)
 
 
-def residual_add(parts: Tensor, x: Tensor | None, next_norm: Norm, out_norm: Norm | None = None) -> Residual:
+def residual_add(
+    parts: Tensor, x: Tensor | None, next_norm: Norm, out_norm: Norm | None = None,
+    num_used: Tensor | None = None,
+) -> Residual:  # fmt: skip
     """Return x + h (x = 0 if None), or x + RMSNorm(h) with `out_norm` if given, for the next layer's norm."""
     if not use_triton(parts):
         return Residual(naive(parts, x, out_norm), next_norm)
     N, T, H = parts.shape
-    new = Residual.empty(T, next_norm, parts)
+    new = Residual.empty(T, next_norm, parts, num_used)
     warps = min(max(next_power_of_2(H) // 512, 1), 16)  # up to 16 elements per thread for H = 8192
     _residual_add[(T,)](
-        parts, out_norm, new.outputs(x), PARTS=N, ADD=x is not None, H=H, num_warps=warps, **options(parts)
-    )
+        parts, out_norm, new.outputs(x), PARTS=N, ADD=x is not None, H=H, SKIP=num_used is not None,
+        num_warps=warps, **options(parts, T),
+    )  # fmt: skip
     return new
 
 
@@ -168,13 +175,17 @@ def sum_groups(squares, first, t, t_in, T, GROUPS: tl.constexpr, COUNT: tl.const
 
 @triton.jit
 def _residual_add(
-    parts, out_norm, new, PARTS: tl.constexpr, ADD: tl.constexpr, H: tl.constexpr, PDL: tl.constexpr
-):
+    parts, out_norm, new, PARTS: tl.constexpr, ADD: tl.constexpr, H: tl.constexpr, SKIP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     release_next(PDL)
     i = tl.arange(0, triton.next_power_of_2((H + GROUP - 1) // GROUP) * GROUP)  # whole groups
     by = tl.load(new.weight + i, i < H, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     token, T = tl.program_id(0), tl.num_programs(0)
+    if SKIP:
+        if token >= tl.load(new.num_used):
+            return
     at = token.to(tl.int64) * H + i
     if ADD:  # load before the reduction: one memory latency, and no spills with triton 3.6 on sm_100
         residual = tl.load(new.residual + at, i < H, other=0.0)

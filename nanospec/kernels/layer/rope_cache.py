@@ -41,7 +41,7 @@ def rope_cache(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: 
 
 def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms) -> Tensor:
     _, num_kv_heads, _, _, head_dim = cache.shape
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    heads = qkv.unflatten(1, (-1, head_dim))
     num_heads = heads.shape[1] - 2 * num_kv_heads
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if norms is not None:
@@ -49,10 +49,9 @@ def naive(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms
         qk = torch.cat((naive_norm(q, norms[0]), naive_norm(k, norms[1])), 1)
     (cos, sin), (first, second) = angles.to(qk.dtype)[:, None].chunk(2, -1), qk.chunk(2, -1)
     qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    k = qk[:, num_heads:]
-    index = batch.with_slot
-    for to, new in zip(cache.view(2, num_kv_heads, -1, head_dim), (k, v), strict=True):
-        to[:, batch.slots[index].long()] = new[index].transpose(0, 1)
+    stored = batch.slots >= 0
+    for to, new in zip(cache.view(2, num_kv_heads, -1, head_dim), (qk[:, num_heads:], v), strict=True):
+        to[:, batch.slots[stored].long()] = new[stored].transpose(0, 1)
     return qk[:, :num_heads]
 
 
@@ -122,6 +121,6 @@ def launch(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norm
     rope = Rope(angles, batch.slots, q, cache, q_norm, k_norm)
     sizes = Sizes(qkv.stride(0), cache.stride(1), num_heads, num_kv_heads, eps)
     _rope_cache[(T, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS.value))](
-        qkv, rope, sizes, NORM=norms is not None, HEAD_DIM=head_dim, num_warps=2, **options(qkv)
+        qkv, rope, sizes, NORM=norms is not None, HEAD_DIM=head_dim, num_warps=2, **options(qkv, T)
     )
     return q

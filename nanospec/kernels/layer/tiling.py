@@ -60,7 +60,7 @@ def choose_tiling(T: int, N: int, K: int, gpu: Gpu, itemsize: int, weight_itemsi
     together = min(share, max(128 * 128 // (rows * width), 1), 3)  # programs per multiprocessor
     if gpu.pdl and T <= 32:  # room for a program of the next kernel, which prefetches its weight
         together = max(together, 2)
-    if width > 32:  # with many tokens, keep room to convert the layout of codes
+    if width > 32:  # room for codes that pass through shared memory (sm_100, gfx942)
         weight_itemsize = itemsize
     steps = triton.cdiv(part if split_k else K, block_k)  # iterations; more stages would not be used
     stages = gpu.stages(int(rows * weight_itemsize + width * itemsize) * block_k, min(steps + 1, 6), together)

@@ -11,22 +11,6 @@
 
 namespace {
 
-// out = norm(x); with ADD, out += norm(x)
-template <bool ADD = false>
-void normalize(const bf16* x, long n, Norm weight, float eps, bf16* out) {
-    Floats squares{};
-    for (long i = 0; i < n; i += LANES) {
-        const Floats some = load(x + i, std::min<long>(LANES, n - i));
-        squares += some * some;
-    }
-    const float factor = 1 / std::sqrt(sum(squares) / n + eps);
-    for (long i = 0; i < n; i += LANES) {
-        const long m = std::min<long>(LANES, n - i);
-        if (ADD) store(load(out + i, m) + load(x + i, m) * factor * load(weight + i), out + i, m);
-        else store(load(x + i, m) * factor * load(weight + i), out + i, m);
-    }
-}
-
 void rms_norm(Team& team, const Model& m, Rows x, long tokens, Norm weight, Rows out) {
     team.each(tokens, [&](long t, long) { normalize(x[t], m.hidden, weight, m.eps, out[t]); });
 }
@@ -67,24 +51,10 @@ void rope_cache(Team& team, const Model& m, const Layer& layer, const Batch& bat
 
 constexpr int PHASES = 16;  // maximum per layer
 
-// A matrix in memory. Rows with a stride of a multiple of 4 KB would compete for the same few lines of the L1 cache, so
-// they are padded. Data is aligned to cache lines, to avoid reading one more line per row.
-constexpr long PAGE_ELEMENTS = 4096 / sizeof(bf16);
-
-struct Buffer : Rows {
-    struct alignas(64) Line { bf16 elements[WIDTH]; };
-    std::unique_ptr<Line[]> lines;
-
-    Buffer(long rows, long columns) : Rows{nullptr, columns % PAGE_ELEMENTS ? columns : columns + WIDTH} {
-        lines.reset(new Line[rows * stride / WIDTH + 1]);  // uninitialized
-        data = lines[0].elements;
-    }
-};
-
 struct WriteKV {
     const Model* model;
-    Batch batch;
     Cache cache;
+    Batch batch;
     Rows x;
     long threads;
 };
@@ -105,25 +75,25 @@ struct Move {
 
 }  // namespace
 
-extern "C" void nanospec_forward(const Forward* args) {
-    const Model& m = *args->model;
-    const Batch& batch = args->batch;
-    const Cache& cache = args->cache;
+void embed(const Model& m, long id, bf16* out) {
+    if (m.embedding.bits < 16) return dequantize_row(m.embedding, id, m.embedding_scale, out);
+    const bf16* row = (const bf16*)m.embedding.data + id * m.hidden;
+    for (long i = 0; i < m.hidden; i += LANES) {
+        const long n = std::min<long>(LANES, m.hidden - i);
+        store(load(row + i, n) * float(m.embedding_scale), out + i, n);
+    }
+}
+
+void forward(const Forward& args, Rows start, Rows qkv_inputs) {
+    const Model& m = *args.model;
+    const Batch& batch = args.batch;
+    const Cache& cache = args.cache;
     const long T = batch.num_tokens, H = m.hidden, D = m.head_dim;
-    const Buffer x(T, H), normed(T, m.inputs_norm ? 2 * H : H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
-    const Plan plan(m, batch, args->threads);
-    const Buffer quantized(T, std::max({m.inputs_norm ? 2 * H : H, m.heads * D, m.inner}));
-    const auto embed = [&](long t, bf16* to) {
-        const long id = batch.input_ids[t];
-        if (m.embedding.bits < 16) return dequantize_row(m.embedding, id, m.embedding_scale, to);
-        const bf16* row = (const bf16*)m.embedding.data + id * H;
-        for (long i = 0; i < H; i += LANES) {
-            const long n = std::min<long>(LANES, H - i);
-            store(load(row + i, n) * float(m.embedding_scale), to + i, n);
-        }
-    };
+    const Buffer x(T, H), normed(T, H), qkv(T, (m.heads + 2 * m.kv_heads) * D), out(T, m.heads * D), inner(T, m.inner);
+    const Plan plan(m, batch, args.threads);
+    const Buffer quantized(T, std::max({m.layers[0].qkv.columns, m.heads * D, m.inner}));
     const auto keep = [&](Team& team, long num_layers) {
-        const State *states = args->states, *end = states + args->num_states;
+        const State *states = args.states, *end = states + args.num_states;
         const auto wanted = [=](const State& state) { return state.num_layers == num_layers; };
         if (std::none_of(states, end, wanted)) return;
         team.each(T, [&](long t, long) {
@@ -132,23 +102,21 @@ extern "C" void nanospec_forward(const Forward* args) {
         });
     };
     const std::unique_ptr<Partial[]> parts(plan.split_spans ? new Partial[plan.pieces.size() * plan.rows] : nullptr);
-    run(args->threads, PHASES * m.num_layers + 3, [&](Team& team) {
+    run(args.threads, PHASES * m.num_layers + 3, [&](Team& team) {
         static thread_local Attention::Scratch scratch;
         const FpuMode mode;
         team.each(T, [&](long t, long) {
-            embed(t, x[t]);
-            if (!m.inputs_norm) return;
-            normalize(x[t], H, m.layers[0].input_norm, m.eps, normed[t]);
-            normalize(args->inputs[t], H, m.inputs_norm, m.eps, normed[t] + H);
-            std::copy_n(m.norm_before_residual ? normed[t] + H : args->inputs[t], H, x[t]);
+            if (start.data) std::copy_n(start[t], H, x[t]);
+            else embed(m, batch.input_ids[t], x[t]);
         });
         for (long i = 0; i < m.num_layers; i++) {
             const Layer& layer = m.layers[i];
             keep(team, i);
-            if (!m.inputs_norm) rms_norm(team, m, x, T, layer.input_norm, normed);
-            linear(team, layer.qkv, {normed, quantized.data}, T, qkv);
+            const bool given = qkv_inputs.data && !i;
+            if (!given) rms_norm(team, m, x, T, layer.input_norm, normed);
+            linear(team, layer.qkv, {given ? qkv_inputs : Rows(normed), quantized.data}, T, qkv);
             rope_cache(team, m, layer, batch, qkv, cache, i);
-            if (!args->hidden.data && i + 1 == m.num_layers) return;
+            if (!args.hidden.data && i + 1 == m.num_layers) return;
             const Attention attend{m, batch, cache, i, layer.window, qkv, out};
             attention(team, attend, plan, scratch, parts.get());
             linear_add(team, m, layer.o, layer.o_norm, {out, quantized.data}, T, normed, x);
@@ -157,15 +125,17 @@ extern "C" void nanospec_forward(const Forward* args) {
             linear_add(team, m, layer.down, layer.down_norm, {inner, quantized.data}, T, normed, x);
         }
         keep(team, m.num_layers);
-        rms_norm(team, m, x, T, m.norm, args->hidden);
+        rms_norm(team, m, x, T, m.norm, args.hidden);
     });
 }
 
-// `Model.write_kv_from` of models/decoder.py
+extern "C" void nanospec_forward(const Forward* args) { forward(*args); }
+
+// Writes the keys and values that each layer computes from x, instead of from its own input (drafters/dflash.py).
 extern "C" void nanospec_write_kv(const WriteKV* args) {
     const Model& m = *args->model;
     const long T = args->batch.num_tokens;
-    const Buffer qkv(T, (m.heads + 2 * m.kv_heads) * m.head_dim), quantized(T, m.inputs_norm ? 2 * m.hidden : m.hidden);
+    const Buffer qkv(T, (m.heads + 2 * m.kv_heads) * m.head_dim), quantized(T, m.hidden);
     run(args->threads, PHASES * m.num_layers, [&](Team& team) {
         const FpuMode mode;
         for (long i = 0; i < m.num_layers; i++) {

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "amx.h"
 #include "forward.h"
 #include "noise.h"
 
@@ -13,6 +14,8 @@ struct Drafter {
     Cache cache;
     Weight fc, lm_head;
     const int64_t* token_map;  // [lm_head.rows], null: the index
+    Norm hidden_norm;          // of the features
+    long norm_before_residual;  // whether the residual stream begins with the norm of the features
     Rows features;             // [S + 1, H], of the last entry of each request row
     int* entry;                // [S + 1], the index of that entry
     Rows pending;              // [(S + 1) * block_size, n * H], hidden states of the entries that follow
@@ -67,6 +70,26 @@ Draft choose(const Drafter& d, const bf16* logits, long n, long row, int positio
     return {std::max_element(top.begin(), top.end())->second, 1 / total};
 }
 
+// Runs the layer on tokens with these features, and writes its output, if `outputs` is given, and the norm of the output,
+// if `hidden` is.
+void run_layer(const Drafter& d, const Batch& batch, Rows features, Rows hidden, Rows outputs) {
+    const Model& m = *d.model;
+    const long H = m.hidden;
+    const Buffer inputs(batch.num_tokens, 2 * H);  // the norms of embedding and features
+    {
+        const FpuMode mode;
+        for (long t = 0; t < batch.num_tokens; t++) {
+            bf16 *embedded = inputs[t], *normed = embedded + H;
+            embed(m, batch.input_ids[t], normed);  // not yet the norm of the features
+            normalize(normed, H, m.layers[0].input_norm, m.eps, embedded);
+            normalize(features[t], H, d.hidden_norm, m.eps, normed);
+        }
+    }
+    const State output{1, outputs};
+    const Forward pass{d.model, d.cache, batch, hidden, &output, outputs.data != nullptr, d.threads};
+    forward(pass, d.norm_before_residual ? Rows{inputs.data + H, inputs.stride} : features, inputs);
+}
+
 // A request row with hidden states to read: the pending ones, then `count` of a batch.
 struct Span {
     long row;
@@ -103,8 +126,7 @@ void read(const Drafter& d, const std::vector<Span>& spans) {
     const int most = *std::max_element(q_len.begin(), q_len.end());
     const Batch batch{nullptr, ids.data(), positions.data(), slots.data(), blocks.data(), q_start.data(), q_len.data(),
                       base_len.data(), nullptr, nullptr, B, T, most, table.max_blocks};
-    const Forward pass{d.model, batch, d.cache, {}, inputs, nullptr, 0, d.threads};
-    nanospec_forward(&pass);
+    run_layer(d, batch, inputs, {}, {});
     for (long i = 0; i < B; i++) {
         const long row = spans[i].row;
         std::copy_n(inputs[q_start[i] + q_len[i] - 1], H, d.features[row]);
@@ -170,9 +192,7 @@ extern "C" void nanospec_eagle3_draft(const DraftArgs* args) {
         if (std::find(q_len.begin(), q_len.end(), 1) == q_len.end()) return;
         const Batch batch{nullptr, ids.data(), at.data(), slots.data(), blocks.data(), q_start.data(), q_len.data(),
                           at.data(), nullptr, nullptr, B, B, 1, width};
-        const State state{1, {outputs.data(), H}};
-        const Forward pass{d.model, batch, d.cache, {hidden.data(), H}, {inputs.data(), H}, &state, 1, d.threads};
-        nanospec_forward(&pass);
+        run_layer(d, batch, {inputs.data(), H}, {hidden.data(), H}, {outputs.data(), H});
         const Linear product{d.lm_head, {hidden.data(), H}, {logits.data(), V}, B, d.threads};
         nanospec_linear(&product);
         for (long i = 0; i < B; i++) {

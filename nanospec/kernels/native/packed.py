@@ -28,7 +28,7 @@ WIDTH = 32  # rows per strip
 MAX_GROUP = 64  # columns per scale of a quantized weight
 STRIPS = 64  # strips of a quantized weight that are packed at once, to limit temporary memory
 TILE = 16  # positions per tile
-PAGE_ELEMENTS = 2048  # bfloat16 elements in 4 KB; same as in decoder.cpp
+PAGE_ELEMENTS = 2048  # bfloat16 elements in 4 KB; same as in forward.h
 PIECE = 64 << 20  # bytes that an arena allocates at once
 LINE = 64  # bytes per cache line
 

@@ -12,7 +12,7 @@ struct Table {
     int *tokens, *num_tokens, *max_len, *reference, *num_reference, *block_table;
     int8_t* finished;
     int *max_k, *min_n, *max_n, *tree_width;
-    int8_t* rule;
+    bool* typical;
     float* temperature;
     int* top_k;
     float *top_p, *min_p;

@@ -46,7 +46,5 @@ struct Model {
     long gelu;               // activation of the gate: gelu, or silu if 0
     Weight embedding;        // [vocabulary, hidden], not packed in bfloat16
     Norm norm;               // final norm
-    Norm inputs_norm;        // of inputs, if the model has them, else null
-    long norm_before_residual;  // whether the residual stream begins with their norm
     const Layer* layers;
 };

@@ -53,26 +53,23 @@ def penalize(scores: Tensor, s: int, position: int, drafts: Sequence[int], table
 
 
 class Inputs(NamedTuple):
-    """The inputs of the kernels: logits [N, V], the request rows and the batch. `pitch` is 0 except for the
-    logits of a draft model: those of draft j of batch row b are in line b * pitch + j, and penalties ignore
-    the preceding drafts."""
+    """The inputs of the kernels: logits [N, V], the request rows and the batch."""
 
     logits: Tensor
     stride: int
-    pitch: int
     table: Table
     batch: Tensors
 
     @classmethod
-    def of(cls, logits: Tensor, table: Table, batch: Batch, pitch: int = 0) -> "Inputs":
+    def of(cls, logits: Tensor, table: Table, batch: Batch) -> "Inputs":
         if (V := logits.shape[1]) > MAX_VOCAB:
             raise ValueError(f"The vocabulary size {V} exceeds the sampling kernel's limit of {MAX_VOCAB}.")
-        return cls(logits, logits.stride(0), pitch, table, batch.tensors)
+        return cls(logits, logits.stride(0), table, batch.tensors)
 
 
 class Query(NamedTuple):
     """A scored token: its request row (-1: none), the position of its target, the row of its logits, the
-    first flat index of its batch row, its node there, and that row's length (node, n: 0 with `pitch`)."""
+    first flat index of its batch row, its node there, and that row's length."""
 
     s: Any
     position: Any
@@ -85,12 +82,11 @@ class Query(NamedTuple):
 @triton.jit
 def this_query(inputs):
     """Return the query of this program; the grid is (node, batch row)."""
-    node, b, pitch = tl.program_id(0), tl.program_id(1), inputs.pitch
+    node, b = tl.program_id(0), tl.program_id(1)
     start, n = tl.load(inputs.batch.q_start + b), tl.load(inputs.batch.q_len + b)
     s = tl.where(node < n, tl.load(inputs.batch.rows + b), -1)
     position = tl.load(inputs.batch.positions + start + node, s >= 0, other=0) + 1
-    line = tl.where(pitch > 0, b * pitch, start) + node
-    return Query(s, position, line, start, tl.where(pitch > 0, 0, node), tl.where(pitch > 0, 0, n))
+    return Query(s, position, start + node, start, node, n)
 
 
 @triton.jit

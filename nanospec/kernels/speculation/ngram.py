@@ -103,7 +103,7 @@ def tree(text: Tensor, starts: Tensor, limit: int, width: int) -> tuple[Tensor, 
 def native(table: Table, rows: Tensor, k: int, max_n: int, max_width: int = 1) -> Proposal:
     """Run `nanospec_ngram` of `native/ngram.cpp`."""
     result = empty_proposal(rows, k, tree=max_width > 1)
-    call("nanospec_ngram", *table, *result[:6], *result.drafts.shape, rows)
+    call("nanospec_ngram", *table, *result, *result.drafts.shape, rows)
     return result
 
 

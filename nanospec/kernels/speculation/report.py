@@ -36,7 +36,7 @@ class RowReport(NamedTuple):
     tokens: list[int]  # the kept tokens
     num_drafted: int
     num_accepted: int  # by verification, so before truncation at a stop token
-    drafter: int  # see `Proposal`; NO_DRAFTER is reported as 0
+    drafter: int  # see `Proposal`
     match_len: int
     finished: int  # RUNNING or why the request ended
     sources: list[int]  # source of each kept token, see `Proposal.source`
@@ -48,7 +48,7 @@ def decode(lines: list[list[int]]) -> list[RowReport]:
     for line in lines:
         n, drafted, accepted, drafter, match_len, code = line[:C]
         tokens, sources = (line[first : first + n] for first in (C, (len(line) + C) // 2))
-        reports.append(RowReport(tokens, drafted, accepted, max(drafter, 0), match_len, code, sources))
+        reports.append(RowReport(tokens, drafted, accepted, drafter, match_len, code, sources))
     return reports
 
 

@@ -95,7 +95,7 @@ def _append(table: Table, s: int, emitted: list[int]) -> tuple[int, int]:
 def native(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Verdict:
     """Run `nanospec_commit` of `native/step.cpp`."""
     verdict = _empty(batch)
-    words = *batch.native_args, *proposal[:6], *proposal.drafts.shape
+    words = *batch.native_args, *proposal, *proposal.drafts.shape
     call("nanospec_commit", *table, *words, targets, *verdict)
     return verdict
 

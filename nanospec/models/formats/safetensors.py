@@ -67,14 +67,12 @@ def check_fit(
     stored: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     what: str,
-    optional: Sequence[str] = (),
     dtypes: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Compare `stored`, slices of safetensors files by name, with the expected `shapes`, of which those in
-    `optional` may be missing, and `dtypes` (default: `FLOATS`). Raises ValueError with `what` and a list of
-    all mismatches."""
+    """Compare `stored`, slices of safetensors files by name, with the expected `shapes` and `dtypes`
+    (default: `FLOATS`). Raises ValueError with `what` and a list of all mismatches."""
     problems = {
-        "missing": list(shapes.keys() - stored.keys() - set(optional)),
+        "missing": list(shapes.keys() - stored.keys()),
         "unexpected": list(stored.keys() - shapes.keys()),
         "of the wrong shape": [],
     }

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from nanospec.drafters.dflash import as_block
 from nanospec.kernels.launch import GPUS, forced
 from nanospec.kernels.layer import attention, split_kv
-from nanospec.kernels.layer.attention import AttentionMetadata
 from tests.kernels.texts import Part, Texts, divide, random_trees, scored
 from tests.util import assert_close, error_ratio
 
@@ -76,14 +74,14 @@ CASES = {
 def compare_with_naive(case: Case, tolerance: float, device: str | torch.device = "cpu") -> None:
     texts, parts = requests(case.shape, case.heads, case.block_size, case.dtype)
     trees = None if case.tree is None else random_trees([n for _, n in case.shape], case.tree)
-    uncapped = texts.expected(parts, case.window, padded=case.padded, trees=trees)
-    texts.softcap = case.softcap
-    want = texts.expected(parts, case.window, padded=case.padded, trees=trees)
-    assert (error_ratio(uncapped, want) > 0.1) == (case.softcap == 0.5)
     if case.window:  # blocks before the window are not read
         for r, base, n in parts:
             first = max(base - case.window + 1, 0) if n else base
             texts.block_table[r, : first // case.block_size] = 1 << 24
+    uncapped = texts.expected(parts, case.window, padded=case.padded, trees=trees)
+    texts.softcap = case.softcap
+    want = texts.expected(parts, case.window, padded=case.padded, trees=trees)
+    assert (error_ratio(uncapped, want) > 0.1) == (case.softcap == 0.5)
     out = texts.attend(parts, case.window, device, padded=case.padded, trees=trees)
     assert_close(out, want, max(tolerance, 1e-7 * (case.softcap or 0)))
 
@@ -104,14 +102,8 @@ def test_blocks_attend_to_the_whole_row(backend: Any, shape: Shape, heads: Heads
     """Compare with dense attention, with more queries than a tile of columns and across spans."""
     texts, parts = requests(shape, heads)
     batch, q = texts.batch(parts)
-    if backend == "naive":  # reads whole blocks
-        texts, q = (
-            replace(texts, cache=texts.cache.nan_to_num(), block_table=texts.block_table.clamp(min=0)),
-            q.nan_to_num(),
-        )
-        batch = replace(batch, block_table=texts.block_table)
     with forced(backend):
-        out = scored(batch, attention.attention(q, texts.cache, AttentionMetadata(as_block(batch)), 0.1))
+        out = scored(batch, attention.attention(q, texts.cache, as_block(batch), None, 0.1))
     for r, base, n in parts:
         j, size = torch.arange(base + n), texts.cache.shape[3]
         keys, values = texts.cache[:, :, texts.block_table[r, j // size].long(), j % size].double()
@@ -199,20 +191,3 @@ def test_split_kv_covers_the_cache_and_is_bounded() -> None:
     assert split_kv.split_kv(1, 1, 1024, heads, target)[:5] == (16, 8, 16, 16, 16)  # a program for each tile
     assert split_kv.split_kv(32, 1, 32768, heads, target).programs == 8
     assert split_kv.split_kv(1, 64, 64, heads, target, tree=True).columns == 32
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_naive_avoids_small_products(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
-    """With AVX-512, PyTorch sums up to 16^3 bf16 multiply-adds in another order than larger products, so one
-    query of a narrow model would differ from several. Products must be larger, with the same result."""
-    texts, parts = requests([(7, 1)], (2, 1, 16))
-    batch, q = texts.batch(parts, padded=False)
-    given = q.bfloat16(), texts.cache.nan_to_num().bfloat16(), AttentionMetadata(batch), 0.25, softcap
-    product, add = (mock.patch.object(torch, name, wraps=getattr(torch, name)) for name in ("bmm", "baddbmm"))
-    with product as bmm, add as baddbmm:
-        one = attention.naive(*given)
-    calls = [call.args for call in (*bmm.call_args_list, *baddbmm.call_args_list)]
-    assert len(calls) == 2
-    assert all(tensors[-2].numel() * tensors[-1].shape[2] > 16**3 for tensors in calls)
-    monkeypatch.setattr(attention, "MIN_MULTIPLY_ADDS", 0)
-    assert_close(one, attention.naive(*given), 1e-2)

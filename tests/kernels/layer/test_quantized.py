@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanospec.apps.cli import explain
 from nanospec.config import SamplingParams
 from nanospec.kernels.launch import GPUS, forced
 from nanospec.kernels.layer.dequantize import pack_codes
@@ -136,9 +135,3 @@ def test_outputs_with_and_without_guessing_are_those_of_the_dequantized_model(bi
             requests = run(make_engine(model(dense=False), k), jobs)
             assert [request.output_ids for request in requests] == expected
         assert sum(request.stats.num_drafted for request in requests) > 0
-        stored = model(dense=False)
-    layers, head = explain.stored_bytes(stored)
-    assert layers + head == sum(linear.nbytes for linear in stored.linears)
-    assert head == 64 * (64 + 4)  # 32 columns of 8 bits take the memory of 64, and have one group
-    parts = {part.name: part.bytes for part in explain.parts(config, 1, 10, 2, (layers, head))}
-    assert (parts["layers"], parts["head"]) == (layers, head)

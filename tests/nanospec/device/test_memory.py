@@ -18,9 +18,9 @@ from nanospec.device import resources
 from nanospec.device.graphs import KS, StepGraphs
 from nanospec.device.resources import plan_cache, spare_memory, step_bytes
 from nanospec.drafters.policy import Choice
-from nanospec.kernels.batch import Batch
+from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.launch import forced
-from nanospec.kernels.layer import paged_tree
+from nanospec.kernels.layer import paged
 from nanospec.kernels.layer.split_kv import Split
 from tests.drive import Job, make_engine, run
 from tests.no_gpu import DryRun, meta_step
@@ -83,7 +83,7 @@ def test_step_bytes_covers_captures_and_prefill(rows: int, k: Any, monkeypatch: 
     assert captures.alive < 20_000 * len(graphs.captures), "captures must share the logits"
     largest, prefill = captures.peak, 0
     for tokens in (500, 1785, config.max_num_batched_tokens):
-        prompt = replace(Batch.from_grid(step.table, one, one, one, tokens), prefill=True)
+        prompt = Batch.from_chunks(step.table, [Chunk(0, 0, tokens)])
         prefill = max(prefill, peak_bytes(one.device, partial(model.forward, prompt, step.kv_cache)))
     needed = resources.row_bytes(step.table) + step._logits.nbytes + largest + max(largest, prefill)
     measured = step_bytes(config, model, step.drafters, model.config.max_position_embeddings)
@@ -98,14 +98,14 @@ def test_step_bytes_covers_captures_and_prefill(rows: int, k: Any, monkeypatch: 
 def test_step_bytes_measures_rows_that_split_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention needs memory for partial results only if there are few rows, not in the largest step."""
     spec, splits = SpecConfig(num_speculative_tokens=1), list[tuple[int, int]]()
-    choose = paged_tree.split_kv
+    choose = paged.split_kv
 
     def spy(rows: int, *rest: Any) -> Split:
         split = choose(rows, *rest)
         splits.append((rows, split.units))
         return split
 
-    monkeypatch.setattr(paged_tree, "split_kv", spy)
+    monkeypatch.setattr(paged, "split_kv", spy)
     monkeypatch.setattr(resources, "peak_bytes", lambda _, run: run() or 0)
     model = meta_step(QWEN3, spec, 1).model
     with DryRun():

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from nanospec.config import GREEDY_BELOW, SamplingParams, SpecConfig
-from nanospec.device.messages import Admission, write_row
-from nanospec.kernels import EXACT, MAX_STOP_IDS, REJECTION, TYPICAL
+from nanospec.device.messages import Admission
+from nanospec.device.rows import write_row
+from nanospec.kernels import MAX_STOP_IDS
 from nanospec.kernels.table import Table
 
-BRANCHING = SpecConfig(num_speculative_tokens=4, tree_width=3, acceptance="rejection")
+BRANCHING = SpecConfig(num_speculative_tokens=4, tree_width=3, acceptance="typical")
 
 
 def row_of(constrained: bool = False, reference: Sequence[int] = (), **params: Any) -> Table:
@@ -31,9 +32,9 @@ def test_write_row_sets_columns_from_params() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {"num_tokens": 5, "max_len": 20, "finished": 0, "seed": 99, "max_k": 4, "tree_width": 3}),
         ({}, {"min_n": BRANCHING.prompt_lookup_min, "max_n": BRANCHING.prompt_lookup_max}),
-        ({}, {"rule": REJECTION, "penalized": 0}),
-        ({"constrained": True}, {"max_k": 0, "rule": EXACT}),
-        ({"acceptance": "typical", "top_k": 7, **usual}, {"rule": TYPICAL, "top_k": 7, **usual}),
+        ({}, {"typical": 1, "penalized": 0}),
+        ({"constrained": True}, {"max_k": 0, "typical": 0}),
+        ({"acceptance": "exact", "top_k": 7, **usual}, {"typical": 0, "top_k": 7, **usual}),
         ({"tree_width": 2, "temperature": GREEDY_BELOW / 2}, {"tree_width": 2, "temperature": 0}),
         ({"tree_width": 5, "top_k": -1}, {"tree_width": 3, "top_k": 0}),
         ({"temperature": GREEDY_BELOW}, {"temperature": pytest.approx(GREEDY_BELOW)}),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanospec import SamplingParams
 from nanospec.drafters import draft_limits, eagle3
-from nanospec.drafters.hidden_states import CONTENDERS, HiddenStateDrafter
+from nanospec.drafters.hidden_states import CONTENDERS
 from nanospec.drafters.policy import Choice
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.launch import forced
@@ -50,43 +50,37 @@ class Checked:
 
     Attributes:
         compared: number of distributions that were compared.
+        agreed: number of these from which C++, where logits are not visible, drafted the reference's token.
         unready: number of rows that got no drafts although they could use some.
     """
 
-    def __init__(self, drafter: HiddenStateDrafter, reference: Reference, tolerance: float) -> None:
+    def __init__(self, drafter: Any, reference: Reference, tolerance: float) -> None:
         self.drafter, self.reference, self.tolerance = drafter, reference, tolerance
-        self.compared = self.unready = 0
+        self.compared = self.agreed = self.unready = 0
         self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
         self._propose, self._best = drafter.propose, drafter._best
-        drafter.propose, drafter._best = self.propose, self.best  # type: ignore[method-assign]
+        drafter.propose, drafter._best = self.propose, self.best
 
-    def best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor) -> Tensor:
+    def best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor, width: int = 1) -> Tensor:
         logits = self.drafter.lm_head(hidden).float().unflatten(0, positions.shape)
         self.calls.append((rows.clone(), positions.clone(), logits.clone()))
-        return self._best(hidden, table, rows, positions)
+        return self._best(hidden, table, rows, positions, width)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
         self.calls.clear()
         proposal = self._propose(table, rows, k)
-        again = proposal
-        if not self.calls and proposal.num_drafts.any():  # all passes were in C++
-            again = HiddenStateDrafter.propose(self.drafter, table, rows, k)
         limits = draft_limits(table, rows, k)
         for b, n in enumerate(proposal.num_drafts.tolist()):
             assert n <= limits[b]
             self.unready += int(limits[b] > n == 0)
             if n:
-                if again is not proposal:
-                    self.check_chance(int(rows[b]), n, int(again.num_drafts[b]))
-                    same = int((again.drafts[b, :n] == proposal.drafts[b, :n]).int().cumprod(0).sum())
-                    n = min(n, same + 1)  # a draft may differ if several logits are equal
                 drafts, parents = (part[b, :n].tolist() for part in (proposal.drafts, parents_of(proposal)))
-                self.check(table, int(rows[b]), drafts, parents, self.drafter._trees_of(k).ranges)
+                self.check(table, int(rows[b]), drafts, parents)
+                if not self.calls:
+                    self.check_chance(table, int(rows[b]), drafts, min(int(limits[b]), 8))
         return proposal
 
-    def check(
-        self, table: Table, row: int, drafts: list[int], parents: list[int], ranges: Sequence[range]
-    ) -> None:
+    def check(self, table: Table, row: int, drafts: list[int], parents: list[int]) -> None:
         text, paths = table.tokens[row, : int(table.num_tokens[row])].tolist(), [list[int]()]
         for draft, parent in zip(drafts, parents, strict=True):
             paths.append([*paths[parent], draft])
@@ -95,28 +89,31 @@ class Checked:
             block = self.reference.dflash(text, min(len(drafts), self.drafter.max_depth))
         for node in {*parents}:
             depth = len(paths[node])
-            wanted = self.reference.eagle3(text, paths[node]) if block is None else block[depth]
-            rows, positions, logits = self.calls[depth if block is None else 0]
-            at = rows.tolist().index(row), node - ranges[depth].start if block is None else depth
-            assert int(positions[at]) == len(text) + depth
-            assert float((logits[at] - wanted).abs().max()) < self.tolerance, (len(text), paths[node])
-            likely, place = logits[at].topk(min(CONTENDERS, logits.shape[2]))
+            logits = wanted = self.reference.eagle3(text, paths[node]) if block is None else block[depth]
+            if self.calls:
+                rows, positions, all_logits = self.calls[depth if block is None else 0]
+                at = rows.tolist().index(row), 0 if block is None else depth
+                assert int(positions[at]) == len(text) + depth
+                logits = all_logits[at]
+                assert float((logits - wanted).abs().max()) < self.tolerance, (len(text), paths[node])
+            likely, place = logits.topk(min(CONTENDERS, len(logits)))
             ids = self.reference.ids[place].int()
             log_e = noise.naive(int(table.seed[row]), len(text) + depth, ids)
             scores = (likely - table.temperature[row] * log_e).tolist()
-            score_of = dict(zip(ids.tolist(), scores, strict=True))  # some may be equal
-            chosen = [score_of[d] for d, parent in zip(drafts, parents, strict=True) if parent == node]
-            assert chosen == sorted(scores, reverse=True)[: len(chosen)]
+            chosen = [d for d, parent in zip(drafts, parents, strict=True) if parent == node]
+            if self.calls:
+                score_of = dict(zip(ids.tolist(), scores, strict=True))  # some may be equal
+                assert [score_of[d] for d in chosen] == sorted(scores, reverse=True)[: len(chosen)]
+            self.agreed += int(ids[scores.index(max(scores))]) == chosen[0]
             self.compared += 1
 
-    def check_chance(self, row: int, n: int, most: int) -> None:
-        """Check that a chain of at most `most` drafts ends after n because of `LEAST_CHANCE`."""
-        chances, chance = [], 1.0
-        for rows, _, logits in self.calls[:most]:
-            chance *= float(logits[rows.tolist().index(row), 0].softmax(-1).max())
-            chances.append(chance)
-        assert chances[n - 1] > 0.98 * LEAST_CHANCE
-        assert n == most or chances[n] < 1.02 * LEAST_CHANCE
+    def check_chance(self, table: Table, row: int, drafts: list[int], most: int) -> None:
+        """Check that a chain in C++ of at most `most` drafts ends because of `LEAST_CHANCE`."""
+        text, n = table.tokens[row, : int(table.num_tokens[row])].tolist(), len(drafts)
+        logits = [self.reference.eagle3(text, drafts[:j]) for j in range(n + 1)]
+        chances = torch.stack(logits).softmax(1).amax(1).cumprod(0)
+        assert chances[n - 1] > 0.8 * LEAST_CHANCE
+        assert n == most or chances[n] < 1.25 * LEAST_CHANCE
 
 
 def jobs_of(rng: random.Random, longest: int) -> list[Job]:
@@ -138,15 +135,15 @@ CASES: dict[str, dict[str, Any]] = {
     "dflash-tree": {"width": 3, "vocab": 20, "attention_bias": True},
     "ngram+dflash": {"own_head": True, "vocab": 25, "reads": (3, 1, 2)},
     "eagle3": {"reads": (0, 2, 3)},
-    "eagle3-tree": {"width": 3, "vocab": 20, "own_head": True},
+    "eagle3-few": {"vocab": 20, "own_head": True},
     "eagle3-qwen3": {"model_type": "qwen3", "norm_before_residual": True},
     "ngram+eagle3-tree": {"width": 2, "own_head": True, "attention_bias": True},
     "dflash-tree-bfloat16": {"width": 3, "num_layers": 2, "attention_bias": True},
-    "eagle3-tree-bfloat16": {"width": 3, "vocab": 20},
+    "eagle3-few-bfloat16": {"vocab": 20},
     "eagle3-bfloat16": {"norm_before_residual": True, "own_head": True},
     "ngram+eagle3-bfloat16": {"vocab": 20},
     "dflash-triton": {"vocab": 20},
-    "eagle3-tree-triton": {"width": 2, "norm_before_residual": True, "own_head": True},
+    "eagle3-triton": {"norm_before_residual": True, "own_head": True},
 }  # fmt: skip
 
 
@@ -174,7 +171,7 @@ def test_drafts_follow_the_reference(
         model = model_class(config, dtype, "cpu")(config, dtype, "cpu", weights.__getitem__)
         engine = make_engine(model, (8, 5, 3)[(width == 1) + few], spec=spec, **options, **MODES[mode])
         drafter: Any = engine.worker.drafters[-1]
-        if dtype == torch.float32:  # `admit` zeroes new blocks; in C++ it need not, as no NaN is stored
+        if dtype == torch.float32:  # no unwritten entry is read; C++ reads whole blocks, but stores no NaN
             drafter.kv.fill_(math.nan)
         reference = Reference(
             folder, weights["model.embed_tokens.weight"], weights["lm_head.weight"],
@@ -196,6 +193,7 @@ def test_drafts_follow_the_reference(
         for longest in (38, 12):  # the second run uses the prefix cache
             run_and_compare(engine, model, jobs_of(random.Random(3), longest))
     assert checked.compared > 100
+    assert checked.agreed > 0.95 * checked.compared
     assert checked.unready <= ("eagle3" in case)  # before a prompt of one token, which has no states yet
     assert min(engine.metrics.num_preemptions, engine.metrics.num_cached_tokens) > 0
 

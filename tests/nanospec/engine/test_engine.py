@@ -5,7 +5,7 @@ arrivals, aborts and faults are simulated in `campaigns/simulate`, with a mock m
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -120,8 +120,8 @@ def test_policy_observes_every_step_and_resets_with_row(model: Model) -> None:
     events: list[tuple[int, ...]] = []
 
     class Spy(Policy):
-        def observe(self, row: int, report: RowReport) -> None:
-            events.append((row, report.num_drafted, report.num_accepted))
+        def observe(self, reports: Mapping[int, RowReport]) -> None:
+            events.extend((row, each.num_drafted, each.num_accepted) for row, each in reports.items())
 
         def reset(self, row: int) -> None:
             events.append((row,))

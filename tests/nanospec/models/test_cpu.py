@@ -18,10 +18,9 @@ from torch import Tensor
 
 from nanospec.drafters.dflash import as_block
 from nanospec.kernels import native
-from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.quantized import Quantized, quantize
-from nanospec.kernels.speculation.proposal import Proposal, lay_out
+from nanospec.kernels.speculation.layout import lay_out
 from nanospec.models.config import ModelConfig, Rope
 from nanospec.models.cpu import CompiledModel, computed_by, model_class
 from nanospec.models.decoder import GetWeight, Model
@@ -112,11 +111,11 @@ def exact(model: Model) -> Model:
 
 
 def test_logits_are_close_to_float64(model: Model) -> None:
-    """Test prompts longer than a span, one and several tokens, packed and padded."""
+    """Test prompts longer than a span, one and several tokens, with and without room for more."""
     steps: list[dict[str, Any]] = [
         {"chunks": {0: tokens(model, 330), 1: tokens(model, 5, 1), 2: tokens(model, 255, 2)}},
         {"chunks": {0: tokens(model, 1, 3), 1: tokens(model, 13, 4), 2: tokens(model, 3, 5)}},
-        {"chunks": {1: tokens(model, 2, 6), 0: tokens(model, 7, 7)}, "pad_to": 9},
+        {"chunks": {1: tokens(model, 2, 6), 0: tokens(model, 7, 7)}, "room": 9},
     ]
     runner, other = ModelRunner(model, 3, 640, 16), ModelRunner(model, 3, 640, 64)
     wanted = ModelRunner(exact(model), 3, 640)
@@ -161,7 +160,7 @@ def test_results_are_bitwise_independent_of_the_batch(window_model: Model, seed:
         chunks[0] = text[start : start + n]
         pad = n + rng.randint(0, 3) if not others and n < 60 else None
         with threads(rng.randint(1, 4)):
-            logits = runner.step(chunks, pad_to=pad)[0]
+            logits = runner.step(chunks, room=pad)[0]
         runner.length[1:] = [0, 100, 300]  # the cache still holds values there
         assert torch.equal(logits, expected[start : start + n]), (start, n)
 
@@ -184,11 +183,12 @@ def test_blocks_are_close_to_float64(name: str) -> None:
     outputs, rows = list[Tensor](), torch.arange(3, dtype=torch.int32)
     for runner in (ModelRunner(exact(model), 3, 640), poisoned(model, 16), poisoned(model, 64)):
         runner.step({row: tokens(model, n, row) for row, n in enumerate(base) if n})
-        batch = as_block(Batch.from_grid(runner.table, rows, torch.tensor(base), torch.tensor(count), 20))
-        ids = torch.where(batch.slots >= 0, torch.arange(60) % 9, 0).int()
+        first, q_len = (torch.tensor(numbers, dtype=torch.int32) for numbers in (base, count))
+        batch = as_block(lay_out(runner.table, rows, first, q_len, 20))
+        ids = (torch.arange(batch.num_tokens) % 9).int()
         with forced("naive" if runner.model.dtype == torch.float64 else "auto"), threads(len(outputs) + 1):
             hidden = runner.model.forward(replace(batch, input_ids=ids), runner.cache)
-        outputs.append(hidden[batch.slots >= 0].double())
+        outputs.append(hidden.double())
     assert_close(outputs[1], outputs[0], 0.03 if "biases" in name else TOLERANCE)
     assert torch.equal(outputs[1], outputs[2])
 
@@ -220,10 +220,9 @@ def test_tree_nodes_match_chains_bitwise(name: str, seed: int) -> None:
         runner.table.tokens[row, : len(text)] = text
         runner.table.num_tokens[row] = len(text)
     runner.table.max_len.fill_(640)
-    nothing = torch.zeros(3, dtype=torch.int32)
-    parents = torch.tensor(trees, dtype=torch.int32)
-    proposal = Proposal(drafts, torch.tensor(count, dtype=torch.int32), drafts, nothing, nothing, parents)
-    batch = lay_out(runner.table, torch.arange(3, dtype=torch.int32), proposal, packed=rng.random() < 0.5)
+    first, q_len = runner.table.num_tokens[:3] - 1, torch.tensor(count, dtype=torch.int32) + 1
+    parents, rows = torch.tensor(trees, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    batch = lay_out(runner.table, rows, first, q_len, k + 1, drafts, parents)
     with threads(rng.randint(1, 3)):
         logits = model.logits(model.forward(batch, runner.cache))
     for row, start in enumerate(batch.q_start.tolist()):

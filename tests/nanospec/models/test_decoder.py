@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanospec.drafters.checkpoint import lm_head_rows
+from nanospec.drafters.hidden_states import lm_head_rows
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.launch import forced
 from nanospec.kernels.layer.residual import rms_norm

@@ -42,7 +42,7 @@ def test_search_order(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("NANOSPEC_WEIGHTS")
     (folders["checkout"].parent / "run.py").unlink()  # an installed package
     assert model_folders.weights_folders() == [folders["here"], folders["cache"]]
-    with pytest.raises(ValueError, match="EAGLE-3 drafter with: nanospec train --model MODEL"):
+    with pytest.raises(ValueError, match="no drafter found for 'mine'; set draft_model to"):
         default_drafter(Path("mine"))
     for folder in (
         model_folders.PACKAGE / "weights",

@@ -91,11 +91,9 @@ function drawHead() {
 function drawLead() {
   const { lanes } = trace, tokens = sum(lanes.map((l) => l.token_ids.length)), steps = sum(lanes.map((l) => l.steps.length));
   const perStep = make("b", "", `${few(tokens / Math.max(steps, 1))} tokens per step`);
-  const rule = lanes.find((l) => l.acceptance !== "exact")?.acceptance;
-  const guarantee = {
-    typical: "Typical acceptance also keeps drafts that the model finds likely enough, which changes the output.",
-    rejection: "Rejection sampling preserves the distribution of the model's output.",
-  }[rule] ?? "The output is the same as without speculation.";
+  const guarantee = lanes.some((l) => l.acceptance === "typical")
+    ? "Typical acceptance also keeps drafts that the model finds likely enough, which changes the output."
+    : "The output is the same as without speculation.";
   $("lead").replaceChildren(
     ...(lanes.some((l) => l.hasDrafts)
       ? [perStep, `, compared to one without speculation. Before each step, a drafter proposes the next tokens, and one

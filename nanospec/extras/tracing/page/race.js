@@ -38,9 +38,7 @@ function drawRace(lane) {
 
 function raceNote(lane) {
   const factor = lane.plain_seconds / lane.seconds, plain = tokensWithoutDrafts(lane, lane.seconds);
-  const how = lane.plain_is_measured
-    ? "Both times were measured."
-    : "The time without speculation is estimated from the time of each step and the measured cost of steps without drafts.";
+  const how = "The time without speculation is estimated from the time of each step and the measured cost of steps without drafts.";
   if (factor < 0.975) return `${few(1 / factor, 2)}× slower than without speculation. ${how}`;
   if (factor < 1.025) return `As fast as without speculation. ${how}`;
   return `${few(factor, factor < 2 ? 2 : 1)}× faster: decoding without speculation generates ${plain} of the ${lane.token_ids.length} tokens in the same time. ${how}`;

@@ -1,6 +1,6 @@
 // The list of steps: one row per step with its n-gram match, drafts, K, tokens and time by stage.
 
-const REASONS = { off: "speculation off", end: "last token", fixed: "fixed", "does not pay": "no speedup expected", probe: "probe" };
+const REASONS = { off: "speculation off", end: "last token", fixed: "fixed", "does not pay": "no speedup expected", pays: "speedup expected", probe: "probe" };
 
 function drawSteps(lane) {
   const longest = Math.max(...lane.steps.map((step) => step.total - (step.ms.prefill ?? 0)), 1e-3);
@@ -45,7 +45,7 @@ function describeDrafts(lane, step) {
 function shortReason(step) {
   const box = make("span", "reason");
   if (!step.drafts.length) return box;
-  box.append(`K = ${step.verified}, ${REASONS[step.reason] ?? `expected ${few(step.expected_speedup)}×`}`);
+  box.append(`K = ${step.verified}, ${REASONS[step.reason]}`);
   box.title = reason(step);
   return box;
 }
@@ -97,7 +97,7 @@ function reason(step) {
   if (!step.drafts.length || !step.verified) return "";
   if (step.reason === "fixed") return "K is fixed, so all drafts are verified.";
   if (step.reason === "probe") return "This step is a probe: it verified drafts only to update the acceptance rate.";
-  return `The expected speedup over a step without drafts was ${few(step.expected_speedup)}×.`;
+  return "The drafts that were expected to save time were verified.";
 }
 
 /** Return the details shown below the row of the selected step. */

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from nanospec.apps.batch.lines import LineError
-from nanospec.apps.batch.run import num_tokens, result_line
+from nanospec.apps.batch.lines import LineError, num_tokens, result_line
 from nanospec.apps.openai_format import BYTES, usage
 from nanospec.config import SamplingParams
 from nanospec.outputs import Completion, Logprob, RequestOutput, SpecStats

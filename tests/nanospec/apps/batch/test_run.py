@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanospec.apps.batch import run
-from nanospec.apps.batch.lines import Defaults, LineError, read_tasks
-from nanospec.apps.batch.run import indices_done, open_batch, prepare_lines, result_prefix
+from nanospec.apps.batch.lines import Defaults, LineError, read_tasks, result_prefix
+from nanospec.apps.batch.run import indices_done, open_batch, prepare_lines
 from nanospec.apps.cli.parser import parse
 from nanospec.apps.tasks import Task
 from nanospec.config import SamplingParams
+from nanospec.engine.request import derive_seed
 
 BREAKS = "a\u2028b\u2029c\x85d"  # where str.splitlines would cut
 GREEDY = SamplingParams(temperature=0, max_tokens=256)
@@ -168,9 +169,9 @@ NO_RESULTS = {
 
 @pytest.mark.parametrize("name", NO_RESULTS)
 def test_files_without_results_are_rejected_unchanged(tmp_path: Path, name: str) -> None:
-    path, twice = tmp_path / "notes", "2 is a duplicate" if name == "same-twice" else "\\d is not .*"
+    path = tmp_path / "notes"
     path.write_text(NO_RESULTS[name], encoding="utf-8")
-    with pytest.raises(LineError, match=rf"notes(: the last line is .*| line {twice}); use another output\."):
+    with pytest.raises(LineError, match=r"notes line \d is not a result .*; use another output\."):
         indices_done(path, numbered(3))
     assert path.read_text(encoding="utf-8") == NO_RESULTS[name]
 
@@ -187,7 +188,7 @@ def test_unusable_file_is_reported_at_start(tmp_path: Path) -> None:
 def test_output_must_be_neither_input_nor_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path)
     os.symlink(args.input, args.output)
-    with pytest.raises(ValueError, match="are the same file; use another output"), open_batch(args, GREEDY):
+    with pytest.raises(ValueError, match="line 1 is not a result .* use another"), open_batch(args, GREEDY):
         pass
     assert Path(args.input).read_text() == '{"prompt": "x"}\n'
     os.unlink(args.output)
@@ -225,50 +226,46 @@ class Disk(io.BytesIO):
 
 
 def test_results_are_written_whole_and_counted() -> None:
-    for output, hint in (("results", "; rerun the command to continue"), ("-", "")):
-        batch = run.Batch("lines", output, numbered(3), {1}, Disk())
-        interrupted = pytest.raises(KeyboardInterrupt, match=f"^2 of 3 requests are done{hint}$")
-        with interrupted, batch.running():
-            batch.write(b"xyz", 3)
-            raise KeyboardInterrupt
-        assert (batch.file.getvalue(), batch.written) == (b"xyz", 1)  # type: ignore[attr-defined]
-        batch.seconds = 1.23456
-        figures = {"requests": 3, "done_before": 1, "seconds": 1.235, "tokens": 3, "tokens_per_second": 2.4}
-        assert batch.statistics() == figures
+    batch = run.Batch("lines", "results", numbered(3), {1}, Disk())
+    with batch.running():
+        batch.write(b"xyz", 3)
+    assert batch.file.getvalue() == b"xyz"  # type: ignore[attr-defined]
+    batch.seconds = 1.23456
+    figures = {"requests": 3, "done_before": 1, "seconds": 1.235, "tokens": 3, "tokens_per_second": 2.4}
+    assert batch.statistics() == figures
 
 
 @pytest.mark.parametrize(
-    ("raw", "template", "of_text", "note"),
-    [
-        (False, True, [60, 97, 62], "Applying the chat template to prompts; use --raw"),
-        (True, True, [0, 97], "Continuing prompts as plain text (--raw)."),
-        (False, False, [0, 97], "The model has no chat template; continuing prompts as plain text."),
-    ],
+    ("raw", "template", "of_text"),
+    [(False, True, [60, 97, 62]), (True, True, [0, 97]), (False, False, [0, 97])],
 )
-def test_prompts_use_chat_template_unless_raw(
-    tmp_path: Path, capsys: Any, raw: bool, template: bool, of_text: list[int], note: str
+def test_lines_are_checked_and_get_prompts_and_seeds(
+    tmp_path: Path, raw: bool, template: bool, of_text: list[int]
 ) -> None:
-    source, checked = tmp_path / "lines", []
+    """The chat template is applied to text unless it is raw. Seeds are those of one engine's requests."""
+    checked, source = [], tmp_path / "lines"
 
-    def check(ids: Any, params: SamplingParams) -> SamplingParams:
+    def check(ids: list[int], params: SamplingParams) -> SamplingParams:
         checked.append(ids)
+        if len(checked) > 3:
+            raise ValueError("max_model_len=3 is low.")
         return params
 
-    tokenizer: Any = SimpleNamespace(
+    tokenizer = SimpleNamespace(
         has_chat_template=template,
         apply_chat_template=lambda messages, end=">": f"<{messages[0]['content']}{end}",
         encode_prompt=lambda text, _, add_special_tokens=True: [0] * add_special_tokens + [*map(ord, text)],
     )
+    engine, config = SimpleNamespace(max_model_len=64, check=check), SimpleNamespace(seed=3)
+    llm: Any = SimpleNamespace(tokenizer=tokenizer, engine=engine, config=config)
     message = '{"messages": [{"role": "user", "content": "b"}], "chat_template_kwargs": {"end": "]"}}'
-    source.write_text(f'{{"prompt": [7, 8]}}\n{{"prompt": "a", "seed": 5}}\n{message}\n')
-    with open_batch(arguments(tmp_path, input=str(source), raw=raw), GREEDY) as batch:
-        lines = prepare_lines(batch, tokenizer, check, 64, 3)
-        refuse = Mock(side_effect=ValueError("max_model_len=3 is low."))
-        with pytest.raises(LineError, match=r"lines line 1.*: --max-model-len 3 is low\."):
-            prepare_lines(batch, tokenizer, refuse, 64, 3)
-    assert [ids for _, ids, _ in lines] == [[7, 8], of_text, [60, 98, 93]]
-    assert checked == [ids for _, ids, _ in lines]
-    assert [params.seed for _, _, params in lines] == [
-        p.seed for p in run.seeded_params(batch.tasks, 3).values()
-    ]
-    assert capsys.readouterr().err.startswith(note)
+    source.write_text(f'{{"prompt": [7, 8], "n": 2}}\n{{"prompt": "a", "seed": 5}}\n{message}\n')
+    every = tasks(source, raw=raw)
+    lines = prepare_lines("lines", every, set(), llm)
+    assert [ids for _, ids in lines] == [[7, 8], of_text, [60, 98, 93]] == checked
+    numbers = {(0, 0): 4, (0, 1): 5, (1, 0): 6, (2, 0): 7}  # of the requests of an engine with seed 3
+    for (line, index), number in numbers.items():
+        seed = {1: 5}.get(line)
+        assert derive_seed(every[line].params.seed, index, 0) == derive_seed(seed, index, number)
+    with pytest.raises(LineError, match=r"lines line 3: --max-model-len 3 is low\."):
+        prepare_lines("lines", every, {0, 1}, llm)

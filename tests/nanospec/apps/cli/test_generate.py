@@ -1,10 +1,9 @@
-"""The modes of the command line: prompt, chat, batch, demo and explain, with `--json` and `--trace`."""
+"""The modes of the command line: prompt, chat, batch and demo, with `--json` and `--trace`."""
 
 import io
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from nanospec import LLM, SamplingParams
-from nanospec.apps.cli import chat, demo, explain, generate
-from nanospec.drafters.estimates import StepCosts
-from nanospec.models.config import DTYPES
-from nanospec.models.families import read_config
+from nanospec import SamplingParams
+from nanospec.apps.cli import chat, demo, generate
 from nanospec.outputs import Completion, RequestOutput, SpecStats
 from tests.alphabet import ALPHABET, EOS
 from tests.nanospec.apps.cli.conftest import Fail, Run
-from tests.tiny import num_parameters
 
 PROMPT = ALPHABET + EOS + "abcd"  # continued by the rest of the alphabet
 
@@ -76,7 +71,7 @@ def test_summary_names_error_and_lossy_rule() -> None:
         (("--prompt", "x", "--dtype", "float16"), "--dtype 'float16' is not supported on a CPU"),
         (("--prompt", "x", "--spec", "draft", "--draft-model", "no"), "unknown model 'no'"),
         (("--input", "seed=1.jsonl", "--output", "x"), "seed=1.jsonl: No such file"),  # not a flag
-        (("--prompt", "x", "--trace", "/no/trace.html"), "The directory /no does not exist"),
+        (("--prompt", "x", "--trace", "/no/trace.html"), "/no/trace.html: No such file or directory"),
     ],
     ids=lambda value: "_".join(value)[:40] if isinstance(value, tuple) else "",
 )
@@ -107,7 +102,6 @@ def test_batch_writes_all_results_and_resumes(tmp_path: Path, run: Run) -> None:
     source.write_text("".join(json.dumps({"prompt": ALPHABET[: i + 1], **sampling}) + "\n" for i in range(5)))
     status, output, errors = run("--input", source, "--output", target, "--json")
     assert status == 0, errors
-    assert "Applying the chat template to prompts" in errors
     figures, whole = json.loads(output)["batch"], results(target)
     assert {"text", "token_ids", "finish_reason", "stats"} <= whole[0].keys()
     assert whole[0]["custom_id"] == "mine"
@@ -124,7 +118,8 @@ def test_batch_writes_all_results_and_resumes(tmp_path: Path, run: Run) -> None:
     assert (status, "line 1 is not a result of this input, model and options" in errors) == (2, True)
     done = "All requests already have results"
     assert run("--input", source, "--output", target)[1:] == ("", f"{done}; nothing to do.\n")
-    assert f"{done}.\n" in run("--input", source, "--output", target, "--json")[2]
+    status, output, _ = run("--input", source, "--output", target, "--json")
+    assert (status, json.loads(output)["batch"]["done_before"]) == (0, 5)
     assert target.read_text() == before
 
 
@@ -154,20 +149,16 @@ def as_in_a_terminal(console: generate.Console, stream: Any = None, show_drafts:
     console.stream, console.color, console.show_drafts = sys.stdout, True, False
 
 
-def test_demo_compares_with_measured_time(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = tmp_path / "trace.html"
+def test_demo_compares_with_measured_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "REQUESTS", {"quotation": PROMPT, "other": "z"})
     monkeypatch.setattr(demo, "SamplingParams", lambda **given: SamplingParams(**{**given, "max_tokens": 8}))
     monkeypatch.setattr(generate.Console, "__init__", as_in_a_terminal)
-    status, colored, errors = run("--demo", "--trace", trace)
+    status, colored, errors = run("--demo")
     assert status == 0, errors
     text = re.sub(r"\x1b\[\d+m", "", colored)
     assert f"--- quotation: {PROMPT}\nefghijkl\n\n--- other: z\n .!é\n" in text
     numbers = r"[\d.]+ +[\d.]+ +[\d.]+x +[\d.]+ +(?:\d+%|-) +yes\n"
     assert re.search(rf"accepted  equal\nquotation +8 +{numbers}other +5 +{numbers}$", text)
-    lanes = lanes_in(trace)
-    assert [lane["name"] for lane in lanes] == ["quotation", "other"]
-    assert all(lane["plain_is_measured"] for lane in lanes)
     assert "\x1b[32mj\x1b[0m" in colored
 
 
@@ -184,49 +175,4 @@ def test_interrupted_run_still_writes_trace(run: Run, tmp_path: Path, monkeypatc
     [lane] = lanes_in(trace)
     assert lane["finish_reason"] == "abort"
     assert 0 < len(lane["token_ids"]) < len(ALPHABET)
-    assert (lane["plain_seconds"] > 0, lane["plain_is_measured"]) == (True, False)
-
-
-def test_step_reads_weights_and_cache_once(folder: Path) -> None:
-    _, config = read_config(folder)
-    for tie in (True, False):
-        shape = replace(config, tie_word_embeddings=tie)
-        read = 2 * (num_parameters(shape) - (0 if tie else config.vocab_size * config.hidden_size))
-        cache = 1000 * config.kv_bytes_per_token(DTYPES[shape.dtype]) // DTYPES[shape.dtype].itemsize * 2
-        for tokens in (1, 5):
-            parts = explain.parts(shape, tokens, 1000, 2)
-            assert sum(part.bytes for part in parts) == read + cache
-            products = sum(part.flops for part in parts if part.name != "attention")
-            assert products == 2 * tokens * read / 2
-            scores = config.num_layers * config.num_heads * config.head_dim  # twice: with keys and values
-            assert parts[1].flops == 2 * 2 * scores * 1000 * tokens
-    memory, arithmetic = explain.Part("a", 25_000_000, 20_000_000), explain.Part("a", 5_000_000, 20_000_000)
-    assert [part.ms(explain.Machine(1e9, 2e9)) for part in (memory, arithmetic)] == [25, 10]
-    windows = explain.parts(replace(config, windows=(10,) * config.num_layers), 3, 1000, 2)
-    assert windows == explain.parts(config, 3, 10, 2)
-
-
-def test_report_predicts_speedup_from_measured_times(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, costs = explain.Machine(1e6, 1e7), StepCosts(packed={1: 2.0, 3: 2.2, 5: 2.5, 9: 4.0})
-
-    def load(*args: Any, **options: Any) -> LLM:
-        llm = LLM(*args, **options)
-        llm.engine.policy.costs = costs
-        return llm
-
-    monkeypatch.setattr(generate, "LLM", load)
-    monkeypatch.setattr(explain, "MAX_TOKENS", 12)
-    monkeypatch.setattr(explain, "measure", lambda device, dtype: machine)
-    monkeypatch.setattr(explain, "REQUESTS", {"code edit": ALPHABET + EOS + "a"})
-    monkeypatch.setattr(explain, "decode_rate", lambda output: 3 + (output.stats.num_drafted > 0))
-    status, text, errors = run("--explain", "--num-speculative-tokens", "4")
-    assert status == 0, errors
-    assert re.search(r"^5 +[\d.]+ +2.50 +1.25x$", text, re.MULTILINE)
-    gains = "30%: 1.14x, 50%: 1.55x, 70%: 2.22x, 90%: 3.28x"
-    assert f"\n4 drafts break even at 1.25 tokens per step; by acceptance rate: {gains}\n" in text
-    answer = r"Code edit: (\S+) tokens per step with (\S+) drafts; speedup (\S+)x predicted, 1.33x measured"
-    [figures] = re.findall(answer, text)
-    per_step, drafts, speedup = map(float, figures)
-    assert per_step > 2
-    assert speedup == pytest.approx(per_step * 2 / costs.cost(1, 1 + drafts), abs=0.05)
-    assert "drafts break even" not in run("--explain", "--spec", "none")[1]
+    assert lane["plain_seconds"] > 0

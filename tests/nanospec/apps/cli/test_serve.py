@@ -39,6 +39,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (["--replicas", "x"], "--replicas 'x' must be at least 1, or MIN:MAX such as 1:4."),
         (["--request-timeout", "10000001"], "--request-timeout 10000001.0 must be a number from 0.1 to 1000"),
         (["--replicas", "2", "--write-timeout", "5"], "--write-timeout is not supported with --replicas, as"),
+        (["--replicas", "2", "--max-connections", "5"], "--max-connections is not supported with --replicas"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )

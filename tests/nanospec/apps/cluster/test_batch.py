@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -18,86 +17,52 @@ from unittest.mock import Mock
 
 import pytest
 
-from nanospec import SamplingParams, SpecConfig
+from nanospec import SamplingParams
 from nanospec.apps.batch.lines import LineError
-from nanospec.apps.batch.run import Line, open_batch, result_line, run_batch, seeded_params
+from nanospec.apps.batch.run import open_batch, run_batch
 from nanospec.apps.cli.main import main
 from nanospec.apps.cli.parser import DEFAULTS, parse
 from nanospec.apps.cluster.batch import LineEngine
 from nanospec.apps.cluster.start import Bundle, load
 from nanospec.apps.tasks import Task
-from nanospec.engine.request import derive_seed
-from tests.alphabet import TOKENS, after, make
+from tests.alphabet import after, make
 
 ROOT = Path(__file__).resolve().parents[4]
 SAME = ("--max-model-len", "512", "--dtype", "float32")  # results depend on these
 
 
-def answers(engine: LineEngine, *lines: Line) -> list[Any]:
-    async def run() -> list[Any]:
-        result = await asyncio.gather(*(engine.answer(*each) for each in lines), return_exceptions=True)
-        await engine.loop.stop()
-        return result
-
-    return asyncio.run(run())
-
-
-def test_results_match_single_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_checked_before_any_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed step ends the process. Ray then runs its lines on another replica."""
+    options = {"max_num_seqs": 4, "dtype": "float32", "max_model_len": 128}
+    engine = LineEngine(partial(load, folder, "", Bundle(1, 0, 1), options), "alphabet")
+    tasks = [Task(i, SamplingParams(max_tokens=4, n=3), "a" * size) for i, size in enumerate((9, 200))]
 
-    def line(number: int, prompt: str, **params: Any) -> Line:
-        sampling = SamplingParams(max_tokens=40, seed=number, **params)
-        return Task(number, sampling, prompt, key=f"{number:016x}"), llm.tokenizer.encode(prompt), sampling
+    async def answer() -> tuple[bytes, int]:
+        [line] = await engine.prepare("in.jsonl", tasks, {1})
+        return await engine.answer(*line)
 
-    llm = make(folder)
-    options = {"spec": SpecConfig(num_speculative_tokens=5), "max_num_seqs": 4, "dtype": "float32"}
-    loader = partial(load, folder, "", Bundle(1, 0, 1, 1), {**options, "max_model_len": 128})
-    lines = [line(i, after("abc"[: i % 4]), temperature=30 * (i % 2), n=1 + i % 3 // 2 * 3) for i in range(9)]
-    *result, refused = answers(LineEngine(loader, "alphabet", "in.jsonl"), *lines, line(9, "a" * 200))
-    for (task, ids, params), (written, tokens) in zip(lines, result, strict=True):
-        [output] = llm.generate([ids], params)
-        expected = result_line(task, output, "alphabet", llm.tokenizer)
-        assert written.split(b'"stats"')[0] == expected.split(b'"stats"')[0]
-        assert tokens == sum(len(done.token_ids) for done in output.outputs) > 0
-    refused = pickle.loads(pickle.dumps(refused))  # as Ray transports it
-    assert isinstance(refused, LineError)
-    assert str(refused).startswith("in.jsonl line 10: The prompt has 200 tokens, but --max-model-len 128")
-    engine = LineEngine(loader, "alphabet", "in.jsonl")
-    monkeypatch.setattr(os, "_exit", Mock(side_effect=InterruptedError))
+    refused = pytest.raises(
+        LineError, match="in.jsonl line 2: The prompt has 200 tokens, but --max-model-len"
+    )
+    with refused:
+        asyncio.run(engine.prepare("in.jsonl", tasks, set()))
     monkeypatch.setattr(engine.llm.engine, "step", None)
-    [ended] = answers(engine, lines[0])
-    assert isinstance(ended, InterruptedError)
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        asyncio.run(answer())
 
 
-def test_seeds_match_single_engine() -> None:
-    own = {1: 77}  # requested explicitly
-    tasks = [Task(i, SamplingParams(n=n, seed=own.get(i)), "x") for i, n in enumerate([2, 3, 1, 2])]
-    number = 7
-    for task, params in zip(tasks, seeded_params(tasks, 7).values(), strict=True):
-        for index in range(task.params.n):
-            number += 1
-            assert derive_seed(params.seed, index, 10**9) == derive_seed(task.params.seed, index, number)
-
-
-def test_lines_are_checked_before_ray_starts(
+def test_missing_ray_is_reported(
     folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
+    source.write_text('{"prompt": "a"}')
     files = ["--input", str(source), "--output", str(target), "--replicas", "2"]
-    monkeypatch.setattr("nanospec.apps.cluster.batch.connect_ray", None)
-    for line, sentence in (
-        ({"prompt": [len(TOKENS)]}, f"line 2: The prompt contains token id {len(TOKENS)}"),
-        ({"prompt": "a", "response_format": {"type": "regex", "regex": "("}}, "line 2: response_format"),
-    ):
-        source.write_text('{"prompt": "a"}\n' + json.dumps(line) + "\n")
-        assert main(["--model", str(folder), *files, "--max-model-len", "128"]) == 2
-        assert sentence in capsys.readouterr().err
-        assert not target.exists()
     monkeypatch.setattr("nanospec.apps.cluster.batch.need_ray", lambda module: None)
     monkeypatch.setattr("nanospec.apps.cluster.batch.connect_ray", Mock(side_effect=OSError("no Ray")))
-    source.write_text('{"prompt": "a"}')
     assert main(["--model", str(folder), *files, "--max-model-len", "128"]) == 2
     assert "no Ray" in capsys.readouterr().err
+    assert not target.exists()
 
 
 def children(pid: int) -> Iterator[tuple[int, str]]:
@@ -161,5 +126,5 @@ def test_each_line_written_once_after_replica_killed(folder: Path, tmp_path: Pat
     output, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
     statistics = json.loads(output)["batch"]  # the only text on standard output
-    assert (statistics["requests"], statistics["done_before"], statistics["replicas"]) == (len(LINES), 5, 2)
+    assert (statistics["requests"], statistics["done_before"]) == (len(LINES), 5)
     assert texts(target) == texts(expected)

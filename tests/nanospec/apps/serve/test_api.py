@@ -4,17 +4,14 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import openai
 import pytest
 
 from nanospec import LLM, SamplingParams
 from nanospec.apps.openai_format import CHAT, COMPLETIONS, MAX_MESSAGES
-from nanospec.apps.serve import gate
 from tests.alphabet import ALPHABET, EOS, TOKENS, after, greedy
 from tests.nanospec.apps.serve.conftest import MODEL, Served
-from tests.util import eventually
 
 PROMPT = after("abcd")
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -125,40 +122,21 @@ def test_final_assistant_message_is_continued(server: Served, monkeypatch: pytes
         assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": prompt}
 
 
-def test_fields_without_effect_are_logged(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables reach a template that uses them. A `max_tokens` beyond the window is reduced."""
-    monkeypatch.setattr(gate.log, "log", logged := Mock())
-
-    def lines() -> dict[str, Any]:
-        every = [call.kwargs["extra"]["log_fields"] for call in logged.call_args_list]
-        return {line["id"]: line for line in every}
-
-    def answer(path: str, body: dict[str, Any]) -> Any:
-        """Return the choice of a response, and the log line of the request."""
-        response = server.post(path, {"temperature": 0, "max_tokens": 1, **body})
-        eventually(lambda: response.headers["x-request-id"] in lines())
-        return response.json()["choices"][0], lines()[response.headers["x-request-id"]]
-
-    fields = {"reasoning_effort": "low", "verbosity": "low", "thinking": {"type": "enabled"}}
-    kwargs = {KWARGS: {"enable_thinking": False}}
-    _, line = answer(CHAT, {"messages": MESSAGES, **fields, **kwargs})
-    assert line["ignored"] == ["enable_thinking", "thinking", "reasoning_effort", "verbosity"]
-    assert "max_tokens_reduced_to" not in line
-    assert "ignored" not in answer(CHAT, {"messages": MESSAGES, "store": True, "user": "u"})[1]
+def test_template_options_reach_the_template(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{{ 'abc' if enable_thinking else 'lmn' }}{{ reasoning_effort }}"
     monkeypatch.setattr(server.llm.tokenizer, "_templates", {"default": template})
-    assert answer(COMPLETIONS, {"prompt": "a", **fields})[1]["ignored"] == line["ignored"][1:]
-    for body, text, ignored in (
-        (fields, "x", ["verbosity"]),  # after "low"
-        ({"thinking": {"type": "disabled"}}, "o", None),
-        ({"thinking": {"type": "enabled"}}, "d", None),
-        ({"enable_thinking": True}, "d", None),
-        ({"thinking": True, **kwargs}, "o", None),
+    fields = {"reasoning_effort": "low", "verbosity": "low", "thinking": {"type": "enabled"}}
+    for body, text in (
+        (fields, "x"),  # after "low"
+        ({"thinking": {"type": "disabled"}}, "o"),
+        ({"thinking": {"type": "enabled"}}, "d"),
+        ({"enable_thinking": True}, "d"),
+        ({"thinking": True, KWARGS: {"enable_thinking": False}}, "o"),
     ):
-        choice, line = answer(CHAT, {"messages": MESSAGES, **body})
-        assert (choice["message"]["content"], line.get("ignored")) == (text, ignored)
-    line = answer(CHAT, {"messages": MESSAGES, "max_tokens": 10**6})[1]
-    assert line["max_tokens_reduced_to"] == 128 - 3
+        [choice] = choices_of(server, CHAT, {"messages": MESSAGES, "temperature": 0, "max_tokens": 1, **body})
+        assert choice["message"]["content"] == text
+    [choice] = choices_of(server, COMPLETIONS, {"prompt": "a", "temperature": 0, "max_tokens": 1, **fields})
+    assert choice["text"] == "b"
 
 
 def test_several_prompts_as_text_and_token_ids(server: Served) -> None:
@@ -304,16 +282,8 @@ def test_invalid_requests_are_rejected(server: Served, path: str, body: Any, par
 @pytest.mark.parametrize(
     ("method", "path", "options", "status", "message"),
     [
-        ("GET", "/v1/no", {}, 404, "Unknown path '/v1/no'. This server only generates text. Available: /, "),
-        ("POST", "/chat/completions", {}, 404, "Unknown path '/chat/completions'. Use /v1/chat/compl"),
-        (
-            "POST",
-            "/x/v1/completions/",
-            {},
-            404,
-            "Unknown path '/x/v1/completions/'. Use /v1/completions; correct",
-        ),
-        ("GET", "/models", {}, 404, "Unknown path '/models'. Use /v1/models; correct the client's base URL"),
+        ("GET", "/v1/no", {}, 404, "Unknown path '/v1/no'; the server has /, /detokenize, /health, "),
+        ("POST", "/v1/completions/", {}, 404, "Unknown path '/v1/completions/'; the server has /, "),
         ("GET", COMPLETIONS, {}, 405, "Method not allowed; use POST."),
         ("GET", "/v1/models/other", {}, 404, "The model 'other' does not exist. Available: 'alphabet'."),
         ("POST", "/detokenize", {"json": {"model": "x"}}, 404, "The model 'x' does not exist."),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from nanospec.extras.grammar.extension import Grammar, mask
 from nanospec.extras.grammar.grammar import Draft
@@ -15,7 +16,9 @@ from nanospec.kernels import GENERATED, NO_DRAFTER
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.launch import Backend, forced
 from nanospec.kernels.native import library
-from nanospec.kernels.speculation.proposal import Proposal, lay_out
+from nanospec.kernels.speculation.layout import lay_out
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.trim import trim
 from nanospec.kernels.table import Table
 from tests.kernels.batches import ints
 
@@ -51,10 +54,9 @@ def guided(request: pytest.FixtureRequest) -> Grammar:
 @pytest.mark.parametrize("tree", [False, True])
 def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
     drafts = torch.arange(12, dtype=torch.int32).view(4, 3) + 20
-    logits = None if tree else torch.randn(4, 3, V)
     parents = ints(0, 0, 1).repeat(4, 1) if tree else None
     each = ints(3, 2, 1, 3), drafts - 10, ints(4, 5, 6, 7), ints(1, 0, 1, 0)
-    given = Proposal(drafts, *each, parents, logits)
+    given = Proposal(drafts, *each, parents)
     rows = ints(3, 0, 1, -1)
     result = guided.propose(TABLE, rows, given)
     assert result.drafts.tolist() == [[7, 8, 9], [23, 24, 25], result.drafts[2].tolist(), [29, 30, 31]]
@@ -62,21 +64,25 @@ def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
     assert result.source.tolist()[:2] == [[GENERATED, 1, 2], [13, 14, 15]]
     assert result.match_len.tolist() == [64, 5, 0, 7]
     assert result.drafter.tolist() == [CODE, 0, NO_DRAFTER, 0]
-    others, batch = guided.for_drafters(result, lay_out(TABLE, rows, result))
+    others, batch = guided.for_drafters(result, _batch(rows, trim(TABLE, rows, result, None), result.parents))
     assert others.drafter.tolist() == [NO_DRAFTER, 0, NO_DRAFTER, 0]
     assert batch.rows.tolist() == [-1, 0, -1, -1]
     assert result.parents is None or result.parents.tolist()[:2] == [[0, 1, 2], [0, 0, 1]]
-    assert result.sampled is None or result.sampled.tolist() == [False, True, False, True]
-    assert (result.parents is None, result.sampled is None) == (not tree, tree)
+    assert (result.parents is None) == (not tree)
     assert all(t.dtype == torch.int32 for t in result[:5])
 
 
+def _batch(rows: Tensor, q_len: Tensor, parents: Tensor | None = None) -> Batch:
+    drafts = None if parents is None else torch.zeros_like(parents)
+    return lay_out(TABLE, rows, torch.zeros_like(rows), q_len, 4, drafts, parents)
+
+
 def test_disallowed_tokens_are_masked(guided: Grammar) -> None:
-    """Row 3 has two tokens and padding, row 0 three, row 1 one; padding has no row; row 2 is new."""
-    batch = Batch.from_grid(TABLE, ints(3, 0, -1, 1, 2), ints(0, 0, 0, 0, 0), ints(2, 3, 3, 1, 1), 3)
-    logits = torch.randn(15, V)
+    """Row 3 has two tokens, row 0 three, row 1 one; row 2 is new; the last token is unused."""
+    batch = _batch(ints(3, 0, -1, 1, 2), ints(2, 3, 0, 1, 1))
+    logits = torch.randn(8, V)
     expected = logits.clone()
-    for t, may in ((0, [7]), (1, [8]), (9, [0, 35])):
+    for t, may in ((0, [7]), (1, [8]), (5, [0, 35])):
         kept = expected[t, may]
         expected[t] = -math.inf
         expected[t, may] = kept

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -10,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.worker import Worker
@@ -18,12 +18,10 @@ from nanospec.drafters import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
 from nanospec.drafters.methods import NgramDrafter
 from nanospec.engine.engine import Engine
+from nanospec.engine.locking import SharedEngine
 from nanospec.extras import create_extensions
-from nanospec.extras.tensor_parallel import job as ranks
-from nanospec.extras.tensor_parallel import worker
-from nanospec.extras.tensor_parallel.group import Group
-from nanospec.extras.tensor_parallel.worker import Rank, for_followers
-from nanospec.kernels.launch import GPUS
+from nanospec.extras.tensor_parallel.process_group import ProcessGroup, RankFailed
+from nanospec.extras.tensor_parallel.worker import RankWorker
 from nanospec.models.config import ModelConfig
 from nanospec.models.decoder import Model
 from tests import drive
@@ -52,7 +50,7 @@ def make_drafters(options: EngineConfig) -> MakeDrafter:
     """Return a function that creates each rank's drafters."""
     spec = options.spec
 
-    def make(model: Model, group: Group) -> Sequence[Drafter]:
+    def make(model: Model, group: ProcessGroup) -> Sequence[Drafter]:
         draft = ModelDrafter(spec, tiny_model(num_layers=1, vocab_size=VOCAB), VOCAB)
         return drafters_of(spec, Target(model), {"draft": draft})
 
@@ -80,7 +78,7 @@ def run_split(options: EngineConfig, whole: Full, jobs: list[Job], drafter: Make
     ("shape", "method", "width", "mode"),
     [
         ((2, 4, 2), "draft", 1, "as-on-gpu"),
-        ((4, 4, 2), "eagle3", 3, "plain"),  # two ranks have one KV head
+        ((4, 4, 2), "eagle3", 1, "plain"),  # two ranks have one KV head
         ((2, 6, 3), "ngram", 3, "as-on-gpu"),  # padded with zeros
     ],
     ids=str,
@@ -111,7 +109,7 @@ def test_ranks_agree_on_random_drafts_and_timed_k(k: Any) -> None:
     memory = 9 * 16 * full().config.kv_bytes_per_token(torch.float32) // 2
     options = options_of(2, "ngram", k, trace=True, kv_cache_memory=memory)
 
-    def make(model: Model, group: Group) -> Sequence[Drafter]:
+    def make(model: Model, group: ProcessGroup) -> Sequence[Drafter]:
         noise = drive.random_drafter(VOCAB, group.rank)
         noise.reads_on_host = True
         return NgramDrafter(options.spec), noise
@@ -119,15 +117,6 @@ def test_ranks_agree_on_random_drafts_and_timed_k(k: Any) -> None:
     metrics = run_split(options, full(), random_jobs(random.Random(37), VOCAB, 4, max_tokens=25), make)
     assert metrics.spec.num_accepted > 0 or k == "auto"
     assert metrics.num_preemptions > 0
-
-
-def test_followers_get_substitutes_of_host_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = ModelDrafter(make_spec(2), tiny_model(), VOCAB)
-    monkeypatch.setattr(ModelDrafter, "reads_on_host", True)
-    substitute, method = for_followers([drafter, "ngram"])
-    assert method == "ngram"
-    for name in ("name", "max_drafts", "runs_model", "makes_trees", "memory", "reads_on_host"):
-        assert getattr(substitute, name) == getattr(drafter, name)
 
 
 def test_aborts_and_nan_logits_do_not_affect_other_requests() -> None:
@@ -151,9 +140,28 @@ def test_aborts_and_nan_logits_do_not_affect_other_requests() -> None:
     split.assert_equal()
 
 
-def test_memory_and_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All captures are made at the start, and released before the group is closed: NCCL waits for them."""
-    whole, left = full(heads=6, kv_heads=3), list[int]()
+def test_failure_stops_all_ranks_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure of a command, the engine has no work, and further commands repeat the error."""
+    whole, options = full(), options_of(2, "ngram", 3)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    with split_engine(2, whole.config, whole.weights, options) as split:
+        engine = split.engine
+        shared, worker = SharedEngine(engine), engine.worker
+        run(engine, [Job([1, 2, 1, 2], SamplingParams(max_tokens=5))])
+        monkeypatch.setattr(worker, "_set_blocks", fail)
+        for kind in (RuntimeError, RankFailed):
+            engine.add([1, 2, 3], SamplingParams(max_tokens=5))
+            with pytest.raises(kind, match="no memory left"):
+                shared.step()
+            assert not engine.has_work
+        assert str(worker.failure).startswith("All ranks were stopped, because rank 0 failed in 'admit': ")
+
+
+def test_memory_and_captures() -> None:
+    whole = full(heads=6, kv_heads=3)
     options = options_of(2, "draft", 3, enforce_eager=False)
     with split_engine(2, whole.config, whole.weights, options, make_drafters(options)) as split:
         worker = split.engine.worker
@@ -165,35 +173,30 @@ def test_memory_and_captures(monkeypatch: pytest.MonkeyPatch) -> None:
         assert first["draft_weights"] == draft.model.weight_bytes  # each rank has the whole draft model
         assert first["draft_kv_cache"] == draft.kv.nbytes
         assert graphs is not None
-        captures = graphs.captures
-        assert len(captures) == len(graphs.buckets())
-        monkeypatch.setattr(split.groups[0], "close", lambda: left.append(len(captures)))
-    assert left == [0]
+        assert len(graphs.captures) == len(graphs.buckets())
 
 
-def test_dropped_engine_ends_its_job() -> None:
-    """Objects needed to end the job, such as captures, must not keep the worker alive."""
-    whole, [group], job = full(), groups_of(1), ranks.Job([], HashStore(), 30)
-    options, job.group = options_of(1, "ngram", 3, trace=True, **MODES["as-on-gpu"]), group
-    engine = Engine(options, Rank(group, job, options, whole.model, (), create_extensions(options)))
+def test_dropped_engine_ends_its_ranks() -> None:
+    """Objects needed to stop the ranks, such as captures, must not keep the worker alive."""
+    whole, [group], ended = full(), groups_of(1), list[int]()
+    options = options_of(1, "ngram", 3, trace=True, **MODES["as-on-gpu"])
+    worker = RankWorker(group, options, whole.model, (), create_extensions(options))
+    worker.end = weakref.finalize(worker, ended.append, 1)
+    engine = Engine(options, worker)
     run(engine, [Job([1, 2, 1, 2], SamplingParams(max_tokens=5))])
-    assert job.failure is None
-    del engine
+    assert ended == []
+    del engine, worker
     gc.collect()
-    assert job.failure == ranks.CLOSED
+    assert ended == [1]
 
 
-def test_smallest_rank_limits_all_and_gpus_must_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smallest_rank_limits_all() -> None:
     whole = full()
 
-    def plan(group: Group) -> tuple[int, int]:
+    def plan(group: ProcessGroup) -> tuple[int, int]:
         memory = (40, 20)[group.rank] * 16 * whole.config.kv_bytes_per_token(torch.float32) // 2
         options = EngineConfig(spec=make_spec(None), kv_cache_memory=memory, max_num_seqs=4)
-        rank = Rank(group, None, options, part_of(whole.config, whole.weights, group))
+        rank = RankWorker(group, options, part_of(whole.config, whole.weights, group))
         return rank.num_blocks, rank.max_model_len
 
     assert together(2, plan) == [(20, 320)] * 2
-    gpus = iter([GPUS["sm_86"], GPUS["sm_86"]._replace(multiprocessors=80)])
-    monkeypatch.setattr(worker, "gpu_of", lambda weight: next(gpus))
-    with pytest.raises(ValueError, match="have different GPUs"):
-        together(2, plan)

@@ -16,13 +16,13 @@ from tests.tiny import tiny_model
 SETUPS: list[dict[str, Any]] = [
     {"k": "auto", **MODES["as-on-gpu"]},
     {"k": 5, "spec": {"method": "ngram+eagle3", "tree_width": 2}, **MODES["plain"]},
-    {"k": 3, "spec": {"method": "draft", "acceptance": "rejection"}, **MODES["as-on-gpu"]},
+    {"k": 3, "spec": {"method": "draft", "acceptance": "typical"}, **MODES["as-on-gpu"]},
     {"k": 4, "num_blocks": 8, **MODES["plain"]},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", SETUPS, ids=["auto", "tree", "rejection", "few-pages"])
+@pytest.mark.parametrize("setup", SETUPS, ids=["auto", "tree", "typical", "few-pages"])
 def test_steps_add_up_to_the_output_and_tracing_does_not_change_it(setup: dict[str, Any]) -> None:
     model, few, tree = tiny_model(), "num_blocks" in setup, "tree_width" in str(setup)
     models: dict[str, Any] = {"draft_model": tiny_model(num_layers=1)} if "'draft'" in str(setup) else {}

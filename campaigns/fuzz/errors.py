@@ -35,7 +35,7 @@ def check_sentence(error: BaseException) -> None:
     """Raise AssertionError unless the message of an exception is a sentence of limited length."""
     text = str(error)
     assert not isinstance(error, RAW), repr(error)[:300]
-    assert text.endswith("."), f"not a sentence: {text[:300]}"
+    assert text.endswith((".", "?")), f"not a sentence: {text[:300]}"  # "did you mean ...?"
     assert "\n" not in text, f"more than one line: {text[:300]}"
     assert len(text) <= LONGEST, f"{len(text)} characters: {text[:300]}"
     longest = max(text.split(), key=len)
