@@ -65,7 +65,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
             why = f"no folder has this name, and it could not be downloaded from the hub ({reason(error)})"
     raise FileNotFoundError(
         f"unknown model {shown(name)}: {why}. Download a model with: {program()} fetch NAME, such as "
-        "smollm2-135m-instruct"
+        "smollm2-135m-instruct."
     )
 
 
