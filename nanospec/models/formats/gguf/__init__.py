@@ -132,7 +132,7 @@ def write_safetensors(checkpoint: GGUFCheckpoint, path: Path, dtype: str) -> Non
     with path.open("wb") as out, bar:
         out.write(len(raw).to_bytes(8, "little") + raw)
         for name, tensor in checkpoint.tensors.items():
-            weight = checkpoint.get(name, exact=True).to("cpu", DTYPES[dtype])
+            weight = checkpoint.get(name).to("cpu", DTYPES[dtype])
             for first in range(0, tensor.shape[0], ROWS):
                 rows = slice(first, first + ROWS)
                 part = weight[rows] if isinstance(weight, Tensor) else weight.rows(rows).dequantize()

@@ -25,7 +25,7 @@ from ....text.files import errors_of
 from ....text.validation import shown
 from .. import Shapes
 from ..safetensors import check_fit
-from .blocks import TYPES, join_groups
+from .blocks import TYPES
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TENSOR_NAMES = {
@@ -118,17 +118,16 @@ class GGUFCheckpoint:
         begin = -(-cursor.at // alignment) * alignment
         self.tensors = {hf_name(t.name): _checked(t, begin, len(cursor.data)) for t in tensors}
         freqs = self.tensors.pop("rope_freqs.weight", None)
-        self.rope_factors = [] if freqs is None else self._read(freqs, True).dequantize().tolist()
+        self.rope_factors = [] if freqs is None else self._read(freqs).dequantize().tolist()
 
     def check(self, shapes: Shapes, is_ignored: Callable[[str], bool]) -> None:
         used = {name: tensor for name, tensor in self.tensors.items() if not is_ignored(name)}
         what = f"The weights in {self.path} do not fit its metadata"
         check_fit(used, shapes, what, dtypes=dict.fromkeys(shapes, tuple(TYPES)))
 
-    def get(self, name: str, exact: bool = False) -> Tensor | Quantized:
-        """Return a tensor. With `exact`, Q6_K keeps groups of 16 columns."""
+    def get(self, name: str) -> Tensor | Quantized:
         with errors_of(self.path):
-            tensor = self._read(self.tensors[name], exact)
+            tensor = self._read(self.tensors[name])
             heads, kind = self.fields.hparam("attention.head_count"), name.split(".")[-2]
             num_heads = {"q_proj": heads, "k_proj": self.fields.hparam("attention.head_count_kv", heads)}
             if self.architecture != "llama" or kind not in num_heads:
@@ -137,22 +136,20 @@ class GGUFCheckpoint:
             order = torch.arange(tensor.shape[0]).view(num_heads[kind], -1, 2).mT.flatten()
             return tensor.rows(order) if isinstance(tensor, Quantized) else tensor[order]
 
-    def _read(self, tensor: StoredTensor, exact: bool) -> Tensor | Quantized:
+    def _read(self, tensor: StoredTensor) -> Tensor | Quantized:
         elements, size, decode = TYPES[tensor.type]
         if isinstance(decode, torch.dtype):
             return self._bytes(tensor.offset, math.prod(tensor.shape) * size).view(decode).view(tensor.shape)
-        (N, K), group = tensor.shape, 16 if exact and tensor.type == "Q6_K" else GROUP
-        codes, (scale, minimum) = torch.empty(N, K, dtype=torch.uint8), torch.empty(2, N, K // group)
+        N, K = tensor.shape
+        codes, (scale, minimum) = torch.empty(N, K, dtype=torch.uint8), torch.empty(2, N, K // GROUP)
         row = K // elements * size  # bytes
         for first in range(0, N, step := max(1, CHUNK // K)):
             rows = slice(first, first + step)
             raw = self._bytes(tensor.offset + first * row, len(codes[rows]) * row)
             new, new_scale, new_minimum = decode(raw.view(-1, size))
-            if new_scale.shape[1] * group > elements:
-                new, new_scale = join_groups(new, new_scale)  # of 16 columns in Q6_K
-            codes[rows], scale[rows] = new.view(-1, K), new_scale.view(-1, K // group)
+            codes[rows], scale[rows] = new.view(-1, K), new_scale.view(-1, K // GROUP)
             if new_minimum is not None:
-                minimum[rows] = new_minimum.view(-1, K // group)
+                minimum[rows] = new_minimum.view(-1, K // GROUP)
         minima = None if new_minimum is None else minimum
         weight = Quantized(codes, scale, minima, bits=4 if tensor.type.startswith("Q4") else 8)
         if not all(table.isfinite().all() for table in weight.tables) or not scale.any():
