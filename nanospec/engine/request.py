@@ -22,6 +22,7 @@ from ..kernels import FROM_REFERENCE, LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPE
 from ..kernels.speculation.report import RowReport
 from ..outputs import Completion, Logprob, Piece, RequestOutput, SpecStats
 from ..text.chat import too_long
+from ..text.files import errors_of
 from ..text.tokenizer import OutputText, Tokenizer
 from ..text.validation import as_int, shown
 from .blocks import block_hash
@@ -269,4 +270,5 @@ class Limits(NamedTuple):
 
 @lru_cache(maxsize=1)  # the lines of a batch may share a prediction
 def _encode_prediction(text: str, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
-    return tokenizer.encode_start(text, max_model_len)
+    with errors_of("prediction"):
+        return tokenizer.encode_start(text, max_model_len)
