@@ -99,7 +99,7 @@ def test_long_prompt_in_chunks_of_any_size(model: Model) -> None:
         check_outputs(model, k, jobs, expected, max_num_batched_tokens=tokens, **options)
 
 
-@pytest.mark.parametrize("setup", ["ngram-tree", "draft", "dflash", "dflash-tree", "eagle3", "ngram+draft"])
+@pytest.mark.parametrize("setup", ["ngram-tree", "draft", "dflash", "eagle3", "ngram+draft"])
 def test_every_drafter(model: Model, setup: str) -> None:
     method, _, tree = setup.partition("-")
     parts: dict[str, Any] = {"spec": {"method": method, "tree_width": 3 if tree else 1}}

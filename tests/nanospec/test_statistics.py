@@ -110,7 +110,7 @@ SETUPS: dict[str, Setup] = {
     "none": Setup(k=None), "ngram": Setup("ngram", "auto"), "ngram tree": Setup("ngram", 6, 3),
     "draft": Setup("draft"), "dflash": Setup("dflash"), "eagle3": Setup("eagle3", 6),
     "ngram+draft": Setup("ngram+draft"), "ngram tree+draft": Setup("ngram+draft", 4, 2),
-    "ngram tree+dflash tree": Setup("ngram+dflash", 5, 2), "custom": Setup(custom=BigramDrafter),
+    "ngram tree+dflash": Setup("ngram+dflash", 5, 2), "custom": Setup(custom=BigramDrafter),
     "custom sampling": Setup(custom=SamplingDrafter),
 }  # fmt: skip
 SAMPLING: dict[str, dict[str, Any]] = {  # parameters other than temperature

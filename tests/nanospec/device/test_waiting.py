@@ -25,7 +25,7 @@ REGEX = {"type": "regex", "regex": "(ab|red)+-[0-9]{1,3}x"}
 GUIDED = Job([1, 2, 3], SamplingParams(temperature=1, seed=1, max_tokens=12, response_format=REGEX))
 SETUPS: dict[str, dict[str, Any]] = {
     "ngram-tree+draft": {"method": "ngram+draft", "tree_width": 2, "acceptance": "typical"},
-    "dflash-tree": {"method": "dflash", "tree_width": 2},
+    "dflash": {"method": "dflash"},
     "eagle3": {"method": "eagle3"},
     "grammar": {"method": "ngram"},
 }

@@ -227,25 +227,6 @@ def test_perfect_drafts_are_always_accepted(mode: str, tmp_path: Path) -> None:
         assert request.stats.by_drafter.keys() == {"eagle3"}
 
 
-def test_tree_width_per_request(model: Model) -> None:
-    worker = make_engine(model, 8, spec=SETUPS["dflash-tree"], max_num_seqs=3).worker
-    [drafter], table = worker.drafters, worker.table
-    table.num_tokens[:], table.max_len[:], table.max_k[:] = 9, 60, 8
-    table.tree_width[:] = torch.tensor([1, 2, 9])
-    result = drafter.propose(table, torch.arange(3, dtype=torch.int32), 8)
-    assert result.parents is not None
-    assert result.num_drafts.tolist() == [5, 8, 8]  # blocks have five masks
-    assert result.parents[0, :5].tolist() == [0, 1, 2, 3, 4]
-    assert [result.parents[b].tolist().count(0) for b in (1, 2)] == [2, 3]
-
-
-def test_trees_with_more_branches_than_tokens() -> None:
-    for vocab, known in ((4, 4), (None, 5)):
-        spec = SpecConfig("dflash", tree_width=6)
-        drafter: Any = hidden_state_drafter("dflash", tiny_model(vocab_size=5), spec, vocab=vocab)
-        assert drafter.width == known
-
-
 def test_missing_and_unsuitable_weights_are_rejected(model: Model) -> None:
     short = tiny_model(num_layers=1, max_position_embeddings=100)
     with pytest.raises(ValueError, match="draft model's limit of 100"):

@@ -19,6 +19,7 @@ from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.launch import forced
 from nanospec.kernels.sampling import noise
 from nanospec.kernels.speculation.proposal import Proposal, parents_of
+from nanospec.kernels.speculation.trim import Estimates
 from nanospec.kernels.table import Table
 from nanospec.models.cpu import model_class
 from nanospec.models.decoder import Model, new_states
@@ -57,17 +58,18 @@ class Checked:
     def __init__(self, drafter: Any, reference: Reference, tolerance: float) -> None:
         self.drafter, self.reference, self.tolerance = drafter, reference, tolerance
         self.compared = self.agreed = self.unready = 0
-        self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.logits: dict[tuple[int, int], Tensor] = {}  # by request row and position
         self._propose, self._best = drafter.propose, drafter._best
         drafter.propose, drafter._best = self.propose, self.best
 
-    def best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor, width: int = 1) -> Tensor:
-        logits = self.drafter.lm_head(hidden).float().unflatten(0, positions.shape)
-        self.calls.append((rows.clone(), positions.clone(), logits.clone()))
-        return self._best(hidden, table, rows, positions, width)
+    def best(self, hidden: Tensor, table: Table, rows: Tensor, positions: Tensor) -> Tensor:
+        logits = self.drafter.lm_head(hidden).float()
+        places = zip(rows.tolist(), positions.tolist(), strict=True)
+        self.logits.update({place: logits[i] for i, place in reversed([*enumerate(places)])})
+        return self._best(hidden, table, rows, positions)
 
     def propose(self, table: Table, rows: Tensor, k: int) -> Proposal:
-        self.calls.clear()
+        self.logits.clear()
         proposal = self._propose(table, rows, k)
         limits = draft_limits(table, rows, k)
         for b, n in enumerate(proposal.num_drafts.tolist()):
@@ -76,7 +78,7 @@ class Checked:
             if n:
                 drafts, parents = (part[b, :n].tolist() for part in (proposal.drafts, parents_of(proposal)))
                 self.check(table, int(rows[b]), drafts, parents)
-                if not self.calls:
+                if not self.logits:
                     self.check_chance(table, int(rows[b]), drafts, min(int(limits[b]), 8))
         return proposal
 
@@ -86,22 +88,19 @@ class Checked:
             paths.append([*paths[parent], draft])
         block = None
         if self.drafter.name == "dflash":
-            block = self.reference.dflash(text, min(len(drafts), self.drafter.max_depth))
+            block = self.reference.dflash(text, len(drafts))
         for node in {*parents}:
             depth = len(paths[node])
             logits = wanted = self.reference.eagle3(text, paths[node]) if block is None else block[depth]
-            if self.calls:
-                rows, positions, all_logits = self.calls[depth if block is None else 0]
-                at = rows.tolist().index(row), 0 if block is None else depth
-                assert int(positions[at]) == len(text) + depth
-                logits = all_logits[at]
+            if self.logits:
+                logits = self.logits[row, len(text) + depth]
                 assert float((logits - wanted).abs().max()) < self.tolerance, (len(text), paths[node])
             likely, place = logits.topk(min(CONTENDERS, len(logits)))
             ids = self.reference.ids[place].int()
             log_e = noise.naive(int(table.seed[row]), len(text) + depth, ids)
             scores = (likely - table.temperature[row] * log_e).tolist()
             chosen = [d for d, parent in zip(drafts, parents, strict=True) if parent == node]
-            if self.calls:
+            if self.logits:
                 score_of = dict(zip(ids.tolist(), scores, strict=True))  # some may be equal
                 assert [score_of[d] for d in chosen] == sorted(scores, reverse=True)[: len(chosen)]
             self.agreed += int(ids[scores.index(max(scores))]) == chosen[0]
@@ -132,13 +131,13 @@ def jobs_of(rng: random.Random, longest: int) -> list[Job]:
 
 CASES: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 2},
-    "dflash-tree": {"width": 3, "vocab": 20, "attention_bias": True},
+    "dflash-few": {"vocab": 20, "attention_bias": True},
     "ngram+dflash": {"own_head": True, "vocab": 25, "reads": (3, 1, 2)},
     "eagle3": {"reads": (0, 2, 3)},
     "eagle3-few": {"vocab": 20, "own_head": True},
     "eagle3-qwen3": {"model_type": "qwen3", "norm_before_residual": True},
     "ngram+eagle3-tree": {"width": 2, "own_head": True, "attention_bias": True},
-    "dflash-tree-bfloat16": {"width": 3, "num_layers": 2, "attention_bias": True},
+    "dflash-bfloat16": {"num_layers": 2, "attention_bias": True},
     "eagle3-few-bfloat16": {"vocab": 20},
     "eagle3-bfloat16": {"norm_before_residual": True, "own_head": True},
     "ngram+eagle3-bfloat16": {"vocab": 20},
@@ -179,11 +178,13 @@ def test_drafts_follow_the_reference(
         )  # fmt: skip
         checked = Checked(drafter, reference, 0.3 if dtype == torch.bfloat16 else 1e-4)  # products in 8 bits
         choose, rng = engine.policy.choose, random.Random(0)
+        engine.worker._step.estimates = estimates = Estimates.empty(2, 3, "cpu")[1]
 
         def choose_randomly(limits: Any, *args: Any) -> Choice:
             if rng.random() > 0.7:
                 return Choice(0, 0)
-            return choose(limits, *args)._replace(min_match=[rng.randrange(5) for _ in limits])
+            estimates.min_match.fill_(rng.randrange(5))
+            return choose(limits, *args)
 
         engine.policy.choose = choose_randomly  # type: ignore
         if few:
@@ -200,9 +201,9 @@ def test_drafts_follow_the_reference(
 
 def test_drafts_of_one_row_in_triton() -> None:
     drafter: Any = hidden_state_drafter("dflash", tiny_model())
-    drafter.may_wait, table, hidden = False, Table.empty(1, 64, 16, 64, "cpu"), torch.randn(4, 32)
+    table, hidden = Table.empty(1, 64, 16, 64, "cpu"), torch.randn(4, 32)
     table.temperature.fill_(3.0), table.seed.fill_(7)
-    row, positions = torch.zeros(1, dtype=torch.int32), torch.arange(9, 13)[None]
-    expected = drafter._best(hidden, table, row, positions)
+    rows, positions = torch.zeros(4, dtype=torch.int32), torch.arange(9, 13)
+    expected = drafter._best(hidden, table, rows, positions)
     with forced("triton"):
-        assert torch.equal(drafter._best(hidden, table, row, positions), expected)
+        assert torch.equal(drafter._best(hidden, table, rows, positions), expected)

@@ -20,7 +20,7 @@ def step(
         "match_len": 2 if K else 0, "drafts": list(drafts), "sources": list(range(3, 3 + K)),
         "parents": list(range(K)), "verified": K, "accepted": list(accepted),
         "reason": "pays" if K else "no match",
-        "expected_speedup": 1.0 + 0.1 * K, "plain_ms": 10.0,
+        "plain_ms": 10.0,
     }  # fmt: skip
     return StepRecord(**{**result, **fields})
 

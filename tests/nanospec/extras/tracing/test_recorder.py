@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from nanospec import SamplingParams
+from nanospec.drafters.estimates import StepCosts
+from nanospec.drafters.policy import Policy
 from nanospec.extras.tracing.recorder import MAX_REQUESTS, Recorder, find_recorder, walk
 from nanospec.outputs import RequestOutput
 from tests.drive import MODES, Job, cycle_model, finish, make_engine, random_jobs, run
@@ -46,27 +48,27 @@ def test_steps_add_up_to_the_output_and_tracing_does_not_change_it(setup: dict[s
 
 def test_reason_for_number_of_drafts() -> None:
     recorder: Any = Recorder()
-    for own, left, drafted, verified, k, speedup, reason in (
-        (0, 9, 0, 0, 2, 1.5, "off"), (None, 1, 0, 0, 2, 1.5, "end"), (4, 2, 0, 0, 0, None, "does not pay"),
-        (None, 2, 0, 0, 2, 1.5, "no match"), (None, 2, 2, 2, 2, None, "fixed"),
-        (None, 2, 2, 0, 2, 1.5, "does not pay"), (None, 2, 2, 1, 2, 1.01, "pays"),
-        (None, 2, 2, 1, 2, 1.0, "probe"),
+    auto, fixed = SimpleNamespace(costs=StepCosts({1: {1: 1.0}})), Policy()
+    for own, left, drafted, verified, k, policy, probing, reason in (
+        (0, 9, 0, 0, 2, auto, False, "off"), (None, 1, 0, 0, 2, auto, False, "end"),
+        (4, 2, 0, 0, 0, fixed, False, "does not pay"), (None, 2, 0, 0, 2, auto, False, "no match"),
+        (None, 2, 2, 2, 2, fixed, False, "fixed"), (None, 2, 2, 0, 2, auto, False, "does not pay"),
+        (None, 2, 2, 1, 2, auto, False, "pays"), (None, 2, 2, 1, 2, auto, True, "probe"),
     ):  # fmt: skip
+        recorder._policy = policy
         params, data = SimpleNamespace(num_speculative_tokens=own), SimpleNamespace(num_tokens=8)
         request: Any = SimpleNamespace(params=params, extension_data=data, max_len=8 + left)
         for max_k, expected in ((3, reason), (0, "off")):
             recorder._worker = SimpleNamespace(max_k=max_k)
-            assert recorder._reason(request, drafted, verified, k, speedup) == expected
+            assert recorder._reason(request, drafted, verified, k, probing) == expected
 
 
 def test_share_of_time_without_drafts() -> None:
-    """A captured step computes 1 + k tokens per row; an eager step computes only existing tokens."""
     recorder: Any = Recorder()
     step: Any = SimpleNamespace(rows=[0, 1], k=3, requests=[SimpleNamespace(num_tokens=5)] * 2)
     result: Any = SimpleNamespace(report=SimpleNamespace(num_drafted=2))
-    for captured, tokens in ((None, 6), ([1], 8)):
-        recorder._costs = SimpleNamespace(captured=captured, cost=lambda rows, n, context: n * context)
-        assert recorder._plain_share(step, [result, result]) == 2 / tokens
+    recorder._costs = SimpleNamespace(cost=lambda rows, n, context: n * context)
+    assert recorder._plain_share(step, [result, result]) == 2 / 6
 
 
 def test_latest_requests_are_kept_if_enabled() -> None:
