@@ -32,9 +32,9 @@ from nanospec.device.resources import resolve_device
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.layer.residual import look_up
 from nanospec.kernels.table import Table
-from nanospec.models import resolve_model
 from nanospec.models.config import ModelConfig, Rope, cos_sin_table
 from nanospec.models.decoder import Model, new_states
+from nanospec.models.folders import resolve_model
 from nanospec.models.weights import load_model
 from nanospec.text.tokenizer import Tokenizer
 

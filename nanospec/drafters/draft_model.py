@@ -31,8 +31,8 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..kernels.transfer import to_host
-from ..models import resolve_model
 from ..models.decoder import Model
+from ..models.folders import resolve_model
 from ..models.warm_up import warm_up
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary

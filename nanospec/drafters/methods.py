@@ -27,8 +27,8 @@ from ..kernels.table import Table
 from ..models.config import ModelConfig
 from ..models.decoder import Model
 from ..models.weights import Split, load_model
-from ..text import check_number, shown
 from ..text.tokenizer import Tokenizer
+from ..text.validation import check_number, shown
 from . import Drafter, Memory, Target, no_drafts
 from .dflash import DFlashDrafter
 from .draft_model import ModelDrafter
