@@ -51,7 +51,7 @@ from nanospec.kernels.table import Table
 from nanospec.kernels.transfer import write
 
 BLOCK_SIZE = 16  # tokens per block of the KV cache
-MIN_MATCH, MAX_MATCH = 1, 8  # tokens of an n-gram to look up
+MIN_MATCH, MAX_MATCH = 1, 8  # lengths of the n-grams to look up, in tokens
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 UNSUPPORTED = ("attention_bias", "mlp_bias", "quantization_config", "rope_scaling", "use_sliding_window")
 
@@ -89,7 +89,7 @@ def generate(model: Model, prompts: Sequence[list[int]], sampling: Sampling) -> 
         reports = decode(replays[k]().tolist())  # one per row
         for output, report in zip(outputs, reports, strict=True):
             output.token_ids += report.tokens
-            output.num_steps += bool(report.tokens)
+            output.num_steps += bool(report.tokens)  # finished rows get no tokens
         # A simple policy: propose more after drafts were accepted, but always one, to notice repetition.
         most = max(report.num_accepted for report in reports)
         k = min(max(2 * most, 1), sampling.max_k)
@@ -215,12 +215,12 @@ class Model:
         self.norm = norm("model.norm")
         self.vocab_size, self.max_len = len(self.embedding), config["max_position_embeddings"]
         self.num_kv_heads, self.head_dim = config["num_key_value_heads"], config["head_dim"]
-        pair = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim  # [D / 2]
-        self.cos_sin = cos_sin(config["rope_theta"] ** -pair, self.max_len).to(device)  # [max_len, D]
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim  # [D / 2]
+        self.cos_sin = cos_sin(config["rope_theta"] ** -exponents, self.max_len).to(device)  # [max_len, D]
         self.stop_ids: list[int] = config["eos_token_id"]
 
     def new_cache(self, num_blocks: int) -> Tensor:
-        """Return an empty KV cache; 2: keys and values."""
+        """Return a KV cache of zeros; the dimension of size 2 is for keys and values."""
         shape = len(self.layers), 2, self.num_kv_heads, num_blocks, BLOCK_SIZE, self.head_dim
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
