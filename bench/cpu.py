@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import common
 from bench.peers.worker import SPEC_SETTINGS, environment
-from nanospec.models import resolve_model
+from nanospec.models.folders import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -31,7 +31,7 @@ from nanospec.device.worker import Worker
 from nanospec.drafters import Target
 from nanospec.drafters.methods import load_drafters
 from nanospec.engine.engine import Engine
-from nanospec.models import resolve_model
+from nanospec.models.folders import resolve_model
 from nanospec.models.weights import load_model
 from nanospec.text.tokenizer import Tokenizer
 

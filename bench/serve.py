@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import common
 from bench.cpu import SHORT, python_of, setting_name
 from bench.peers.worker import environment, vllm_cache, vllm_speculation
-from nanospec.models import resolve_model
+from nanospec.models.folders import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -26,7 +26,7 @@ from bench.strategies import Fixed, Strategy, automatic, last_done, simulate
 from bench.traces import MAX_DRAFTS, Trace
 from nanospec.config import SpecConfig
 from nanospec.drafters.estimates import StepCosts
-from nanospec.models import resolve_model
+from nanospec.models.folders import resolve_model
 from nanospec.text.tokenizer import Tokenizer
 
 KS = (0, 1, 2, 3, 4, 6, 8, 12, 16)

@@ -22,19 +22,19 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from nanospec.drafters.checkpoint import lm_head_rows
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from nanospec.device.resources import resolve_device
+from nanospec.drafters.hidden_states import lm_head_rows
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.layer.residual import look_up
 from nanospec.kernels.table import Table
-from nanospec.models import resolve_model
 from nanospec.models.config import ModelConfig, Rope, cos_sin_table
 from nanospec.models.decoder import Model, new_states
+from nanospec.models.folders import resolve_model
 from nanospec.models.weights import load_model
 from nanospec.text.tokenizer import Tokenizer
 

@@ -1,39 +1,28 @@
 """Settings of the engine, of speculative decoding and of a request. Invalid values raise ValueError.
 
-The limits of a field are declared with it or in `kernels/__init__.py`. This module imports neither torch nor
-triton. `drafters/methods.py` checks that a drafter exists and supports the given options.
+The limits and choices of a field are declared with it, for `check_fields`. This module imports neither torch
+nor triton. `drafters/methods.py` checks that a drafter exists and supports the given options.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from .kernels import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_WIDTH
-from .text import as_int, bounded_field, check_fields, check_number, parse_size, shown
+from .text.validation import bounded_field, check_fields, check_number, choice_field, parse_size, shown
 
 MAX_REQUEST_STOP_IDS = MAX_STOP_IDS - 8  # the others are reserved for the model's end-of-sequence tokens
 MAX_BIAS = 1_000_000
-_MAX_INT = 2**31 - 1
+MAX_AUTO_K = 16  # the largest K that num_speculative_tokens="auto" chooses
 GREEDY_BELOW = 1e-5  # lower temperatures are greedy: float32 rounding would outweigh the sampling noise
+_MAX_INT = 2**31 - 1
 _SEEDS = (-(2**63), 2**63 - 1)
 
-ALIASES = {"kv_cache_memory_bytes": "kv_cache_memory"}  # vLLM's names for `EngineConfig` options
 SIMILAR = {"structured_outputs": "response_format", "guided_decoding": "response_format"}  # vLLM's
-FIXED: dict[str, tuple[Any, str]] = {  # vLLM's options of which one value is accepted, and the reason
-    "trust_remote_code": (False, "nanospec runs no code from model repositories"),
-    "tokenizer": (None, "it is read from the model's folder"),
-    "revision": (None, "download it, and specify its folder as the model"),
-    "enable_chunked_prefill": (True, "prompts are always split by max_num_batched_tokens"),
-}
-
-
-def check_acceptance(rule: str | None) -> None:
-    """Raise ValueError unless `rule` is the name of an acceptance rule or None."""
-    if rule not in (None, "exact", "typical"):
-        raise ValueError(f"acceptance={shown(rule)} is not supported; use 'exact' or 'typical'.")
 
 
 def check_names(options: Mapping[str, Any], settings: type) -> None:
@@ -65,8 +54,7 @@ class SpecConfig:
             target; "typical" also accepts drafts that are likely enough under the target, which changes the
             output. Requests may choose their own rule unless the engine runs with "exact".
         num_speculative_tokens: K, the maximum number of drafts verified per request and step. "auto" chooses
-            K from the measured cost of steps and the observed acceptance.
-        max_speculative_tokens: maximum K for "auto".
+            K, up to 16, from the measured cost of steps and the observed acceptance.
         prompt_lookup_min: minimum n-gram length for lookup.
         prompt_lookup_max: maximum n-gram length for lookup. Longer matches are rarer but more reliable.
         prompt_lookup_history: look up drafts in the texts of earlier requests too, if prefix caching is
@@ -76,16 +64,14 @@ class SpecConfig:
     method: str = "ngram"
     draft_model: str | None = None
     tree_width: int = bounded_field(1, 1, MAX_TREE_WIDTH)
-    acceptance: str = "exact"
+    acceptance: str = choice_field("exact", "exact", "typical")
     num_speculative_tokens: int | Literal["auto"] = bounded_field("auto", 0, MAX_DRAFTS)
     prompt_lookup_min: int = bounded_field(1, 1, 32)
     prompt_lookup_max: int = bounded_field(8, 1, 32)
     prompt_lookup_history: bool = True
-    max_speculative_tokens: int = bounded_field(16, 1, MAX_DRAFTS)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_acceptance(self.acceptance)
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min={shortest} must not exceed prompt_lookup_max={longest}.")
@@ -96,21 +82,13 @@ class SpecConfig:
         fields of this class are supported. Raises TypeError or ValueError."""
         if not isinstance(config, Mapping):
             raise TypeError(f"speculative_config={shown(config)} must be a dict, e.g. {{'method': 'ngram'}}.")
-        options = {name: value for name, value in config.items() if value is not None}
-        for name in ("method", "model"):
-            if not isinstance(options.get(name, ""), str):
-                raise TypeError(f"speculative_config: {name}={shown(options[name])} must be a string.")
-        model, method = options.pop("model", None), options.pop("method", None)
-        if model in ("ngram", "[ngram]"):  # the form of older versions
-            model, method = None, "ngram"
-        named = next((name for name in ("dflash", "eagle3") if name in (model or "").lower()), "draft")
-        method = "draft" if method == "draft_model" else method or (named if model else "ngram")
-        if model is not None:
-            options["draft_model"] = model
-        if "prompt_lookup_min" in options:  # in vLLM, the maximum defaults to the minimum
-            options.setdefault("prompt_lookup_max", options["prompt_lookup_min"])
+        renamed = {"model": "draft_model"}
+        options = {renamed.get(name, name): value for name, value in config.items() if value is not None}
         check_names(options, cls)
-        return cls(method=method, **options)
+        options.setdefault("method", "draft" if "draft_model" in options else "ngram")
+        if options["method"] == "draft_model":
+            options["method"] = "draft"
+        return cls(**options)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -121,7 +99,7 @@ class SpecConfig:
     def max_k(self) -> int:
         """The largest K of any step."""
         k = self.num_speculative_tokens
-        return 0 if self.method == "none" else self.max_speculative_tokens if k == "auto" else k
+        return 0 if self.method == "none" else MAX_AUTO_K if k == "auto" else k
 
 
 SIMILAR.update(dict.fromkeys((each.name for each in fields(SpecConfig)), "spec"))  # for `EngineConfig`
@@ -163,8 +141,8 @@ class EngineConfig:
     """
 
     spec: SpecConfig = field(default_factory=SpecConfig)
-    dtype: str = "auto"
-    quantization: str | None = None
+    dtype: str = choice_field("auto", "auto", "bfloat16", "float16", "float32")
+    quantization: str | None = choice_field(None, "int8", "int4")
     device: str = "auto"
     threads: int | Literal["auto"] = bounded_field("auto", 1, 1024)
     max_num_seqs: int = bounded_field(64, 1, 1 << 16)
@@ -183,23 +161,17 @@ class EngineConfig:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kv_cache_memory", parse_size(self.kv_cache_memory))
         if not isinstance(self.spec, SpecConfig):
             raise ValueError(f"spec={shown(self.spec)} must be a SpecConfig, e.g. SpecConfig(method='none').")
         check_fields(self)
-        if self.quantization not in (None, "int8", "int4"):
-            raise ValueError(f"quantization={shown(self.quantization)} must be 'int8' or 'int4', or omitted.")
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size} must be a power of two and at least 16.")
 
     @classmethod
     def from_options(cls, spec: SpecConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-        """Convert the options of `LLM`: fields of this class, and `speculative_config`, `ALIASES` and `FIXED`
-        of vLLM. Raises TypeError or ValueError."""
-        settings = {ALIASES.get(name, name): value for name, value in options.items()}
-        for name, (accepted, why) in FIXED.items():
-            if (value := settings.pop(name, None)) not in (None, accepted):
-                raise ValueError(f"{name}={shown(value)} is not supported: {why}.")
+        """Convert the options of `LLM`: fields of this class, and vLLM's `speculative_config`. Raises
+        TypeError or ValueError."""
+        settings = dict(options)
         if (speculative_config := settings.pop("speculative_config", None)) is not None:
             if spec is not None:
                 raise TypeError("spec and speculative_config cannot be combined; pass one of them.")
@@ -241,7 +213,7 @@ class SamplingParams:
 
     n: int = bounded_field(1, 1, 1024)
     temperature: float = bounded_field(1.0, 0, 100)
-    top_p: float = bounded_field(1.0, 0, 1)
+    top_p: float = bounded_field(1.0, 1e-45, 1)  # the least positive float32
     top_k: int = bounded_field(0, -1, _MAX_INT)
     min_p: float = bounded_field(0.0, 0, 1)
     seed: int | None = bounded_field(None, *_SEEDS)
@@ -260,52 +232,35 @@ class SamplingParams:
     prediction: str | Sequence[int] | None = None
     num_speculative_tokens: int | None = bounded_field(None, 0, MAX_DRAFTS)
     tree_width: int | None = bounded_field(None, 1, MAX_TREE_WIDTH)
-    acceptance: str | None = None
+    acceptance: str | None = choice_field(None, "exact", "typical")
 
     def __new__(cls, *args: Any, **options: Any) -> SamplingParams:
         check_names(options, cls)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._normalize()
         check_fields(self)
-        check_acceptance(self.acceptance)
-        if self.top_p == 0:
-            raise ValueError("top_p=0 must be greater than 0; use temperature=0 for greedy decoding.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}.")
-        for token in self.stop_token_ids:
-            check_number("stop_token_ids: token", token, 0, _MAX_INT)
-        for token, bias in self.logit_bias.items():
-            check_number("logit_bias: token", token, 0, _MAX_INT)
-            self.logit_bias[token] = check_number(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS, float)
-
-    def _normalize(self) -> None:
-        """Convert `stop`, `stop_token_ids` and `logit_bias` to tuples and a dict, None to an empty one. Check
-        the type of `prediction`."""
-        stop: Any = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
-        ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
+        if not isinstance(self.prediction, str):
+            _as_list("prediction", self.prediction, "a string or a list of token ids")
+        stop, what = self.stop, "a non-empty string or a list of them"
+        stop = [stop] if isinstance(stop, str) else _as_list("stop", stop, what)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop={shown(self.stop)} must be {what}.")
+        what = f"a list of at most {MAX_REQUEST_STOP_IDS} token ids"
+        ids = _as_list("stop_token_ids", self.stop_token_ids, what, MAX_REQUEST_STOP_IDS)
+        ids = [check_number("stop_token_ids: token", token, 0, _MAX_INT) for token in ids]
         bias: Any = {} if self.logit_bias is None else self.logit_bias
-        prediction: Any = self.prediction
-        is_binary = isinstance(prediction, bytes | bytearray | memoryview)
-        if is_binary or not isinstance(prediction, str | Sequence | None):
-            raise ValueError(f"prediction={shown(prediction)} must be a string or a list of token ids.")
-        if not isinstance(stop, Sequence) or any(not isinstance(s, str) or not s for s in stop):
-            raise ValueError(f"stop={shown(self.stop)} must be a non-empty string or a list of them.")
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or len(ids) > MAX_REQUEST_STOP_IDS:
-            argument = f"stop_token_ids={shown(ids)}"
-            raise ValueError(f"{argument} must be a list of at most {MAX_REQUEST_STOP_IDS} token ids.")
         if not isinstance(bias, Mapping):
             raise ValueError(f"logit_bias={shown(bias)} must map token ids to numbers.")
-        by_id: dict[Any, Any] = {}
+        by_id = {}
         for key, value in bias.items():
             is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20  # JSON keys are strings
-            token = int(key) if is_text else as_int(key)
-            if token in by_id:
-                raise ValueError(f"logit_bias={shown(bias)} has token {token} twice; list each token once.")
-            by_id[token] = value
+            token = check_number("logit_bias: token", int(key) if is_text else key, 0, _MAX_INT)
+            by_id[token] = check_number(f"logit_bias[{token}]", value, -MAX_BIAS, MAX_BIAS, float)
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(map(as_int, ids)))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
         object.__setattr__(self, "logit_bias", by_id)
 
     @property
@@ -313,3 +268,12 @@ class SamplingParams:
         """Whether penalties, `logit_bias` or `min_tokens` change the logits."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         return bool(self.logit_bias or self.min_tokens or penalties)
+
+
+def _as_list(name: str, value: Any, what: str, most: float = math.inf) -> Sequence[Any]:
+    """Return a sequence of at most `most` items, or () for None. Raises ValueError if it is not `what`."""
+    value = () if value is None else value
+    is_text = isinstance(value, str | bytes | bytearray | memoryview)
+    if is_text or not isinstance(value, Sequence) or len(value) > most:
+        raise ValueError(f"{name}={shown(value)} must be {what}.")
+    return value

@@ -19,7 +19,7 @@ from .engine.engine import Engine
 from .engine.locking import SharedEngine
 from .engine.request import Request, make_output, params_per_prompt
 from .extras.loading import load_worker
-from .models import resolve_model
+from .models.folders import resolve_model
 from .models.generation_config import default_params
 from .outputs import Piece, RequestOutput
 from .text.chat import Messages, Prompt, as_list, check_conversation, conversations, text_and_ids

@@ -194,6 +194,3 @@ class RequestOutput:
         if name != "cumulative_logprob" and name not in Completion.__dataclass_fields__:
             raise AttributeError(f"RequestOutput has no attribute {name!r}")
         return getattr(self.outputs[0], name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *Completion.__dataclass_fields__, "cumulative_logprob"})

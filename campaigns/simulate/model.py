@@ -95,9 +95,7 @@ class Mock(Model):
         last = ids[base:]
         return np.stack([last // BASE, last % BASE, totals % SUMS, nan_after], 1)
 
-    def logits(
-        self, hidden: Tensor, out: Tensor | None = None, num_used: Tensor | None = None
-    ) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None, num_used: Tensor | None = None) -> Tensor:
         high, low, total = hidden[:, :3].long().unbind(1)
         logits = self.scores(high * BASE + low, total)
         if self.nan_after:

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from ..text import shown
+from ..text.validation import shown
 
 MAX_DEPTH = 128  # levels of nesting
 

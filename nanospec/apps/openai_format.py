@@ -13,7 +13,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 from ..outputs import Completion, Logprob, Piece, SpecStats
-from ..text import shown
+from ..text.validation import shown
 from .tool_calls.offer import FIELDS, read_calls, read_tools
 from .tool_calls.parser import CallParser, parse
 

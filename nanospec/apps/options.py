@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config import EngineConfig, SamplingParams, SpecConfig
-from ..text import shown
+from ..text.validation import shown
 from .json_input import strict_json
 from .serve.settings import ServeConfig
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import SamplingParams
 from ..extras.grammar.response_format import validate
-from ..text import shown
 from ..text.chat import OPTIONAL
+from ..text.validation import shown
 from .openai_format import normalize_messages
 from .options import did_you_mean
 from .tool_calls.formats import prepare

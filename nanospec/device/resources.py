@@ -25,7 +25,7 @@ from ..kernels.sampling.sample import sample
 from ..kernels.table import Table
 from ..models.cpu import computed_by
 from ..models.decoder import Model
-from ..text import shown
+from ..text.validation import shown
 from .graphs import MAX_STEP_TOKENS
 
 DEFAULT_THREADS = torch.get_num_threads()

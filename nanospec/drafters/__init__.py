@@ -25,8 +25,8 @@ from ..kernels.speculation.proposal import draft_limits as draft_limits  # for d
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..models.decoder import Model
-from ..text import as_int, shown
 from ..text.tokenizer import Tokenizer
+from ..text.validation import as_int, shown
 
 
 class Target(NamedTuple):

@@ -25,7 +25,7 @@ from ..kernels.speculation.layout import lay_out
 from ..kernels.table import Table
 from ..models.config import ModelConfig
 from ..models.cpu import CompiledModel
-from ..text import check_number
+from ..text.validation import check_number
 from .hidden_states import HiddenStateDrafter
 
 

@@ -31,8 +31,8 @@ from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.verify import Verdict
 from ..kernels.table import Table
 from ..kernels.transfer import to_host
-from ..models import resolve_model
 from ..models.decoder import Model
+from ..models.folders import resolve_model
 from ..models.warm_up import warm_up
 from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
@@ -117,8 +117,7 @@ class ModelDrafter(Drafter):
                 state.num_tokens = num_tokens[row]
                 self._note(state, computed[row])
         chunks, budget = [], self.max_tokens
-        for row in rows:
-            state = self._states[row]
+        for row, state in ((row, self._states[row]) for row in rows if row in self._states):
             length = min(state.num_tokens - 1 - state.computed, budget)
             if length >= self.first_pass:
                 chunks.append(Chunk(row, state.computed, length))

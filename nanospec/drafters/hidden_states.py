@@ -43,14 +43,15 @@ from ..kernels.layer.residual import Norm
 from ..kernels.sampling import noise
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.table import Table
-from ..models import default_drafter, resolve_model
 from ..models.config import ModelConfig
 from ..models.cpu import CompiledModel, model_class
 from ..models.decoder import Model
 from ..models.families import Family, Raw, layer_windows
+from ..models.folders import default_drafter, resolve_model
 from ..models.formats.safetensors import check_fit, listed, open_safetensors, weight_files
 from ..models.warm_up import warm_up
-from ..text import check_number, read_json, shown
+from ..text.files import errors_of, read_json
+from ..text.validation import check_number, shown
 from . import Drafter, Memory, Target, draft_limits, make_proposal
 
 CONTENDERS = 16  # most likely tokens of a position from which drafts are sampled
@@ -85,13 +86,11 @@ class HiddenStateDrafter(Drafter):
         """Load the drafter in a folder for the target. Raises FileNotFoundError if a file is missing,
         ValueError if one is corrupt, not supported, or made for another target."""
         tensors, raw, path = open_tensors(folder), read_json(folder / "config.json"), folder / "config.json"
-        try:
+        with errors_of(path):
             raw = merge_config(raw, self.name)
             config = layers_config(raw, target.config, "layers.0.self_attn.q_norm.weight" in tensors)
             self._read_settings(raw, config, target.config)
             self.hidden_state_layers = layers_to_read(raw, target.config.num_layers)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
         # The ids of the tokens that are drafted, [Vd] int64; None: all
         self.token_map = token_map(tensors.pop("d2t", None), folder, target)
         self._check_tensors(tensors, config, folder)

@@ -27,8 +27,8 @@ from ..kernels.table import Table
 from ..models.config import ModelConfig
 from ..models.decoder import Model
 from ..models.weights import Split, load_model
-from ..text import check_number, shown
 from ..text.tokenizer import Tokenizer
+from ..text.validation import check_number, shown
 from . import Drafter, Memory, Target, no_drafts
 from .dflash import DFlashDrafter
 from .draft_model import ModelDrafter
@@ -221,7 +221,7 @@ def read_hidden_states(
     """Call `read_hidden_states` of each drafter with its columns of `hidden` [T, n * H], the states of
     `layers_of`. After a step, `hidden` includes rejected drafts; `verdict` selects the tokens to read."""
     counts = [len(drafter.hidden_state_layers) for drafter in drafters]
-    if not any(counts):
+    if not any(counts) or not batch.num_tokens:  # no tokens: all rows have finished
         return
     if verdict is not None and batch.parents is None:  # the accepted tokens are the first of each row
         batch = replace(batch, q_len=verdict.num_emitted)

@@ -59,15 +59,6 @@ class BlockPool:
                 self._reused.add(block)
             self._references[block] += 1
 
-    def touch(self, blocks: Iterable[int]) -> None:
-        """Make the free ones of these blocks, given in order, the last to be evicted."""
-        self._time += 1
-        free = [block for block in blocks if not self._references[block]]
-        for block in reversed(free):
-            del self.free[block in self._reused][block]
-            self.free[1][block] = self._time
-        self._reused.update(free)
-
     def allocate(self, count: int) -> list[int] | None:
         """Return `count` blocks with one reference each, or None, without changes, if too few are free."""
         if count > self.num_free:
@@ -78,12 +69,7 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, digest: bytes) -> None:
-        """Record the hash of a block in use, unless another block in use is registered with the same hash."""
-        other = self._block_of.get(digest, block)
-        if other != block and not self._references[other]:
-            del self.free[other in self._reused][other]
-            self.forget([other])
-            self._add_free(other)
+        """Record the hash of a block in use, unless another block is registered with the same hash."""
         if digest not in self._block_of:
             self.forget([block])
             self._hash_of[block] = digest

@@ -59,7 +59,7 @@ class Engine:
         self.lag = int(worker.graphs is not None and (on_gpu if is_async is None else is_async))
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.scheduler = Scheduler(
-            worker.num_blocks, config.block_size, rows, tokens, lookahead=worker.max_k, lag=self.lag
+            worker.num_blocks, config.block_size, rows, tokens, max_k=worker.max_k, lag=self.lag
         )
         self.extensions = worker.extensions
         for extension in self.extensions:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from ..device.resources import compute_info, explain_oom, is_oom, oom_remedy
-from ..text import shown
+from ..text.validation import shown
 from .engine import Engine
 from .request import Request
 

@@ -21,9 +21,10 @@ from ..device.messages import Admission
 from ..kernels import FROM_REFERENCE, LENGTH, MAX_STOP_IDS, NAN, RUNNING, STOPPED
 from ..kernels.speculation.report import RowReport
 from ..outputs import Completion, Logprob, Piece, RequestOutput, SpecStats
-from ..text import as_int, shown
 from ..text.chat import too_long
+from ..text.files import errors_of
 from ..text.tokenizer import OutputText, Tokenizer
+from ..text.validation import as_int, shown
 from .blocks import block_hash
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd; gives consecutive requests unrelated seeds
@@ -203,16 +204,12 @@ def make_output(prompt: str | None, requests: Sequence[Request]) -> RequestOutpu
 
 def params_per_prompt(params: Any, count: int) -> Sequence[SamplingParams]:
     """Return the parameters of `count` prompts, given one for all or one for each. Raises ValueError."""
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence):
-        raise ValueError(f"sampling_params={shown(params)} must be SamplingParams or a list of them.")
-    if len(params) != count:
-        raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts; pass one for each.")
-    for each in params:
-        if not isinstance(each, SamplingParams):
-            raise ValueError(f"sampling_params must be of type SamplingParams, got {shown(each)}.")
-    return params
+    several = [params] * count if isinstance(params, SamplingParams) else params
+    is_list = isinstance(several, Sequence) and len(several) == count
+    if not is_list or not all(isinstance(each, SamplingParams) for each in several):
+        what = f"SamplingParams, or a list of them, one for each of the {count} prompts"
+        raise ValueError(f"sampling_params={shown(params)} must be {what}.")
+    return several
 
 
 def derive_seed(seed: int | None, index: int, number: int) -> int:
@@ -246,10 +243,11 @@ class Limits(NamedTuple):
         """Return the parameters with the prediction as token ids, as many as fit in the window. Raises
         ValueError if the engine does not support them."""
         prediction, stop_ids = params.prediction, self.stop_ids(params)
-        if isinstance(prediction, str):
-            ids = _encode_prediction(prediction, self.tokenizer, self.max_model_len)
-            params = replace(params, prediction=ids)
-        elif prediction is not None:
+        if self.tokenizer is None and (params.stop or isinstance(prediction, str)):
+            raise ValueError("stop strings and a prediction as text require a tokenizer; use token ids.")
+        if prediction is not None:
+            if isinstance(prediction, str) and self.tokenizer is not None:
+                prediction = _encode_prediction(prediction, self.tokenizer, self.max_model_len)
             params = replace(params, prediction=[*map(as_int, islice(prediction, self.max_model_len))])
         for name in ("logit_bias", "stop_token_ids", "prediction"):
             self._check_ids(name, getattr(params, name) or ())
@@ -261,8 +259,6 @@ class Limits(NamedTuple):
                 f"acceptance={params.acceptance!r} requires an engine started with SpecConfig(acceptance="
                 f"{params.acceptance!r}); this one supports 'exact' only."
             )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings require a tokenizer; use stop_token_ids or load a tokenizer.")
         return params
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
@@ -273,10 +269,6 @@ class Limits(NamedTuple):
 
 
 @lru_cache(maxsize=1)  # the lines of a batch may share a prediction
-def _encode_prediction(text: str, tokenizer: Tokenizer | None, max_model_len: int) -> list[int]:
-    if tokenizer is None:
-        raise ValueError("prediction as a string requires a tokenizer; use a list of token ids.")
-    try:
+def _encode_prediction(text: str, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+    with errors_of("prediction"):
         return tokenizer.encode_start(text, max_model_len)
-    except ValueError as error:
-        raise ValueError(f"prediction: {error}") from None

@@ -6,8 +6,6 @@ one chunk. A prompt that does not fit in the rest of the budget takes half of it
 so that a short prompt does not wait until a long one is complete. When blocks run out, the request admitted
 last is preempted: its blocks are freed, and its K/V are recomputed later unless they are still cached.
 
-The cached blocks of waiting requests are evicted last, so that requests ahead in the queue do not evict them.
-
 The blocks of a prompt are registered in the prefix cache when its chunk is scheduled, not when it is
 computed. In a forward pass, all K/V of a layer are written before they are read, so a request scheduled later
 in the same step may already share them, as the `n` outputs of a prompt do.
@@ -17,12 +15,9 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import islice
 
 from .blocks import BlockPool
 from .request import Request
-
-NUM_KEPT = 16  # number of waiting requests whose cached blocks are evicted last
 
 
 @dataclass
@@ -43,31 +38,28 @@ class Scheduler:
     """Manages the queues, rows and blocks of all requests."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, lookahead: int, lag: int
+        self, num_blocks: int, block_size: int, num_rows: int, max_tokens: int, max_k: int, lag: int
     ) -> None:
-        """`max_tokens`: token budget of a step. `lookahead`: drafts per step (K). `lag`: number of further
+        """`max_tokens`: token budget of a step. `max_k`: largest K of a step. `lag`: number of further
         steps queued before a step's results are read, each of which may add K + 1 tokens."""
-        self.block_size, self.max_tokens, self.lookahead = block_size, max_tokens, lookahead
-        self.slots_ahead = lookahead + lag * (lookahead + 1)  # drafts, and K + 1 tokens per step in flight
+        self.block_size, self.max_tokens, self.max_k = block_size, max_tokens, max_k
+        self.slots_ahead = max_k + lag * (max_k + 1)  # drafts, and K + 1 tokens per step in flight
         self._num_blocks, self._num_rows = num_blocks, num_rows
         self.reset()
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
-        self._order_changed = True
 
     def schedule(self, held: Collection[Request] = ()) -> Plan:
         """Plan the next step and allocate its blocks. `held` requests do not decode in it."""
         plan = Plan()
-        if self._order_changed:
-            self._keep_cached()
         budget = self.max_tokens
         for request in list(self.running):
             if request.row < 0 or not request.is_prefilled or request in held:  # row < 0: preempted above
                 continue
             if self._extend(request, plan):
                 plan.decode.append(request)
-                budget -= 1 + self.lookahead
+                budget -= 1 + self.max_k
         if plan.decode:
             budget = max(budget, self.block_size)  # so that prompts never starve
         prompts = [request for request in self.running if not request.is_prefilled]
@@ -90,7 +82,6 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.pool = BlockPool(self._num_blocks)
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
-        self._order_changed = False  # of the free blocks or the queue, since `_keep_cached`
 
     def finish(self, request: Request) -> None:
         """Remove a finished or aborted request and free its row and blocks."""
@@ -111,12 +102,6 @@ class Scheduler:
         lost = {block for r, start, _ in plan.prefill for block in r.blocks[start // self.block_size :]}
         self.pool.forget(lost)
         return [request for request in self.running if not lost.isdisjoint(request.blocks)]
-
-    def _keep_cached(self) -> None:
-        """Make the cached blocks of waiting requests the last to be evicted, in the order of the queue."""
-        self._order_changed = False
-        for request in reversed(list(islice(self.waiting, NUM_KEPT))):
-            self.pool.touch(self.pool.match(request.hashes(self.block_size)))
 
     def _next(self, plan: Plan) -> tuple[Request, list[int]] | None:
         """Return the next waiting request and its cached blocks, None if no row or too few blocks are free.
@@ -193,4 +178,3 @@ class Scheduler:
         self.pool.release(request.blocks)
         self._free_rows.append(request.row)
         request.blocks, request.row, request.num_registered = [], -1, 0
-        self._order_changed = True

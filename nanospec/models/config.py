@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.layer.rope_cache import cos_sin
-from ..text import shown
+from ..text.validation import shown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

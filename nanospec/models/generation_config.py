@@ -11,7 +11,8 @@ max_new_tokens is not used.
 from pathlib import Path
 
 from ..config import SamplingParams
-from ..text import read_json, shown
+from ..text.files import errors_of, read_json
+from ..text.validation import shown
 
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -24,9 +25,7 @@ def default_params(folder: Path) -> SamplingParams:
     do_sample = config.get("do_sample")
     if do_sample is False or "temperature" not in values:
         values["temperature"] = float(do_sample is True)
-    try:
+    with errors_of(path):
         if not isinstance(do_sample, bool | None):
             raise ValueError(f"do_sample={shown(do_sample)} must be true or false.")
         return SamplingParams(**values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.launch import use_native
 from ..kernels.layer.linear import multiplies_quantized
 from ..kernels.layer.quantized import Quantized, quantize
-from ..text import read_json, shown
+from ..text.files import errors_of, read_json
 from .config import DTYPES, ModelConfig
 from .cpu import model_class
 from .decoder import GetWeight, Model
@@ -21,7 +21,7 @@ from .families import read_config
 from .formats import open_checkpoint
 
 QUANTIZATIONS = {"int8": 8, "int4": 4}  # bits; the names are checked by `EngineConfig`
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # 8 bits also with int4
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # of 8 bits even with int4: rows are tokens
 
 
 class Split(Protocol):
@@ -37,12 +37,10 @@ class Split(Protocol):
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
-    """Return a dtype by name, see `EngineConfig`. Raises ValueError for float16 on a CPU and other names."""
+    """Return a dtype by name, see `EngineConfig`. Raises ValueError for float16 on a CPU."""
     on_cpu = torch.device(device).type == "cpu"
     if name == "auto":
         name = config.dtype if not on_cpu else "bfloat16" if fast_in_bfloat16() else "float32"
-    if name not in DTYPES:
-        raise ValueError(f"dtype={shown(name)} must be 'auto' or one of {', '.join(map(repr, DTYPES))}.")
     if on_cpu and name == "float16":
         raise ValueError("dtype='float16' is not supported on a CPU; use 'auto', 'bfloat16' or 'float32'.")
     return DTYPES[name]
@@ -110,8 +108,7 @@ def open_weights(
         stored = checkpoint.get(whole)
         if isinstance(stored, Quantized):
             if quantization is not None:
-                problem = f"quantization={quantization!r} must be omitted"
-                raise ValueError(f"{problem}: {folder.name} is quantized.")
+                raise ValueError(f"{folder.name} is quantized; omit quantization={quantization!r}.")
             if multiplies and part is None:
                 index = torch.arange(len(stored.codes))[rows, None]
                 order = family.convert(name, index, config)  # families at most reorder the rows of a matrix
@@ -125,15 +122,8 @@ def open_weights(
         weight = family.convert(name, weight.to(device=device, dtype=dtype, copy=True), config)
         if quantization is None or weight.dim() == 1:
             return weight
-        quantized = _quantize(weight, name, quantization, folder)
+        with errors_of(f"{name} in {folder} with quantization={quantization!r}"):
+            quantized = quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
         return quantized if multiplies else quantized.dequantize()
 
     return get
-
-
-def _quantize(weight: Tensor, name: str, quantization: str, folder: Path) -> Quantized:
-    """Quantize a matrix to the bits of `quantization`, or to 8 bits if its rows are tokens."""
-    try:
-        return quantize(weight, 8 if name in VOCABULARY else QUANTIZATIONS[quantization])
-    except ValueError as error:
-        raise ValueError(f"{name} in {folder} has {error}; omit quantization.") from None

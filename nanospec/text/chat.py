@@ -18,7 +18,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from . import as_int, read_text, reason, shown
+from .files import errors_of, read_text
+from .validation import as_int, reason, shown
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -50,11 +51,10 @@ def text_and_ids(
     if not isinstance(prompt, Mapping):
         prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    if unknown := sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids"})):
-        raise ValueError(f"unknown key {shown(unknown[0])} in a prompt; use 'prompt' or 'prompt_token_ids'.")
     are_ids = not isinstance(ids, str | bytes | bytearray) and _is_row(ids)
-    if not (isinstance(text, str) if ids is None else are_ids and isinstance(text, str | None)):
-        forms = "a string, token ids, or a dict with a string 'prompt' or a list 'prompt_token_ids'"
+    is_valid = isinstance(text, str) if ids is None else are_ids and isinstance(text, str | None)
+    if not is_valid or prompt.keys() - {"prompt", "prompt_token_ids"}:
+        forms = "a string, token ids, or a dict with only a string 'prompt' or a list 'prompt_token_ids'"
         raise ValueError(f"prompt={shown(original)} must be {forms}.")
     if ids is not None and len(ids) >= max_model_len:
         raise ValueError(too_long(len(ids), max_model_len))
@@ -96,16 +96,18 @@ def _is_row(value: object) -> bool:
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates of a model folder by name, "default" if there is a single unnamed one, from
     chat_template.jinja or else from `config`, the content of tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
-    templates: Any = read_text(path) if path.is_file() else config.get("chat_template") or {}
-    if isinstance(templates, str):
-        templates = {"default": templates}
-    elif isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
-        templates = {str(entry.get("name")): entry.get("template") for entry in templates}
-    if not isinstance(templates, dict) or not all(isinstance(text, str) for text in templates.values()):
-        problem = f"{folder / 'tokenizer_config.json'}: chat_template={shown(templates)}"
-        raise ValueError(f"{problem} must be a template or a list of named templates.")
-    return templates
+    path, source = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if path.is_file():
+        return {"default": read_text(path)}
+    with errors_of(source):
+        templates = config.get("chat_template") or {}
+        if isinstance(templates, str):
+            templates = {"default": templates}
+        elif isinstance(templates, list):
+            templates = {entry["name"]: entry["template"] for entry in templates}
+        if not all(isinstance(text, str) for text in templates.values()):
+            raise ValueError("chat_template must be a template or a list of named templates.")
+    return dict(templates)
 
 
 def render(templates: Mapping[str, str], messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
@@ -152,9 +154,6 @@ def _continues(messages: Sequence[Mapping[str, Any]], variables: dict[str, Any])
     """Remove `continue_final_message` from the variables, set `add_generation_prompt`, and return whether to
     continue the final message. Raises ValueError."""
     continues, prompts = variables.pop("continue_final_message", None), variables.get("add_generation_prompt")
-    for name, value in (("continue_final_message", continues), ("add_generation_prompt", prompts)):
-        if not isinstance(value, bool | None):
-            raise ValueError(f"{name}={shown(value)} must be true or false.")
     if continues and prompts:
         raise ValueError("continue_final_message excludes add_generation_prompt; set only one of them.")
     final = messages[-1] if messages else {}

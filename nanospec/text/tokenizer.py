@@ -10,8 +10,9 @@ from typing import Any
 import tokenizers
 
 from ..outputs import Piece
-from . import check_size, read_json, reason, shown
 from .chat import Messages, compiled, read_templates, render
+from .files import check_size, read_json
+from .validation import reason, shown
 
 
 class Tokenizer:
@@ -63,10 +64,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, skipping ids outside the vocabulary. Invalid UTF-8 becomes U+FFFD."""
-        try:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        except (TypeError, OverflowError):  # the library's ids have 32 bits
-            raise ValueError(f"{shown(ids)} must be a list of token ids.") from None
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def text_of(self, token: int) -> str:
         """Return the text of one token, special ones included, as it appears after other tokens (some

@@ -9,12 +9,11 @@ from bench.roofline import MODELS, Machine, account
 from bench.traces import MAX_DRAFTS, replay, synthetic
 from nanospec.drafters.estimates import StepCosts
 
-COSTS: dict[str, Callable[[int], StepCosts]] = {  # of packed or captured steps of B rows
+COSTS: dict[str, Callable[[int], StepCosts]] = {  # of steps of B rows
     "cpu": lambda B: StepCosts({B: simulate.CPU_MS}),
     "linear": lambda B: StepCosts({B: {1 << i: 10.0 * (1 << i) for i in range(11)}}),
     "flat": lambda B: StepCosts({B: {B * (K + 1): 10 + 0.001 * B * (K + 1) for K in simulate.KS}}, True),
-    "packed": lambda B: simulate.packed_costs("qwen3-8b", B, Machine()),
-    "recorded": lambda B: simulate.recorded_costs("qwen3-8b", (B,), Machine()),
+    "captured": lambda B: simulate.captured_costs("qwen3-8b", (B,), Machine()),
 }
 
 
@@ -40,8 +39,8 @@ def test_bound_counts_bytes_of_quantized_weights() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("costs", "acceptance", "B"),
-    [("cpu", 0.0, 16), ("cpu", 1.0, 1), ("linear", 0.6, 16), ("flat", 0.9, 1), ("packed", 0.9, 16),
-     ("recorded", 0.0, 1), ("recorded", 0.3, 16)],
+    [("cpu", 0.0, 16), ("cpu", 1.0, 1), ("linear", 0.6, 16), ("flat", 0.9, 1),
+     ("captured", 0.0, 1), ("captured", 0.3, 16)],
 )  # fmt: skip
 def test_no_regret(costs: str, acceptance: float, B: int) -> None:
     """Automatic K reaches 95% of the speed of the best fixed K in hindsight, and 98% of no speculation."""

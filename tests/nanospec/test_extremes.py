@@ -60,7 +60,7 @@ def test_random_batches_match_single_requests(number: int) -> None:
     window = rng.choice((2, 3, 5, 16, 17, 33, 64, 65))
     model = random_model(rng, window)
     jobs = [random_job(rng, model.config.vocab_size, window) for _ in range(4)]
-    spec = {"method": "ngram", "tree_width": rng.choice((1, 4)), "max_speculative_tokens": 63}
+    spec = {"method": "ngram", "tree_width": rng.choice((1, 4))}
     k, budget = rng.choice((1, 3, 16, 63)), rng.choice((2048, 1, 17))
     limits: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": window, "max_num_batched_tokens": budget}
     expected = run_alone(model, jobs, max_model_len=window)

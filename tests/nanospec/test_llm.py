@@ -138,7 +138,6 @@ def test_vllm_compatible_calls_and_outputs(llm: LLM, capsys: pytest.CaptureFixtu
     logprobs = [{str(token): [each.logprob, 1]} for token, each in zip(output.token_ids, own)]
     expected = {"text": "cde", "token_ids": [2, 3, 4], "finish_reason": "length", "logprobs": logprobs}
     assert json.loads(json.dumps(first.to_dict())).items() >= expected.items()
-    assert {"text", "token_ids", "outputs", "trace"} <= set(dir(output))
     with pytest.raises(AttributeError, match="RequestOutput has no attribute 'txt'"):
         _ = output.txt
     assert llm.generate("ab", greedy(max_tokens=1))[0].cumulative_logprob is None
@@ -150,10 +149,10 @@ BAD_CALLS: list[tuple[Any, Any, str]] = [
     (range(10**9), None, "The prompt has 1000000000 tokens, but max_model_len=128 must hold it"),
     ("a" * 10**6, None, "The prompt has 1000000 characters, too many for max_model_len=128."),
     ([[1], [2, 99]], None, "The prompt contains token id 99; ids are integers from 0 to 32."),
-    (["ab", "cd"], [greedy()], "sampling_params has 1 entries for 2 prompts"),
-    ("ab", [{"temperature": 0}], "must be of type SamplingParams, got {'temperature': 0}"),
-    (None, None, "prompt=None must be a string, token ids, or a dict with a string 'prompt' or"),
-    ({"prompt": "a", "multi_modal_data": 1}, None, "unknown key 'multi_modal_data' in a"),
+    (["ab", "cd"], [greedy()], "one for each of the 2 prompts"),
+    ("ab", [{"temperature": 0}], "sampling_params=[{'temperature': 0}] must be SamplingParams"),
+    (None, None, "prompt=None must be a string, token ids, or a dict with only a string 'prompt' or"),
+    ({"prompt": "a", "multi_modal_data": 1}, None, "or a dict with only a string 'prompt' or"),
 ]
 
 

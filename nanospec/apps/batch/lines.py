@@ -16,7 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ...config import SamplingParams
-from ...text import shown
+from ...text.validation import shown
 from ..json_input import strict_json
 from ..openai_format import CHAT, COMPLETIONS, choice, response_header, translate_request, usage
 from ..tasks import ONE_OF, Task, parse_task

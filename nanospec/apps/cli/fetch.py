@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ...models import HUB_ID, cache_folder, download, program
-from ...text import reason
+from ...models.folders import HUB_ID, cache_folder, download, program
+from ...text.validation import reason
 from ..options import Parser
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "*.safetensors")

@@ -17,7 +17,7 @@ from errno import ENOSPC
 from importlib import import_module
 
 from ...config import SamplingParams
-from ...models import program, resolve_model
+from ...models.folders import program, resolve_model
 from ...models.generation_config import default_params
 
 COMMANDS = ("serve", "fetch")  # modules of this folder with a function `main`

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ... import __version__
-from ...models import program
+from ...models.folders import program
 from ...models.generation_config import NAMES as MODEL_DEFAULTS
-from ...text import shown
+from ...text.validation import shown
 from ..options import NUMBER, SETTINGS, Parser, add_settings, base_parser, did_you_mean, fields_set
 
 DESCRIPTION = """\

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...config import EngineConfig, SpecConfig
-from ...models import program, resolve_model
-from ...text import shown
+from ...models.folders import program, resolve_model
+from ...text.validation import shown
 from ..options import Parser, add_settings, base_parser, fields_set
 from ..serve.settings import ServeConfig
 

@@ -16,7 +16,7 @@ import torch
 from ...config import EngineConfig
 from ...device.resources import cpu_quota, spare_memory
 from ...llm import LLM
-from ...models import resolve_model
+from ...models.folders import resolve_model
 
 LOCAL = {"address": "local", "include_dashboard": False, "object_store_memory": 256 << 20}  # small requests
 QUIET = {  # environment variables that are set unless the user has set them

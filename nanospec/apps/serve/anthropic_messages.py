@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...outputs import Completion
-from ...text import shown
+from ...text.validation import shown
 from ..openai_format import text_of, usage
 from ..tool_calls.offer import read_object
 from ..tool_calls.parser import Part

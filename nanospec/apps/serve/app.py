@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...llm import LLM
-from ...text import shown
+from ...text.validation import shown
 from ..openai_format import CHAT, COMPLETIONS
 from ..tasks import encode, parse_task
 from . import anthropic_messages, openai_responses

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...text import shown
+from ...text.validation import shown
 from .logs import log
 from .settings import ServeConfig
 

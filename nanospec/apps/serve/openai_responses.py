@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from ...outputs import Completion
-from ...text import shown
+from ...text.validation import shown
 from ..openai_format import text_of, usage
 from ..tool_calls.parser import Part
 from .answers import event

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...config import SamplingParams
 from ...llm import LLM
-from ...text import shown
+from ...text.validation import shown
 from ..json_input import strict_json
 from ..openai_format import CHAT, IGNORED, MAX_MESSAGES, translate_request
 from ..tasks import encode, parse_task

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...text import bounded_field, check_fields, parse_size, shown
+from ...text.validation import bounded_field, check_fields, parse_size, shown
 
 MIN_KEY = 8  # characters; shorter keys are easy to guess
 MAX_SECONDS = 1e7  # timers do not support much longer or infinite timeouts
@@ -57,7 +57,6 @@ class ServeConfig:
     drain_timeout: float = bounded_field(30.0, 0, MAX_SECONDS)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_body", parse_size(self.max_body, "max_body"))
         check_fields(self)
         for name, (pattern, form) in FORMS.items():
             texts = getattr(self, name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...config import SamplingParams
 from ...outputs import Completion, Piece
-from ...text import shown
+from ...text.validation import shown
 from ..openai_format import IGNORED, MAX_MESSAGES
 from ..options import did_you_mean
 from ..tool_calls.offer import call_object

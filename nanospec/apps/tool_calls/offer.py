@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...text import shown
+from ...text.validation import shown
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")  # of a request
 NAME = re.compile("[A-Za-z0-9_.-]{1,128}")

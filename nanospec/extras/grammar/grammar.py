@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from ...config import SamplingParams
 from ...kernels import FROM_REFERENCE, GENERATED
-from ...text import reason
 from ...text.tokenizer import Tokenizer
+from ...text.validation import reason
 from .response_format import JSON_STYLE, check_conflicts, validate
 
 FORCED = 64  # `match_len` of forced tokens: longer than any match, because they are always accepted

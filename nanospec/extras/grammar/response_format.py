@@ -19,7 +19,7 @@ from itertools import accumulate, islice
 from typing import Any
 
 from ...config import SamplingParams
-from ...text import shown
+from ...text.validation import shown
 
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar", "choice")
 BARE = ("text", "json_object")  # the types that take no other field

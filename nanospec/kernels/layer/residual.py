@@ -36,7 +36,9 @@ GROUP = tl.constexpr(64)  # columns per sum of squares
 
 # The output of a kernel: x and, for the next norm with `weight`, `scaled` and `squares` as in `Residual`;
 # `residual` is the x that it adds to. `num_used`: see `Batch`.
-Outputs = namedtuple("Outputs", "x residual weight scaled squares num_used", defaults=[None] * 5)
+Outputs = namedtuple(
+    "Outputs", "x residual weight scaled squares num_used", defaults=[None, None, None, None, None]
+)
 
 
 class Norm(NamedTuple):
@@ -183,7 +185,7 @@ def _residual_add(
     by = tl.load(new.weight + i, i < H, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     token, T = tl.program_id(0), tl.num_programs(0)
-    if SKIP:
+    if SKIP:  # noqa: SIM102
         if token >= tl.load(new.num_used):
             return
     at = token.to(tl.int64) * H + i

@@ -43,7 +43,7 @@ def merge(in_first: Tensor, first: Proposal, second: Proposal) -> Proposal:
 
     is_tree = first.parents is not None or second.parents is not None
     parents = choose(parents_of(first), parents_of(second)) if is_tree else None
-    return Proposal(*map(choose, first[:5], second[:5]), parents)
+    return Proposal(*map(choose, first[:5], second[:5]))._replace(parents=parents)
 
 
 def parents_of(proposal: Proposal) -> Tensor:

@@ -69,7 +69,7 @@ class Estimates(NamedTuple):
         numbers, tables = [part.view([]) for part in parts[:n]], parts[n:]
         by_length = [part.view(num_drafters, -1) for part in tables[2:]]
         by_row = rows.view(-1, 3)
-        return cls(*numbers, *tables[:2], *by_length, by_row[:, :2], by_row[:, 2])
+        return cls._make((*numbers, *tables[:2], *by_length, by_row[:, :2], by_row[:, 2]))
 
     @classmethod
     def empty(

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from ...text import check_number, read_json, shown
+from ...text.files import errors_of, read_json
+from ...text.validation import check_number, shown
 from ..config import ModelConfig, Rope
 
 MOST = {  # maximum values (others: int32); they bound layer tuples, kernel tiles and RoPE tables
@@ -109,10 +110,8 @@ def read_config(folder: str | Path) -> tuple[Family, ModelConfig]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found; a model folder needs a config.json.")
     raw = read_json(path)
-    try:
+    with errors_of(path):
         return family_of(raw), config_of(raw)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def build_config(raw: Raw, *, act: str = "silu", act_key: str = "hidden_act", **fields: Any) -> ModelConfig:
@@ -122,7 +121,7 @@ def build_config(raw: Raw, *, act: str = "silu", act_key: str = "hidden_act", **
         raise ValueError(f"{act_key}={shown(given)} is not supported; only {act!r} is.")
     hidden_size, num_heads = get_value(raw, "hidden_size", int), get_value(raw, "num_attention_heads", int)
     num_layers = get_value(raw, "num_hidden_layers", int)
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     same_names = "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"
     common = {
         **{name: get_value(raw, name, int) for name in same_names},
@@ -133,7 +132,7 @@ def build_config(raw: Raw, *, act: str = "silu", act_key: str = "hidden_act", **
         "windows": (None,) * num_layers,
         "rms_norm_eps": get_value(raw, "rms_norm_eps", float),
         "tie_word_embeddings": get_value(raw, "tie_word_embeddings", bool, False),
-        "dtype": dtype.removeprefix("torch.") if isinstance(dtype, str) else shown(dtype),
+        "dtype": dtype.removeprefix("torch."),
     }
     return ModelConfig(**{**common, "rope": fields.get("rope") or parse_rope(raw), **fields})
 
@@ -164,8 +163,8 @@ def layer_windows(raw: Raw, window: int | None, has_window: Callable[[int], bool
     num_layers, kinds = get_value(raw, "num_hidden_layers", int), raw.get("layer_types")
     if kinds is None:
         return tuple(window if has_window(i) else None for i in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ValueError(f"'layer_types' must be a list of {num_layers} entries, one per layer.")
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {num_layers} layers.")
     by_kind = {"full_attention": None} | ({} if window is None else {"sliding_attention": window})
     if unknown := [kind for kind in kinds if kind not in list(by_kind)]:
         raise ValueError(
@@ -203,7 +202,10 @@ def parse_rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
             factor = get_value(given, "factor", float, longest / length)
             amplitude = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(length))
             amplitude = get_number(given, "attention_factor") or amplitude
-            short, long = _factors(given, "short_factor"), _factors(given, "long_factor")
+            short, long = (
+                tuple(get_value({name: factor}, name, float) for factor in given[name])
+                for name in ("short_factor", "long_factor")
+            )
             rope = Rope("longrope", theta, original_max_len=length, part=part, amplitude=amplitude)
             return replace(rope, short_factors=short, long_factors=long)
     raise ValueError(f"RoPE type {shown(kind)} is not supported; use default, linear, llama3 or longrope.")
@@ -212,16 +214,7 @@ def parse_rope(raw: Raw, theta: float = 10000.0, partial: bool = False) -> Rope:
 def rope_entry(raw: Raw) -> dict[str, Any]:
     """Return the object with the RoPE parameters other than theta, or {}."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    given = raw.get(name) or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{name}={shown(given)} must be an object.")
+    given: dict[str, Any] = raw.get(name) or {}
     if any(isinstance(entry, dict) for entry in given.values()):
         raise ValueError(f"{name} with one RoPE per layer type is not supported; use one for all layers.")
     return given
-
-
-def _factors(given: Raw, key: str) -> tuple[float, ...]:
-    factors = given.get(key)
-    if not isinstance(factors, list):
-        raise ValueError(f"{key!r} of longrope must be a list of numbers, not {shown(factors)}.")
-    return tuple(get_value({key: factor}, key, float) for factor in factors)

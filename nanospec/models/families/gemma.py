@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ...text import shown
 from ..config import ModelConfig, Rope
 from . import Family, Raw, build_config, get_number, get_value, layer_windows, parse_rope
 
@@ -69,11 +68,8 @@ class Gemma3WithImages(Gemma3):
     ignored = ("vision_tower.", "multi_modal_projector.")
 
     def config(self, raw: Raw) -> ModelConfig:
-        text = raw.get("text_config")
-        if not isinstance(text, dict):
-            raise ValueError("'text_config' is missing or not an object.")
         shared = {key: raw[key] for key in ("dtype", "torch_dtype") if raw.get(key)}
-        return super().config({**text, **shared})
+        return super().config({**raw["text_config"], **shared})
 
     def stored_name(self, name: str) -> str:
         return "language_model." + super().stored_name(name)
@@ -104,9 +100,7 @@ def _read(raw: Raw, **fields: Any) -> ModelConfig:
 
 def _ropes(raw: Raw) -> tuple[Rope, Rope]:
     """Return RoPE of global and of local (sliding window) layers; transformers 5 has an entry for each."""
-    nested = raw.get("rope_parameters") or {}
-    if not isinstance(nested, dict):
-        raise ValueError(f"rope_parameters={shown(nested)} must be an object.")
+    nested: dict[str, Any] = raw.get("rope_parameters") or {}
     if raw.get("rope_scaling") or "full_attention" not in nested:
         return parse_rope(raw, 1e6), Rope(theta=get_value(raw, "rope_local_base_freq", float, 1e4))
     wide, local = ({**raw, "rope_parameters": nested.get(f"{key}_attention")} for key in ("full", "sliding"))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...text import check_number
+from ...text.validation import check_number
 from ..config import ModelConfig
 from . import Family, Raw, Windows, build_config, get_value, layer_windows, parse_rope, rope_entry
 

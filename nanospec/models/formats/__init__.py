@@ -5,7 +5,6 @@ before the first tensor is read; one error lists all mismatches.
 """
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...kernels.layer.quantized import Quantized
-from ...text import reason, shown
+from ...text.files import errors_of
+from ...text.validation import shown
 
 Shapes = Mapping[str, tuple[int, ...]]  # by the names of a family's checkpoints
 
@@ -48,13 +48,8 @@ def open_checkpoint(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
         config = text.get("quantization_config")
     if not config:
         return SafetensorsCheckpoint(folder)
-    try:
+    with errors_of(folder / "config.json"):
         if (name := config.get("quant_method")) not in QUANTIZED:
             raise ValueError(f"quant_method={shown(name)} is not supported; use {' or '.join(QUANTIZED)}.")
         format = getattr(import_module(f".{name.replace('-', '_')}", __name__), QUANTIZED[name])(config)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
-    except (AttributeError, KeyError, TypeError, re.error) as error:  # JSON of other types, or a bad pattern
-        problem = f"quantization_config={shown(config)} is not valid ({reason(error)})."
-        raise ValueError(f"{folder / 'config.json'}: {problem}") from None
     return QuantizedCheckpoint(folder, format.layout)

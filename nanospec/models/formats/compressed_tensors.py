@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...text import shown
+from ...text.validation import shown
 from .fp8 import Fp8
 from .quantized_safetensors import Config, Layout, Module, Quantized, from_blocks, option, parse_block, unpack
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.layer.quantized import GROUP, Quantized
-from ...text import shown
+from ...text.files import errors_of
+from ...text.validation import shown
 from . import Shapes
 from .safetensors import FLOATS, SafetensorsCheckpoint, check_fit
 
@@ -92,10 +93,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         if name not in self._layouts:
             return super().get(name)
         (parts, decode), module, read = self._layouts[name], name.rpartition(".")[0], super().get
-        try:
+        with errors_of(f"{name} in {self.folder}"):
             return decode(**{last: read(f"{module}.{last}") for last in parts})
-        except ValueError as error:
-            raise ValueError(f"{name} in {self.folder} has {error}; download the model again.") from None
 
 
 def option(config: Config, key: str, *supported: Any) -> Any:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ...kernels.layer.quantized import Quantized
-from ...text import read_json, reason, shown
+from ...text.files import errors_of, read_json
+from ...text.validation import shown
 from . import Shapes
 
 FLOATS = ("F32", "BF16", "F16")
@@ -43,32 +44,23 @@ def weight_files(folder: Path) -> list[Path]:
     if "model.safetensors" in names:
         names = {"model.safetensors"}
     elif index.is_file():
-        shards = read_json(index).get("weight_map")
-        expected = set(map(str, shards.values())) if isinstance(shards, dict) else set()
-        if not expected:
-            raise ValueError(f"{index} must have a 'weight_map' from tensors to files in the same folder.")
+        with errors_of(index):
+            expected = set(map(str, read_json(index)["weight_map"].values()))
         if missing := expected - names:
             problem = f"{folder} lacks {len(missing)} of the {len(expected)} shards in {index.name}"
             raise FileNotFoundError(f"{problem}: {listed(missing)}; download the model again.")
         names = expected
-    elif len(names) > 1:
-        needed = f"model.safetensors nor {index.name}; download the model again"
-        raise ValueError(f"{folder} has {len(names)} safetensors files but neither {needed}.")
-    elif not names:
-        others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")]
-        fix = "convert it, or specify the path of a GGUF file" if others else "download it again"
-        hint = f" (found {listed(others)})" if others else ""
-        raise FileNotFoundError(f"{folder} has no *.safetensors file{hint}; {fix}.")
+    elif len(names) != 1:
+        needed = f"model.safetensors, {index.name} or one *.safetensors file"
+        found = listed(file.name for file in folder.iterdir()) or "no files"
+        raise FileNotFoundError(f"{folder} must have {needed}, but has {found}; download the model again.")
     return [folder / name for name in sorted(names)]
 
 
 def open_safetensors(file: Path) -> Any:
     """Open a file to read individual tensors. Raises ValueError if the file is corrupt."""
-    try:
+    with errors_of(file):
         return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError, ValueError) as error:
-        problem = f"{file} is not a valid safetensors file ({reason(error)})"
-        raise ValueError(f"{problem}; it may be truncated, download it again.") from None
 
 
 def check_fit(

@@ -83,7 +83,7 @@ def test_step_bytes_covers_captures_and_prefill(rows: int, k: Any, monkeypatch: 
     assert captures.alive < 20_000 * len(graphs.captures), "captures must share the logits"
     largest, prefill = captures.peak, 0
     for tokens in (500, 1785, config.max_num_batched_tokens):
-        prompt = Batch.from_chunks(step.table, [Chunk(0, 0, tokens)])
+        prompt = Batch.from_chunks(step.table, [Chunk(0, step.table.max_context - tokens, tokens)])
         prefill = max(prefill, peak_bytes(one.device, partial(model.forward, prompt, step.kv_cache)))
     needed = resources.row_bytes(step.table) + step._logits.nbytes + largest + max(largest, prefill)
     measured = step_bytes(config, model, step.drafters, model.config.max_position_embeddings)

@@ -79,7 +79,7 @@ def test_both_layouts_give_the_same_drafter(
     assert first.model.config == second.model.config
     assert first.hidden_state_layers == second.hidden_state_layers == (1, 8, 3)
     if method == "dflash":
-        assert [(each.mask, each.max_depth) for each in (first, second)] == [(3, 5)] * 2
+        assert [(each.mask, each.max_drafts) for each in (first, second)] == [(3, 5)] * 2
     assert all(map(torch.equal, weights_in(first), weights_in(second)))
     assert torch.equal(weights_in(first)[0], stored["fc.weight"].half())
     ids, lm_head = stored["d2t"] + torch.arange(25), target.lm_head.unpacked_weight
@@ -122,7 +122,7 @@ ERRORS: dict[str, list[tuple[dict[str, Any], Callable[[Tensors], object], str]]]
         ({"norm_before_fc": True, "fc_norm": False}, len, "unknown keys: norm_before_fc; they may"),
         ({"hidden_act": "gelu"}, len, "hidden_act='gelu' is not supported"),
         ({"layer_types": ["sliding_attention"]}, len, "Layer type 'sliding_attention' is not supported"),
-        ({"layer_types": 5}, len, "'layer_types' must be a list of 1 entries"),
+        ({"layer_types": 5}, len, "config.json has invalid content"),
         ({LAYERS: None, "target_layer_ids": [True, 1]}, len, "target_layer_ids=True must be an integer"),
         ({LAYERS: None, "target_layer_ids": [0, 8]}, len, "target_layer_ids=8 must be .* -1 to 7"),
         ({"architectures": ["DFlashDraftModel"]}, len, "is not a drafter for method='eagle3'"),

@@ -261,5 +261,5 @@ def test_predictions_are_checked_and_cut_to_window(tmp_path: Any) -> None:
     for prediction, message in cases:
         with pytest.raises(ValueError, match=message):
             engine.add([1], SamplingParams(prediction=prediction))
-    with pytest.raises(ValueError, match="requires a tokenizer; use a list of token ids"):
+    with pytest.raises(ValueError, match="require a tokenizer; use token ids"):
         make_engine(tiny_model(), 4).add([1], greedy(prediction="a"))

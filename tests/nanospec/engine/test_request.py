@@ -111,7 +111,7 @@ def test_logprobs_as_dict() -> None:
         ([0], 0, {"stop_token_ids": [4]}, "stop_token_ids contains token id 4"),
         ([0], 0, {"acceptance": "exact"}, None),
         ([0], 0, {"acceptance": "typical"}, "requires an engine started with"),
-        ([0], 0, {"stop": "a"}, "stop strings require a tokenizer"),
+        ([0], 0, {"stop": "a"}, "stop strings and a prediction as text require a tok"),
         ([0, 3], 0, {}, None),
         *[
             ([0, bad], 0, {}, f"The prompt contains token id {bad!r}; ids are integers from 0 to 3.")

@@ -142,8 +142,9 @@ def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
         read_config(tmp_path)
     path = tmp_path / "config.json"
     for content, words in (
-        (b"[" * 100_000, "config.json is not valid JSON .*; download it again"),
-        (b"\xff\xfe{", "config.json is not valid UTF-8 .*; download it again"),
+        (b"[" * 100_000, "config.json has invalid content .RecursionError.*; it may be corrupt, download it"),
+        (b"\xff\xfe{", "config.json has invalid content .UnicodeDecodeError.*; it may be corrupt"),
+        (b"[]", "config.json: the content must be a JSON object, not a list"),
         (b"{}", f"{path}: architectures=None is not"),
     ):
         path.write_bytes(content)

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanospec.models import resolve_model, weights
+from nanospec.models import weights
 from nanospec.models.decoder import Model
+from nanospec.models.folders import resolve_model
 from nanospec.models.weights import load_model, resolve_dtype
 from tests.gguf_file import write_gguf
 from tests.tiny import checkpoint, first_logits, tiny_config
@@ -113,11 +114,15 @@ def indexed(content: object) -> Callable[[Path], object]:
 
 FOLDERS: list[tuple[str, Callable[[Path], object], str]] = [
     ("file", shutil.rmtree, r"needs a config\.json"),
-    ("file", lambda it: (it / FILE).rename(it / "model.bin"), r"no .* file \(found model\.bin\); convert"),
-    ("file", lambda it: (it / FILE).unlink(), "safetensors file; download it again"),
-    ("file", lambda it: (it / FILE).write_text("version https://git-lfs"), f"{FILE} is not a valid safet"),
-    ("file", lambda it: os.truncate(it / FILE, 9999), f"{FILE} is not a valid safetensors file"),
-    ("shards", lambda it: (it / INDEX).unlink(), r"has \d safetensors files but neither model\."),
+    (
+        "file",
+        lambda it: (it / FILE).rename(it / "model.bin"),
+        r"must have .*, but has config\.json, .*model\.bin",
+    ),
+    ("file", lambda it: (it / FILE).unlink(), "must have model.safetensors, .*; download the model again"),
+    ("file", lambda it: (it / FILE).write_text("version https://git-lfs"), f"{FILE} has invalid content"),
+    ("file", lambda it: os.truncate(it / FILE, 9999), f"{FILE} has invalid content"),
+    ("shards", lambda it: (it / INDEX).unlink(), r"must have model\.safetensors, .* but has config.* model-"),
     (
         "shards",
         lambda it: max(it.glob("*.safetensors")).unlink(),
@@ -128,7 +133,7 @@ FOLDERS: list[tuple[str, Callable[[Path], object], str]] = [
         lambda it: shutil.copy(min(it.glob("*.safetensors")), max(it.glob("*.safetensors"))),
         "has tensors that another shard has too: ",
     ),
-    ("shards", indexed({}), "must have a 'weight_map'"),
+    ("shards", indexed({}), "index.json has invalid content"),
     ("shards", indexed({"weight_map": {"a": "../a.safetensors"}}), r"json: \.\./a\.safetensors;"),
     ("shards", indexed({"weight_map": {"a": "/etc/passwd"}}), "json: /etc/passwd;"),
 ]
@@ -153,8 +158,6 @@ def test_resolve_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         assert resolve_dtype("auto", float16, torch.device("cpu")) == expected
     with pytest.raises(ValueError, match="not supported on a CPU"):
         resolve_dtype("float16", float16, "cpu")
-    with pytest.raises(ValueError, match="'int8' must be 'auto' or one of 'float32'"):
-        resolve_dtype("int8", float16, "cpu")
 
 
 @pytest.mark.parametrize("variant", ["gemma3", "phi3-window11", "qwen2-tied"])
@@ -177,8 +180,8 @@ def test_weights_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, "qwen2-tied", torch.bfloat16)
     edit(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(torch.nan))
     for quantization in ("int8", "int4"):
-        with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight in .* has NaN or infinite values"):
+        with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight in .*: NaN or infinite values"):
             load_model(folder, "bfloat16", "cpu", quantization=quantization)
     write_gguf(tmp_path / "m.gguf", kind="Q8_0")
-    with pytest.raises(ValueError, match=r"quantization='int8' must be omitted: .* is quantized"):
+    with pytest.raises(ValueError, match=r"m is quantized; omit quantization='int8'"):
         load_model(resolve_model(tmp_path / "m.gguf"), "bfloat16", "cpu", quantization="int8")

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import models
 
-from nanospec import text as texts
-from nanospec.text import shown
+from nanospec.text import files
 from nanospec.text.tokenizer import Detokenizer, Tokenizer
+from nanospec.text.validation import shown
 from tests.conftest import WEIGHTS
 from tests.nanospec.text.conftest import byte_fallback, byte_level, save
 
@@ -22,8 +22,8 @@ from tests.nanospec.text.conftest import byte_fallback, byte_level, save
     ("name", "content", "words"),
     [
         ("tokenizer", '{"truncat', "is not a tokenizer .*download"),
-        ("tokenizer_config", '{"truncat', "is not valid JSON .*download"),
-        ("generation_config", "[]", "must be a JSON object, not a list"),
+        ("tokenizer_config", '{"truncat', "has invalid content .JSONDecodeError.*download"),
+        ("generation_config", "[]", ": the content must be a JSON object, not a list"),
         ("generation_config", '{"eos_token_id": "2"}', ": eos_.*='2' must be a token id or a list"),
         ("generation_config", '{"eos_token_id": [true]}', ": eos_.*=.* must be a token id"),
         ("generation_config", '{"eos_token_id": -1}', ": eos_.*=.* must be a token id"),
@@ -51,7 +51,7 @@ def test_missing_inconsistent_or_large_file_is_rejected(tmp_path: Path, monkeypa
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer .*; download it again"):
         Tokenizer(tmp_path)
     save(byte_level(), tmp_path)
-    monkeypatch.setattr(texts, "MAX_FILE", path.stat().st_size)
+    monkeypatch.setattr(files, "MAX_FILE", path.stat().st_size)
     assert Tokenizer(tmp_path).vocab_size == 265
     path.write_text(path.read_text() + " ")
     with pytest.raises(ValueError, match=r"tokenizer\.json is larger than 0 MiB, the limit"):

@@ -17,10 +17,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ....kernels.native import cache_folder
-from ....text import shown
+from ....text.files import errors_of
+from ....text.validation import shown
 from ...config import DTYPES
 from ...families import config_of
-from .file import ARCHITECTURES, GGUFCheckpoint, GGUFError, prefix_errors, stamp
+from .file import ARCHITECTURES, GGUFCheckpoint, stamp
 from .tokenizer import build_tokenizer, end_ids, token_id, tokenizer_config
 
 LINK = "model.gguf"  # in a folder that `model_folder` writes
@@ -31,7 +32,7 @@ STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # dtype -> it
 
 def model_folder(source: Path) -> Path:
     """Return a model folder for a GGUF file in the cache: an earlier one if the file has not changed, else a
-    new one. Raises OSError or GGUFError."""
+    new one. Raises OSError or ValueError."""
     source = source.absolute()
     state = repr((str(source), *stamp(source), VERSION))
     cache = cache_folder() / "gguf"
@@ -49,7 +50,7 @@ def model_folder(source: Path) -> Path:
 
 
 def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
-    """Convert the GGUF file `source` to a new model folder, with weights in `dtype`. Raises GGUFError. An
+    """Convert the GGUF file `source` to a new model folder, with weights in `dtype`. Raises ValueError. An
     error leaves the folder incomplete, so callers use a temporary one and rename it afterwards."""
     checkpoint = GGUFCheckpoint(source)
     write_files(folder, folder_files(checkpoint, dtype))
@@ -64,7 +65,7 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
 
 def folder_files(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, str]:
     """Return the contents of the text files of a model folder, whose config.json names `dtype`."""
-    with prefix_errors(checkpoint.path):
+    with errors_of(checkpoint.path):
         fields, config = checkpoint.fields, model_config(checkpoint, dtype)
         config_of(config)  # raises if the result could not be loaded
         ends = {"eos_token_id": end_ids(fields), "pad_token_id": token_id(fields, "padding")}
@@ -83,7 +84,7 @@ def folder_files(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, str]:
 
 
 def model_config(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, Any]:
-    """Return the content of `config.json`. Raises GGUFError for unsupported features."""
+    """Return the content of `config.json`. Raises ValueError for unsupported features."""
     fields, get = checkpoint.fields, checkpoint.fields.hparam
     num_heads, hidden_size = get("attention.head_count"), get("embedding_length")
     head_dim = get("attention.key_length", hidden_size // num_heads)
@@ -91,7 +92,7 @@ def model_config(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, Any]:
     only |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}  # without a type, scaling is linear
     for key, supported in only.items():
         if (value := get(key, supported)) != supported:
-            raise GGUFError(f"{key}={shown(value)} is not supported; only {shown(supported)} is.")
+            raise ValueError(f"{key}={shown(value)} is not supported; only {shown(supported)} is.")
     rope: dict[str, Any] | None = None
     if factors := checkpoint.rope_factors:  # Llama 3 stores a divisor per pair, as longrope has
         rope = {"rope_type": "longrope", "factor": 1.0, "short_factor": factors, "long_factor": factors}
@@ -131,7 +132,7 @@ def write_safetensors(checkpoint: GGUFCheckpoint, path: Path, dtype: str) -> Non
     with path.open("wb") as out, bar:
         out.write(len(raw).to_bytes(8, "little") + raw)
         for name, tensor in checkpoint.tensors.items():
-            weight = checkpoint.get(name, exact=True).to("cpu", DTYPES[dtype])
+            weight = checkpoint.get(name).to("cpu", DTYPES[dtype])
             for first in range(0, tensor.shape[0], ROWS):
                 rows = slice(first, first + ROWS)
                 part = weight[rows] if isinstance(weight, Tensor) else weight.rows(rows).dequantize()

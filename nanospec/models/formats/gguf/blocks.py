@@ -5,7 +5,7 @@
     Q4_K, Q5_K    scale of scales 2, scale of minima 2, both of 8 groups 12, fifth bits 32 (Q5_K), codes 128
     Q6_K          low bits of codes 128, high bits 64, scales of 16 groups 16, scale of scales 2
 
-Values are kept exactly, except that Q6_K has groups of 16 columns, which `join_groups` joins in pairs.
+Values are kept exactly, except that Q6_K has groups of 16 columns, which `_join_groups` joins in pairs.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,8 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q6_k(blocks: Tensor) -> Decoded:
     codes = _bits(blocks[:, :128], 64) | _bits(blocks[:, 128:192], 32, 2) << 4
-    return codes + 96, _half(blocks, 208) * blocks[:, 192:208].view(torch.int8), None  # 32 becomes 128
+    scale = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    return *_join_groups(codes + 96, scale), None  # 32 becomes 128
 
 
 TYPES = {
@@ -69,7 +70,7 @@ TYPES = {
 }
 
 
-def join_groups(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _join_groups(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Join pairs of groups of 16 codes with the offset 128, [B, elements], and scales [B, groups]. Pairs with
     equal scales keep their values. Others are rounded to 8 bits with the scale max|value| / 127, so the error
     is at most 1/254 of the largest value; rounding to Q6_K has an error of up to 1/64 of it."""

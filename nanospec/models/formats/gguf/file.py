@@ -12,20 +12,20 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ....kernels.layer.quantized import GROUP, Quantized
-from ....text import reason, shown
+from ....text.files import errors_of
+from ....text.validation import shown
 from .. import Shapes
 from ..safetensors import check_fit
-from .blocks import TYPES, join_groups
+from .blocks import TYPES
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TENSOR_NAMES = {
@@ -48,36 +48,13 @@ TENSOR_NAMES = {
 # Types of metadata, as codes of `struct`, and of tensors, by their numbers in the file.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-TYPE_OF = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K"}
-TYPE_OF |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"}
-TYPE_OF |= {20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16", 39: "MXFP4"}
+TYPE_OF = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
+TYPE_OF |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: "BF16"}
 CHUNK = 1 << 20  # elements that are decoded at a time
-CUT_OFF = "but the file has {} bytes; it is truncated or corrupt, download it again."
-
-
-class GGUFError(ValueError):
-    """Raised for a file that is corrupt or not supported; the message gives the reason."""
-
-
-@contextmanager
-def prefix_errors(path: Path) -> Iterator[None]:
-    """Raise errors in the content of a file as GGUFError with its path."""
-    try:
-        yield
-    except (OSError, MemoryError):
-        raise
-    except GGUFError as error:
-        raise GGUFError(f"{path}: {error}") from None
-    except Exception as error:  # a truncated file, or fields of wrong types or with inconsistent values
-        problem = f"{path} cannot be read ({reason(error)})"
-        raise GGUFError(f"{problem}: not a GGUF file, or corrupt; download it again.") from error
 
 
 class Fields(dict[str, Any]):
-    """The metadata of a GGUF file by key. A missing key raises GGUFError."""
-
-    def __missing__(self, key: str) -> NoReturn:
-        raise GGUFError(f"the required field {key!r} is missing; use another file of the model.")
+    """The metadata of a GGUF file by key."""
 
     def hparam(self, key: str, default: Any = None) -> Any:
         """Return the field `ARCHITECTURE.key`, or `default`. Without a default, it must be present."""
@@ -110,51 +87,47 @@ def stamp(path: Path) -> tuple[int, int]:
 
 class GGUFCheckpoint:
     """A checkpoint in a GGUF file, with its `fields`, its `tensors` by Hugging Face name, and `rope_factors`,
-    divisors of the frequencies of RoPE, one per pair or none. Weights may be quantized. Raises GGUFError."""
+    divisors of the frequencies of RoPE, one per pair or none. Raises OSError or ValueError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.parent / os.readlink(path) if path.is_symlink() else path  # for messages
-        with prefix_errors(self.path):
-            if not self.path.is_file():
-                problem = "a folder" if self.path.is_dir() else "file not found"
-                raise GGUFError(f"{problem}; specify the path of a GGUF file.")
-            if not self.path.stat().st_size:
-                raise GGUFError("the file is empty; download it again.")
-            self._stamp = stamp(self.path)
-            with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                self._read_head(_Cursor(data))
+        if not self.path.is_file():
+            raise FileNotFoundError(f"{self.path} is not a file; specify the path of a GGUF file.")
+        with (
+            errors_of(self.path),
+            self.path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            self._read_head(_Cursor(data))
 
     def _read_head(self, cursor: "_Cursor") -> None:
-        if (magic := cursor.take(4, "s")[0]) != b"GGUF":
-            raise GGUFError(f"not a GGUF file, as it begins with {magic!r}; download it again.")
-        if (version := cursor.number("I")) not in (2, 3):
-            kind = f"GGUF version {version}" if version & 0xFFFF else "big-endian byte order"
-            raise GGUFError(f"{kind} is not supported; use a little-endian file of version 2 or 3.")
+        if (magic := cursor.take(4, "s")[0]) != b"GGUF" or (version := cursor.number("I")) not in (2, 3):
+            found = f"version {version}" if magic == b"GGUF" else f"a file that begins with {magic!r}"
+            raise ValueError(f"{found} is not supported; use a little-endian GGUF file of version 2 or 3.")
         num_tensors, num_fields = cursor.take(2, "Q")
         self.fields = Fields((cursor.text(), cursor.value(cursor.number("I"))) for _ in range(num_fields))
         if (count := self.fields.get("split.count", 1)) > 1:
             problem = f"split.count={shown(count)} is not supported"
-            raise GGUFError(f"{problem}; merge the files with llama-gguf-split --merge.")
+            raise ValueError(f"{problem}; merge the files with llama-gguf-split --merge.")
         self.architecture = self.fields["general.architecture"]
         if self.architecture not in ARCHITECTURES:
             problem = f"architecture {shown(self.architecture)} is not supported"
-            raise GGUFError(f"{problem}; use {' or '.join(ARCHITECTURES)}, or safetensors.")
+            raise ValueError(f"{problem}; use {' or '.join(ARCHITECTURES)}, or safetensors.")
         tensors = [cursor.tensor() for _ in range(num_tensors)]
         alignment = self.fields.get("general.alignment", 32)
         begin = -(-cursor.at // alignment) * alignment
         self.tensors = {hf_name(t.name): _checked(t, begin, len(cursor.data)) for t in tensors}
         freqs = self.tensors.pop("rope_freqs.weight", None)
-        self.rope_factors = [] if freqs is None else self._read(freqs, True).dequantize().tolist()
+        self.rope_factors = [] if freqs is None else self._read(freqs).dequantize().tolist()
 
     def check(self, shapes: Shapes, is_ignored: Callable[[str], bool]) -> None:
         used = {name: tensor for name, tensor in self.tensors.items() if not is_ignored(name)}
         what = f"The weights in {self.path} do not fit its metadata"
         check_fit(used, shapes, what, dtypes=dict.fromkeys(shapes, tuple(TYPES)))
 
-    def get(self, name: str, exact: bool = False) -> Tensor | Quantized:
-        """Return a tensor. With `exact`, Q6_K keeps groups of 16 columns."""
-        with prefix_errors(self.path):
-            tensor = self._read(self.tensors[name], exact)
+    def get(self, name: str) -> Tensor | Quantized:
+        with errors_of(self.path):
+            tensor = self._read(self.tensors[name])
             heads, kind = self.fields.hparam("attention.head_count"), name.split(".")[-2]
             num_heads = {"q_proj": heads, "k_proj": self.fields.hparam("attention.head_count_kv", heads)}
             if self.architecture != "llama" or kind not in num_heads:
@@ -163,39 +136,34 @@ class GGUFCheckpoint:
             order = torch.arange(tensor.shape[0]).view(num_heads[kind], -1, 2).mT.flatten()
             return tensor.rows(order) if isinstance(tensor, Quantized) else tensor[order]
 
-    def _read(self, tensor: StoredTensor, exact: bool) -> Tensor | Quantized:
+    def _read(self, tensor: StoredTensor) -> Tensor | Quantized:
         elements, size, decode = TYPES[tensor.type]
         if isinstance(decode, torch.dtype):
             return self._bytes(tensor.offset, math.prod(tensor.shape) * size).view(decode).view(tensor.shape)
-        (N, K), group = tensor.shape, 16 if exact and tensor.type == "Q6_K" else GROUP
-        codes, (scale, minimum) = torch.empty(N, K, dtype=torch.uint8), torch.empty(2, N, K // group)
+        N, K = tensor.shape
+        codes, (scale, minimum) = torch.empty(N, K, dtype=torch.uint8), torch.empty(2, N, K // GROUP)
         row = K // elements * size  # bytes
         for first in range(0, N, step := max(1, CHUNK // K)):
             rows = slice(first, first + step)
             raw = self._bytes(tensor.offset + first * row, len(codes[rows]) * row)
             new, new_scale, new_minimum = decode(raw.view(-1, size))
-            if new_scale.shape[1] * group > elements:
-                new, new_scale = join_groups(new, new_scale)  # of 16 columns in Q6_K
-            codes[rows], scale[rows] = new.view(-1, K), new_scale.view(-1, K // group)
+            codes[rows], scale[rows] = new.view(-1, K), new_scale.view(-1, K // GROUP)
             if new_minimum is not None:
-                minimum[rows] = new_minimum.view(-1, K // group)
+                minimum[rows] = new_minimum.view(-1, K // GROUP)
         minima = None if new_minimum is None else minimum
         weight = Quantized(codes, scale, minima, bits=4 if tensor.type.startswith("Q4") else 8)
         if not all(table.isfinite().all() for table in weight.tables) or not scale.any():
             problem = f"the scales of tensor {tensor.name} are NaN, infinite or all 0"
-            raise GGUFError(f"{problem}; download the file again.")
+            raise ValueError(f"{problem}; download the file again.")
         return weight
 
     def _bytes(self, offset: int, size: int) -> Tensor:
         # Not memory-mapped, because resident pages would count as memory of the process.
-        data = torch.from_numpy(np.fromfile(self.path, np.uint8, size, offset=offset))
-        if stamp(self.path) != self._stamp:
-            raise GGUFError("the file changed while it was read; load it again.")
-        return data
+        return torch.from_numpy(np.fromfile(self.path, np.uint8, size, offset=offset))
 
 
 class _Cursor:
-    """Reads consecutive values. Raises GGUFError at the end of the data."""
+    """Reads consecutive values."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
@@ -203,8 +171,6 @@ class _Cursor:
     def take(self, count: int, code: str) -> tuple[Any, ...]:
         """Return `count` values of a type of `struct`; for "s", one of `count` bytes."""
         begin, self.at = self.at, self.at + count * struct.calcsize(f"<{code}")
-        if self.at > len(self.data):
-            raise GGUFError(f"its header continues to byte {self.at}, {CUT_OFF.format(len(self.data))}")
         return struct.unpack_from(f"<{count}{code}", self.data, begin)
 
     def number(self, code: str) -> Any:
@@ -222,8 +188,6 @@ class _Cursor:
             if kind in SCALARS:
                 return self.take(count, SCALARS[kind])
             return [self.value(kind) for _ in range(count)]
-        if kind not in SCALARS:
-            raise GGUFError(f"its header has a value of the type {kind}; download it again.")
         return self.number(SCALARS[kind])
 
     def tensor(self) -> StoredTensor:
@@ -233,18 +197,16 @@ class _Cursor:
 
 
 def _checked(tensor: StoredTensor, begin: int, file_size: int) -> StoredTensor:
-    """Return a tensor with its offset, which is relative to `begin`, made absolute. Raises GGUFError if its
-    type is not supported, or its shape does not fit its type or the file."""
+    """Return a tensor with its offset, which is relative to `begin`, made absolute. Raises ValueError if its
+    type is not supported, or the file ends before it."""
     if tensor.type not in TYPES:
         problem = f"tensor {shown(tensor.name)} has the type {tensor.type}, which is not supported"
-        raise GGUFError(f"{problem}; use a file with types of {', '.join(TYPES)}.")
+        raise ValueError(f"{problem}; use a file with types of {', '.join(TYPES)}.")
     elements, size, _ = TYPES[tensor.type]
-    if tensor.shape[-1] % elements or (elements > 1 and len(tensor.shape) != 2):
-        problem = f"tensor {shown(tensor.name)} has the shape {shown(list(tensor.shape))}"
-        raise GGUFError(f"{problem}, but {tensor.type} needs rows of a multiple of {elements} columns.")
     offset = begin + tensor.offset
     if (end := offset + math.prod(tensor.shape) // elements * size) > file_size:
-        raise GGUFError(f"tensor {shown(tensor.name)} ends at byte {end}, {CUT_OFF.format(file_size)}")
+        problem = f"tensor {shown(tensor.name)} ends at byte {end} of {file_size}"
+        raise ValueError(f"{problem}; the file is truncated, download it again.")
     return tensor._replace(offset=offset)
 
 
@@ -253,6 +215,6 @@ def hf_name(name: str) -> str:
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in TENSOR_NAMES:
         only = f"only those of {' or '.join(ARCHITECTURES)} are"
-        raise GGUFError(f"tensor {shown(name)} is not supported; {only}.")
+        raise ValueError(f"tensor {shown(name)} is not supported; {only}.")
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
     return f"{layer}{TENSOR_NAMES[match[2]]}.{match[3]}"

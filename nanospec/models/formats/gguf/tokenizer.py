@@ -5,8 +5,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from ....text import shown
-from .file import Fields, GGUFError
+from ....text.validation import shown
+from .file import Fields
 
 # Pre-tokenizers by the value of `tokenizer.ggml.pre`; they split text before byte-pair merging.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -45,7 +45,7 @@ def build_tokenizer(fields: Fields) -> tokenizers.Tokenizer:
     """Build the tokenizer described by the metadata, byte-level BPE or SentencePiece BPE."""
     kind, pre = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre", "default")
     if kind != "llama" and (kind != "gpt2" or pre not in PRE_TOKENIZERS):
-        raise GGUFError(
+        raise ValueError(
             f"tokenizer {shown(kind)} with pre-tokenizer {shown(pre)} is not supported; available: 'llama' "
             f"(SentencePiece BPE), 'gpt2' (byte-level BPE) with {', '.join(PRE_TOKENIZERS)}."
         )

@@ -14,7 +14,7 @@ import pytest
 
 from nanospec.apps.cli import fetch
 from nanospec.apps.cli.main import main
-from nanospec.models import resolve_model
+from nanospec.models.folders import resolve_model
 from tests.gguf_file import write_gguf
 from tests.nanospec.apps.cli.conftest import Fail
 

@@ -64,7 +64,7 @@ def test_errors_become_exit_statuses(
         with pytest.raises(type(error)):
             run("--prompt", "x")
     else:
-        assert run("--prompt", "x") == (status, "", message.format(nanospec.models.program()))
+        assert run("--prompt", "x") == (status, "", message.format(nanospec.models.folders.program()))
 
 
 def test_options_become_settings() -> None:

@@ -190,8 +190,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({**AWQ, "group_size": 48}, "group_size=48 is not supported; its columns must be a multiple of 32"),
     ({**FP8, "weight_block_size": [128, "x"]}, r"weight_block_size=\[128, 'x'\] is not supported"),
     (grouped(actorder="group"), "actorder='group' is not supported"),
-    (grouped("re:("), "quantization_config=.* is not valid .*missing \\)"),
-    (grouped(5), "quantization_config=.* is not valid"),
+    (grouped("re:("), "has invalid content .*missing \\)"),
+    (grouped(5), "has invalid content"),
     (grouped(format="marlin-24"), "format='marlin-24' is not supported; use 'pack-quantized' or"),
     ({**grouped(), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config=.* is not supported"),
 ]
@@ -200,7 +200,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("config", "words"), CONFIGS, ids=lambda value: str(value)[:40])
 def test_unsupported_config_is_rejected(config: dict[str, Any], words: str, tmp_path: Path) -> None:
     for raw in ({"quantization_config": config}, {"text_config": {"quantization_config": config}}):
-        with pytest.raises(ValueError, match=rf"config\.json: {words}[^\n]*\.$"):
+        with pytest.raises(ValueError, match=rf"config\.json:? {words}[^\n]*\.$"):
             open_checkpoint(tmp_path, raw)
 
 
@@ -224,13 +224,13 @@ def last(value: float) -> Callable[[Tensor], Tensor]:
     return lambda it: torch.cat((it.flatten()[:-1], torch.tensor([value]).to(it.dtype))).view(it.shape)
 
 
-NAN, SCALE = float("nan"), f"{UP}.weight in .* has a scale that is NaN, too large, negative or zero"
+NAN, SCALE = float("nan"), f"{UP}.weight in .*: a scale that is NaN, too large, negative or zero"
 Change = Callable[[Tensor], Tensor]
 FILES: list[tuple[dict[str, Any], str, Change, str]] = [  # a tensor of UP, the change to it
     *((GPTQ, "scales", last(value), SCALE) for value in (NAN, float("inf"), -0.01, 0.0)),
     (FP8, "weight_scale", last(1e36), SCALE),
-    (FP8, "weight", last(-NAN), f"{UP}.weight in .* has a value that is NaN"),
-    *((GPTQ, "g_idx", last(i), f"{UP}.weight in .* has a g_idx outside 0 to 1") for i in (2, -1)),
+    (FP8, "weight", last(-NAN), f"{UP}.weight in .*: a value that is NaN"),
+    *((GPTQ, "g_idx", last(i), f"{UP}.weight in .*: a g_idx outside 0 to 1") for i in (2, -1)),
     (GPTQ, "qweight", lambda it: it.long(), f"not stored as I32: {UP}.qweight I64"),
     (GPTQ, "qzeros", lambda it: it[:1], rf"wrong shape: {UP}.qzeros \[1, 12\] instead of \[2, 12\]"),
     (GPTQ, "bias", lambda it: torch.ones(96), f"1 tensor.s. unexpected: {UP}.bias"),
@@ -250,7 +250,7 @@ def test_invalid_file_is_rejected(
     with pytest.raises(ValueError, match=rf"{words}[^\n]*\.$"):
         load_model(folder, torch.float32, "cpu")
     os.truncate(folder / FILE, 9999)
-    with pytest.raises(ValueError, match="not a valid safetensors file"):
+    with pytest.raises(ValueError, match="has invalid content"):
         load_model(folder, torch.float32, "cpu")
 
 

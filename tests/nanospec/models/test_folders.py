@@ -3,11 +3,12 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from nanospec import models
-from nanospec.models import available_models, default_drafter, download, resolve_model
+from nanospec.models import folders as module
+from nanospec.models.folders import default_drafter, download, resolve_model
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANOSPEC_WEIGHTS", str(tmp_path / "named"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "PACKAGE", tmp_path / "checkout" / "nanospec")
+    monkeypatch.setattr(module, "PACKAGE", tmp_path / "checkout" / "nanospec")
     monkeypatch.setattr("sys.argv", ["/usr/bin/nanospec"])
     (tmp_path / "checkout").mkdir()
     (tmp_path / "checkout" / "run.py").touch()
@@ -37,27 +38,25 @@ def test_search_order(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch)
         assert resolve_model("mine") == folder / "mine"
     other = put(folders["cache"], "org/other")
     assert resolve_model("org/other") == resolve_model(other) == other
-    put(folders["named"], ".hidden")
-    assert available_models() == ["mine", "org/other"]
     path = put(folders["here"].parent, "mine")
     assert resolve_model("mine").samefile(path)
     monkeypatch.delenv("NANOSPEC_WEIGHTS")
     (folders["checkout"].parent / "run.py").unlink()  # an installed package
-    assert models.weights_folders() == [folders["here"], folders["cache"]]
+    assert module.weights_folders() == [folders["here"], folders["cache"]]
     with pytest.raises(ValueError, match="no drafter found for 'mine'; set draft_model to"):
         default_drafter(Path("mine"))
-    for folder in (models.PACKAGE / "weights", folders["cache"] / "drafters", folders["here"] / "drafters"):
+    for folder in (module.PACKAGE / "weights", folders["cache"] / "drafters", folders["here"] / "drafters"):
         drafter = put(folder, "mine")
         assert default_drafter(Path("mine")) == drafter
 
 
 def test_download_from_the_hub(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(hub_id: str, *, local_dir: Path | None, **options: Any) -> str:
-        assert (options["allow_patterns"], options["ignore_patterns"]) == (models.FILES, models.NOT_FILES)
+        assert (options["allow_patterns"], options["ignore_patterns"]) == (module.FILES, module.NOT_FILES)
         return str(local_dir or folders["here"].parent / hub_id)
 
     hub = SimpleNamespace(snapshot_download=snapshot_download)
-    monkeypatch.setitem(models.sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(module.sys.modules, "huggingface_hub", hub)
     target = put(folders["here"].parent, "target")
     assert download("org/name", target) == target
     with pytest.raises(FileNotFoundError, match=r"be downloaded from the hub \(it has no config\.json\)"):
@@ -65,25 +64,18 @@ def test_download_from_the_hub(folders: dict[str, Path], monkeypatch: pytest.Mon
 
 
 def test_unknown_models_are_reported(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "download", lambda name: (_ for _ in ()).throw(OSError("unreachable\nmore")))
+    monkeypatch.setattr(module, "download", Mock(side_effect=OSError("unreachable\nmore")))
     put(folders["named"], "mine")
     (folders["named"] / "empty").mkdir()
     (folders["named"] / "gguf").mkdir()
     (folders["named"] / "folder.gguf").mkdir()
     for file in ("gguf/m.gguf", "m.bin"):
         (folders["named"] / file).touch()
-    for name, message in {
-        "nothing": r"unknown model 'nothing': it is not a folder, .* Available models: mine\. Download one",
-        "org/name": r"unknown model 'org/name': .* downloaded from the hub \(unreachable more\)\. Available",
-        "org/name-GGUF:Q4_K_M": "GGUF files are not fetched; download one yourself and specify its path",
-        str(folders["named"] / "empty"): r"has no config\.json",
-        str(
-            folders["named"] / "gguf"
-        ): r"has no config\.json; specify a GGUF file in it, such as .*/m\.gguf\.$",
-        str(folders["named"] / "m.bin"): r"m\.bin does not end in \.gguf; use a GGUF file",
-        str(folders["named"] / "folder.gguf"): r"the folder .* is not a model, as it has no config\.json",
-        str(folders["named"] / "n.gguf"): r"n\.gguf not found; specify the path of a GGUF file",
-    }.items():
+    neither = r"it is neither a folder with config\.json nor a GGUF file .*\. Download a model with: nano"
+    paths = [str(folders["named"] / name) for name in ("empty", "gguf", "m.bin", "folder.gguf", "n.gguf")]
+    messages = dict.fromkeys(["nothing", "org/name-GGUF:Q4_K_M", *paths], neither)
+    messages["org/name"] = r"model 'org/name': .* downloaded from the hub \(unreachable more\)\. Download"
+    for name, message in messages.items():
         with pytest.raises(FileNotFoundError, match=message):
             resolve_model(name)
     with pytest.raises(ValueError, match="must be a path, or the name or hub id of a model"):
