@@ -1,15 +1,17 @@
 """The hot path, about one operation per file. In most, `naive` is the specification in plain PyTorch,
 `launch` the Triton kernel (that of `attention` is in `paged`, that of `sample` in `scan`), and `native`,
-if any, the C++ on a CPU. This package depends on torch and triton only and does not import the engine.
+if any, the C++ on a CPU. This package depends on torch and triton only and does not import the engine;
+`examples/nano.py` shows it in use.
 
 * `batch`, `table`: the tokens of a step, and the request rows that it reads and writes. Operations take
   each of them as one argument.
 * `layer/`: the operations of a decoder layer.
-* `speculation/`: propose drafts, lay out the batch that scores them, verify and commit them, move the keys
-  and values of accepted tree nodes, and report the results of a step and log-probabilities to the host.
+* `speculation/`: propose drafts, choose those to verify (`trim`), lay out the batch that scores them, verify
+  and commit them (`verify`), move the keys and values of accepted tree nodes, and report the results of a
+  step and log-probabilities to the host.
 * `sampling/`: draw the target's tokens; typical acceptance.
 * `transfer`: copies between host and device that do not synchronize.
-* `native/`: C++ for CPUs: n-gram lookup, layout, forward pass (bfloat16), sampling, token masks, commit.
+* `native/`: C++ for CPUs: n-gram lookup, trim, layout, forward pass (bfloat16), sampling, token masks, commit.
 * `launch`: selects the implementation of an operation; helpers that kernel launchers share.
 
 Host and device share the constants below. They need no torch, so that settings can be checked without it.

@@ -33,7 +33,7 @@ def attention(
     """Return softmax(q k^T * scale) v for each query over the cache entries it attends to. With a `softcap`
     c, the scores are c * tanh(q k^T * scale / c).
 
-    The cache must already contain the keys and values of this step. The output of padding tokens is
+    The cache must already contain the keys and values of this step. The output of unused tokens is
     unspecified.
     """
     if not use_triton(q):

@@ -2,7 +2,7 @@
 
     logits   [T, V]       bf16, fp16 or fp32, one row per token of the batch
     targets  [T] int32    the sampled token; NAN_TOKEN if a score is NaN or the largest is infinite;
-                          unspecified for padding tokens
+                          unspecified for unused tokens
 
 A query at absolute position p samples the token of position p + 1, given that the drafts before it are
 accepted: penalties count them. The order: logit bias, masked stop tokens and penalties (`scores.py`, as in
