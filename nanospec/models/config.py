@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..kernels.layer.rope_cache import cos_sin
 from ..text.validation import shown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -134,13 +135,8 @@ class ModelConfig:
 
 
 def cos_sin_table(rope: Rope, head_dim: int, max_len: int, device: torch.device | str) -> Tensor:
-    """Return [max_len, D] float32: cos, then sin, of the D/2 angles of each position, computed in float64."""
-    position = torch.arange(max_len, dtype=torch.float64, device=device)
-    angle = torch.outer(position, frequencies(rope, head_dim, max_len).to(device))
-    # Not `angle.cos()`: on a CPU, it was less exact in one thread of about one of 100 processes, and changed
-    # outputs. `torch.polar` uses scalar functions.
-    points = torch.polar(angle.new_ones(()), angle)
-    table = torch.cat((points.real.float(), points.imag.float()), dim=1)
+    """Return the table of `cos_sin` [max_len, D] float32, times the amplitude."""
+    table = cos_sin(frequencies(rope, head_dim, max_len).to(device), max_len)
     if rope.amplitude != 1:
         table.unflatten(1, (2, -1))[..., : rope.rotated(head_dim) // 2] *= rope.amplitude
     return table

@@ -2,7 +2,8 @@
 
     qkv           [T, (Hq + 2 Hkv) * D]                   output of the projection: q heads, k heads, v heads
     cache         [2, Hkv, num_blocks, block_size, D]     keys, values of one layer
-    angles        [T, D] float32                          cos of the D/2 angles of each token, then sin
+    angles        [T, D] float32                          cos of the D/2 angles of each token, then sin; rows
+                                                          of the table of `cos_sin`
     q (returned)  [T, Hq, D]
 
 Rotary embedding rotates pairs (x[i], x[i + D/2]) by position * theta_i ("rotate half", the layout of
@@ -32,6 +33,17 @@ from .residual import Norm, naive_norm, pairwise_sum
 HEADS = tl.constexpr(8)  # per program: fewer give more programs for a single token, more give wider loads
 
 Norms = tuple[Norm, Norm] | None  # of q and of k
+
+
+def cos_sin(frequencies: Tensor, max_len: int) -> Tensor:
+    """Return [max_len, D] float32: cos, then sin, of the D/2 angles of each position, computed in float64.
+    `frequencies` [D/2] float64: radians per position."""
+    position = torch.arange(max_len, dtype=torch.float64, device=frequencies.device)
+    angle = torch.outer(position, frequencies)
+    # Not `angle.cos()`: on a CPU, it was less exact in one thread of about one of 100 processes, and changed
+    # outputs. `torch.polar` uses scalar functions.
+    points = torch.polar(angle.new_ones(()), angle)
+    return torch.cat((points.real.float(), points.imag.float()), dim=1)
 
 
 def rope_cache(qkv: Tensor, cache: Tensor, batch: Batch, angles: Tensor, norms: Norms) -> Tensor:
