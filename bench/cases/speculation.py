@@ -199,11 +199,11 @@ def layout_cases() -> Iterator[Case]:
 
 def trim_cases() -> Iterator[Case]:
     """Yield the selection of the drafts to verify."""
-    for B, K in ((1, 4), (64, 4), (64, 16), (256, 0)):
+    for B, K in ((1, 4), (64, 16), (256, 3), (512, 1), (256, 0)):
 
         def build(device: str, B: int = B, K: int = K) -> Built:
             table, rows = make_table(B, 1, device, 32768, num_tokens=4000), make_batch(B, K + 1, device).rows
-            _, estimates = Estimates.empty(2, 256, device)
+            _, estimates = Estimates.empty(2, 512, device)
             proposal = proposed(B, K, device)
             return Built(lambda: trim(table, rows, proposal, estimates))
 

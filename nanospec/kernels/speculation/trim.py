@@ -242,5 +242,6 @@ def launch(table: Table, rows: Tensor, proposal: Proposal, estimates: Estimates 
         sizes = B, k, 0 if estimates is None else len(estimates.first)
         constants = {"ROWS": next_power_of_2(B), "TREE": proposal.parents is not None}
         constants["CHOOSE"] = estimates is not None and k > 0
-        _trim[(1,)](table, rows, proposal, estimates, q_len, sizes, **constants, num_warps=4)
+        warps = min(max(constants["ROWS"] // 16, 4), 16)  # up to 128 numbers per thread for 512 rows
+        _trim[(1,)](table, rows, proposal, estimates, q_len, sizes, **constants, num_warps=warps)
     return q_len
