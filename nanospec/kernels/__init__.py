@@ -11,7 +11,8 @@ if any, the C++ on a CPU. This package depends on torch and triton only and does
   step and log-probabilities to the host.
 * `sampling/`: draw the target's tokens; typical acceptance.
 * `transfer`: copies between host and device that do not synchronize.
-* `native/`: C++ for CPUs: n-gram lookup, trim, layout, forward pass (bfloat16), sampling, token masks, commit.
+* `native/`: C++ for CPUs: n-gram lookup, trim, layout, forward pass (bfloat16), sampling, token masks,
+  commit.
 * `launch`: selects the implementation of an operation; helpers that kernel launchers share.
 
 Host and device share the constants below. They need no torch, so that settings can be checked without it.

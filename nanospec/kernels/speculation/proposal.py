@@ -19,11 +19,12 @@ _RUNNING = tl.constexpr(RUNNING)
 
 
 class Proposal(NamedTuple):
-    """Up to K drafts for each of B rows. Entries beyond num_drafts are ignored."""
+    """Up to K drafts for each of B rows. Entries beyond num_drafts are ignored. The codes of `source` are in
+    `kernels/__init__.py`."""
 
     drafts: Tensor  # [B, K] int32, draft tokens
     num_drafts: Tensor  # [B] int32
-    source: Tensor  # [B, K] int32, index in the text that a draft was copied from, or a code of `..`
+    source: Tensor  # [B, K] int32, index in the text that a draft was copied from, or a code
     match_len: Tensor  # [B] int32, length of the n-gram match, 0 if none
     drafter: Tensor  # [B] int32, index of the drafter in a method ("ngram+draft": 0, 1); unused if no drafts
     parents: Tensor | None = None  # [B, K] int32, trees only: the node 0 .. K that each draft follows

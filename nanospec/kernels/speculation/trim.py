@@ -11,9 +11,9 @@ speed of a step is
 
     (rows + sum of these chances) / ms(rows + n)    tokens per ms,
 
-and the step verifies the drafts of the threshold in `THRESHOLDS` with the highest speed. (As chances fall
-along a row, this selects a prefix of each row.) If no requests wait for a row, the drafts of one row should
-not slow down the others: see `Estimates.own`.
+and the step verifies the drafts of the threshold, one of NUM_THRESHOLDS, with the highest speed. (As chances
+fall along a row, this selects a prefix of each row.) If no requests wait for a row, the drafts of one row
+should not slow down the others: see `Estimates.own`.
 
 Kernel: one program for all rows.
 """
@@ -123,8 +123,8 @@ def _most_profitable(count: Tensor, active: Tensor, proposal: Proposal, e: Estim
     proposed = i < count[:, None]
     chance = first[:, None] * e.further[drafter, length][:, None] ** i * proposed  # [B, k]
     forced = proposed & (i < torch.where(matched, 0, e.keep_unmatched)[:, None])
-    rank = torch.where(forced, 2.0, torch.where(proposed, chance, -1.0))
-    thresholds = torch.arange(NUM_THRESHOLDS.value, 0, -1, device=device) / (NUM_THRESHOLDS.value - 1)
+    rank = torch.where(forced, 2.0, torch.where(proposed, chance, -1.0))  # first, by chance, never
+    thresholds = torch.arange(NUM_THRESHOLDS.value, 0, -1, device=device) / (NUM_THRESHOLDS.value - 1)  # [N]
     kept = rank >= thresholds[:, None, None]  # [N, B, k]
     num_kept, gain = kept.sum((1, 2)), (kept * chance).sum((1, 2))
     num_rows = active.sum()
