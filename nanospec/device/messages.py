@@ -46,7 +46,7 @@ class StepInput(NamedTuple):
     rows: list[int]  # [B]
     logprobs: list[int]  # [B], number of most likely tokens to report, -1 for no log-probabilities
     drafting: list[int]  # rows for which drafters propose drafts
-    choice: Choice
+    choice: Choice  # K, and the estimates by which the drafts to verify are chosen
     new_blocks: list[RowBlocks]  # rows that got more blocks
     extra: Sequence[Any] = ()  # the value returned by `plan` of each extension
 
