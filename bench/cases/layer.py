@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.cases import Built, Call, Case
+from nanospec.device.graphs import MAX_STEP_TOKENS
 from nanospec.kernels.batch import MAX_QUERIES, Batch
 from nanospec.kernels.layer.attention import attention
 from nanospec.kernels.layer.linear import make_linear, multiplies_quantized
@@ -175,6 +176,11 @@ def sdpa(q: Tensor, cache: Tensor, batch: Batch, scale: float) -> dict[str, Call
     return {"sdpa": lambda: call(mask), "sdpa_unmasked": lambda: call(None)}
 
 
+def in_use(device: str, T: int) -> Tensor | None:
+    """Return `num_used` of T tokens: steps know it on the device, prefill on the host."""
+    return torch.full((1,), T, dtype=torch.int32, device=device) if T <= MAX_STEP_TOKENS else None
+
+
 def linear_cases() -> Iterator[Case]:
     for shape, T in product((*MODELS, GEMMA), (1, 5, 20, 64, 320, 2048)):
         yield from layer_linears(shape, T)
@@ -197,13 +203,14 @@ def layer_linears(shape: Shape, T: int) -> Iterator[Case]:
         def build(device: str, name: str = name, N: int = N, K: int = K) -> Built:
             h, w = normal(device, T, K), normal(device, N, K)
             bias = normal(device, N) if name == "norm_linear" and shape is QWEN3_SMALL else None
-            x = embed(torch.arange(T, device=device), normal(device, T, H), make_norm(device, H))
+            used = in_use(device, T)
+            x = embed(torch.arange(T, device=device), normal(device, T, H), make_norm(device, H), 1, used)
             linear = cache(lambda: make_linear(w, bias))  # on the backend of the first call
             calls: dict[str, Call] = {
                 "norm_linear": lambda: linear().after_norm(x),
                 "linear_add": lambda: linear().add_to(x, h, x.norm),
                 "norm_swiglu": lambda: linear().gated(x),
-                "linear": lambda: linear()(h),
+                "linear": lambda: linear()(h, num_used=used),
             }
             return Built(calls[name], {"cublas": lambda: h @ w.T})
 
@@ -230,7 +237,7 @@ def quantized_case(shape: Shape, T: int, gated: bool, form: str) -> Case:
             codes = torch.randn(N, K, device=device).to(torch.float8_e4m3fn)
         scale, norm = torch.rand(N, groups, device=device), make_norm(device, K)
         weight = Quantized(codes, scale, -7 * scale if form == "int4-g32" else None, bits)
-        x = embed(torch.arange(T, device=device), normal(device, T, K), norm)
+        x = embed(torch.arange(T, device=device), normal(device, T, K), norm, 1, in_use(device, T))
 
         linear = cache(  # on the backend of the first call
             lambda: make_linear(weight if multiplies_quantized(device, BF16) else weight.dequantize())
@@ -286,7 +293,8 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
     def build(device: str) -> Built:
         norm, head_norm = (Norm(normal(device, n, dtype=torch.float32), 1e-6) for n in (H, D))
         ids, table, h = torch.arange(T, device=device), normal(device, T, H), normal(device, T, H)
-        x = embed(ids, table, norm, 50.5)
+        used = in_use(device, T)
+        x = embed(ids, table, norm, 50.5, used)
         batch = make_batch(device, 1, T, T + 100)
         kv_cache, gate_up = make_cache(device, shape, batch), normal(device, 2 * inner, H)
         gate = cache(lambda: make_linear(gate_up))
@@ -294,8 +302,8 @@ def gemma_case(shape: Shape, what: str, T: int) -> Case:
         calls: dict[str, Call] = {
             "rope_cache": lambda: rope_cache(qkv, kv_cache, batch, angles, (head_norm, head_norm)),
             "norm_swiglu": lambda: gate().gated(x, "gelu"),
-            "residual_add": lambda: residual_add(h[None], x.x, norm, out_norm=norm),
-            "embed": lambda: embed(ids, table, norm, 50.5),
+            "residual_add": lambda: residual_add(h[None], x.x, norm, norm, used),
+            "embed": lambda: embed(ids, table, norm, 50.5, used),
         }
         return Built(calls[what])
 
@@ -331,7 +339,7 @@ def sum_cases() -> Iterator[Case]:
 
         def build(device: str, ranks: int = ranks, hidden: int = hidden, T: int = T) -> Built:
             parts = normal(device, ranks, T, hidden)
-            norm = Norm(torch.randn(hidden, device=device), 1e-6)
-            return Built(lambda: residual_add(parts, parts[0], norm))
+            norm, used = Norm(torch.randn(hidden, device=device), 1e-6), in_use(device, T)
+            return Built(lambda: residual_add(parts, parts[0], norm, num_used=used))
 
         yield Case("residual_add", f"{name}-R{ranks}-T{T}", build, bytes=2 * T * hidden * (ranks + 3))

@@ -61,8 +61,9 @@ def _gemm(operands, new, T, steps, sizes, C: tl.constexpr, CODES: tl.constexpr =
     if C.ADD:  # the weight of the next norm
         by = tl.load(new.weight + tile.rows, tile.rows_in, other=0.0).to(tl.float32)[:, None]
     wait_for_previous(C.PDL)
-    if C.SKIP:  # noqa: SIM102
-        if tile.index * C.BLOCK_T >= tl.load(new.num_used):
+    if C.SKIP:
+        used = tl.load(new.num_used, tile.index > 0, other=1)  # few tokens are one tile, which does not wait
+        if tile.index * C.BLOCK_T >= used:
             return
     FEW: tl.constexpr = C.BLOCK_T <= 32  # registers hold the squares, to be added up after the product
     if C.GROUPS > 0:
