@@ -30,7 +30,7 @@ EXPECTED = SamplingParams(temperature=0.6, top_k=20, top_p=0.9)
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0, "top_p": 0.9}),
         ({"do_sample": True, "min_p": 0.1}, {"temperature": 1, "min_p": 0.1}),
         ({"temperature": 0.6, "repetition_penalty": 1.1}, {"temperature": 0.6, "repetition_penalty": 1.1}),
-        ({"top_p": 2}, "top_p=2 must be a number from 0 to 1."),
+        ({"top_p": 2}, "top_p=2 must be a number from 1e-45 to 1."),
         ({"do_sample": "yes"}, "do_sample='yes' must be true or false."),
     ],
     ids=["no-file", "no-sampling", "greedy", "sampling", "temperature-alone", "top_p-2", "do_sample-text"],
