@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from statistics import mean
+from statistics import geometric_mean, mean
 from typing import Any
 
 import pytest
@@ -128,17 +128,23 @@ def test_h200_figures_match_results() -> None:
         assert f"{mean(row['speedup']['median'] for row in runs):.2f}x" in SPEED.partition("On an H200")[2]
 
 
-def test_over_k_table_matches_results() -> None:
+def test_figures_of_automatic_k_match_results() -> None:
+    text = " ".join((ROOT / "docs" / "6-choosing-k.md").read_text(encoding="utf-8").split())
     speeds: dict[tuple[str, int], dict[str, float]] = {}
     for row in load("over_k")["rows"]:
         speeds.setdefault((row["kind"], row["batch"]), {})[row["k"]] = row["speedup"]["median"]
-    text = (ROOT / "docs" / "6-choosing-k.md").read_text(encoding="utf-8")
-    for kind in ("quotations", "code edits", "chat"):
-        cells = [kind]
-        for by_k in (speeds[kind, 1], speeds[kind, 16]):
-            best = max((k for k in by_k if k != "auto"), key=by_k.__getitem__)
-            cells += [f"K = {best}, {by_k[best]:.2f}x", f"{by_k['auto']:.2f}x"]
-        assert f"| {' | '.join(cells)} |" in text
+    shares = [by_k["auto"] / max(s for k, s in by_k.items() if k != "auto") for by_k in speeds.values()]
+    assert f"it had {min(shares):.0%} to {max(shares):.0%} of the speed of the best fixed K" in text
+    cpu, gpu, least = list[float](), list[float](), 1.0
+    for system, by_text in load("simulate")["systems"].items():
+        for name, by_batch in by_text.items():
+            runs = by_batch.values()
+            least = min(least, *(s for r in runs for s in (r["speedup"]["auto"], r.get("last_done", 1))))
+            if name != "never right":
+                (cpu if system.startswith("CPU") else gpu).extend(r["auto_to_best_fixed"] for r in runs)
+    assert f"reaches {geometric_mean(cpu):.0%} of the speed of the best fixed K" in text
+    assert f"with costs of a GPU {geometric_mean(gpu):.0%}, at worst {min(gpu):.0%}" in text
+    assert f"keeps at least {least:.1%} of the speed of K = 0" in text
 
 
 def test_result_files_are_referenced() -> None:
