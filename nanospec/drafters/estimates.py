@@ -121,7 +121,7 @@ class Estimator:
     def __init__(self) -> None:
         self._first: dict[Key, Rate] = {}
         self._next: dict[Key, Rate] = {}
-        self._factor: dict[int, dict[int, Rate]] = {}  # by row; one for all match lengths of at least 1
+        self._factor: dict[tuple[int, int], Rate] = {}  # by row, and match length, where 1 is any match
         self._state: dict[int, int] = {}  # MISS or FULL, by row
 
     def chances(self, num_drafters: int) -> tuple[list[float], list[float]]:
@@ -169,17 +169,23 @@ class Estimator:
     def reset(self, row: int) -> None:
         """Forget the request of a row."""
         self._state.pop(row, None)
-        self._factor.pop(row, None)
+        for state in (FULL, MISS, 1):
+            self._factor.pop((row, state), None)
 
     def _chance(self, row: int, drafter: int, state: int) -> float:
         """Return the probability that the row's first draft is accepted."""
         return min(self._of(self._first, FIRST, drafter, state).value * self._of_row(row, state).value, 1.0)
 
     def _of(self, rates: dict[Key, Rate], start: Mapping[int, float], drafter: int, state: int) -> Rate:
-        return rates.setdefault((drafter, state), Rate(start[state], PRIOR))
+        if (drafter, state) not in rates:
+            rates[drafter, state] = Rate(start[state], PRIOR)
+        return rates[drafter, state]
 
     def _of_row(self, row: int, state: int) -> Rate:
-        return self._factor.setdefault(row, {}).setdefault(min(state, 1), Rate(1.0, ROW_PRIOR))
+        key = row, min(state, 1)
+        if key not in self._factor:
+            self._factor[key] = Rate(1.0, ROW_PRIOR)
+        return self._factor[key]
 
 
 @lru_cache(maxsize=1 << 16)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ..kernels import MAX_DRAFTS, NO_DRAFTER
 from ..kernels.speculation.report import RowReport
+from ..kernels.speculation.trim import NUMBERS
 from .estimates import LENGTHS, Estimator, StepCosts
 
 ByRow = Mapping[int, int]  # request row -> number of drafts
@@ -71,7 +72,7 @@ class AutoPolicy(Policy):
         self.costs: StepCosts = costs
         self.estimator, self._num_drafters, self._model = Estimator(), num_drafters, model_drafter
         # The key of the rates by which K is chosen, before drafts are proposed; NO_DRAFTER: of all drafts.
-        self._unmatched = NO_DRAFTER if costs.captured and model_drafter else model_drafter
+        self._unmatched = NO_DRAFTER if costs.captured and model_drafter != 0 else model_drafter
         self._chooses_k = costs.captured or model_drafter != NO_DRAFTER  # before drafts are proposed
         self._accepted: dict[int, float] = {}  # drafts accepted per step, by row
         self._num_steps = 0
@@ -92,18 +93,30 @@ class AutoPolicy(Policy):
         k = chosen if costs.captured or (self._model == 0 and limits == drafter_limits) else max_k
         self._model_k = 0 if costs.captured or self._model == NO_DRAFTER else chosen
         self._drafting = frozenset(row for row, limit in drafter_limits.items() if min(limit, self._model_k))
-        keep, probe = (chosen, -1) if self.probing else (0, -1)
-        # Probes of a larger K and of another draft of a row take turns.
-        by_row = k and not self.probing and (self._turn % 2 or not self._chooses_k)
-        if by_row and self._spend_credit(costs.cost(B, B + 1, context) - plain):
-            probe = self._turn // (1 + self._chooses_k) % B
-        shared = own = 0.0
-        margin = UNLIMITED_MS
-        if not (waiting or self.probing):
-            shared = CAUTION * (plain - costs.cost(1, 1, context // B)) / max(B - 1, 1)
-            own, margin = plain - B * shared, MARGIN * plain
-        numbers = keep, probe, shared, own, margin, self._min_match(B, max_k, chosen, plain)
-        return Choice(k, chosen, self._estimates(limits, context, numbers) if k else ())
+        if not k:
+            return Choice(0, 0)
+        numbers = {
+            "keep_unmatched": chosen if self.probing else 0,
+            "probe": self._row_to_probe(B, costs.cost(B, B + 1, context) - plain),
+            "min_match": self._min_match(B, max_k, chosen, plain),
+            **self._allowance(B, plain, costs.cost(1, 1, context // B), unlimited=waiting or self.probing),
+        }
+        return Choice(k, chosen, self._estimates(limits, context, numbers))
+
+    def _row_to_probe(self, B: int, ms: float) -> int:
+        """Return the batch row from which on a row verifies one more draft, which costs `ms`, or -1. These
+        probes and those of a larger K take turns."""
+        if self.probing or (self._chooses_k and self._turn % 2 == 0) or not self._spend_credit(ms):
+            return -1
+        return self._turn // (1 + self._chooses_k) % B
+
+    def _allowance(self, B: int, plain: float, alone: float, unlimited: bool) -> dict[str, float]:
+        """Return how much longer drafts may make a step of B rows. `plain` and `alone`: ms of a step without
+        drafts, for all rows and for one row alone."""
+        if unlimited:
+            return {"shared": 0.0, "own": 0.0, "margin": UNLIMITED_MS}
+        shared = CAUTION * (plain - alone) / max(B - 1, 1)
+        return {"shared": shared, "own": plain - B * shared, "margin": MARGIN * plain}
 
     def _choose_k(self, limits: ByRow, context: int) -> int:
         """Return the K with the most expected tokens per ms for drafts without a match, or a larger one as a
@@ -127,17 +140,16 @@ class AutoPolicy(Policy):
         tokens = self.estimator.tokens_by_length(self._model - 1, k)  # lookup is taken to be the one before
         return next((n for n in LENGTHS[1:] if tokens[n] >= least), LENGTHS.stop)
 
-    def _estimates(self, limits: ByRow, context: int, numbers: Sequence[float]) -> list[float]:
-        """Return the numbers of `Estimates`, in order; `numbers` are those up to `min_match`."""
+    def _estimates(self, limits: ByRow, context: int, numbers: Mapping[str, float]) -> list[float]:
+        """Return the values of `Estimates`, in order."""
         base, at, slope = self.costs.segments(len(limits), context)
+        named = [numbers.get(name, base) for name in NUMBERS]
         first, further = self.estimator.chances(self._num_drafters)
-        unmatched = max(self._model, 0)
-        rows = [
-            number
-            for row in limits
-            for number in (*self.estimator.factors(row, unmatched), self._accepted.get(row, 0.0))
-        ]
-        return [*numbers, base, *at, *slope, *first, *further, *rows]
+        rows = list[float]()
+        for row in limits:
+            rows += self.estimator.factors(row, max(self._model, 0))
+            rows.append(self._accepted.get(row, 0.0))
+        return [*named, *at, *slope, *first, *further, *rows]
 
     def _spend_credit(self, ms: float) -> bool:
         """Take the cost of a probe from the credit; return False if the credit is too small."""

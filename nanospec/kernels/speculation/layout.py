@@ -128,7 +128,7 @@ def _lay_out(
         other = tl.arange(0, ROWS)
         counts = tl.load(q_len + other, other < B, other=0)
         start, total = tl.sum(tl.where(other < b, counts, 0)), tl.sum(counts)
-        tl.store(num_used, total)
+        tl.store(num_used, total, b == 0)
         tl.store(batch.rows + b, tl.where(n > 0, s, -1))
         tl.store(batch.q_start + b, start)
         tl.store(batch.q_len + b, n)
