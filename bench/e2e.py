@@ -36,7 +36,7 @@ from nanospec.device.messages import Admission
 from nanospec.device.step import Step, StepResult
 from nanospec.device.worker import Worker
 from nanospec.drafters import Drafter
-from nanospec.drafters.methods import NgramDrafter
+from nanospec.drafters.ngram import NgramDrafter
 from nanospec.engine.engine import Engine
 from nanospec.kernels.batch import Batch
 from nanospec.kernels.sampling.sample import sample

@@ -29,7 +29,7 @@ from nanospec.device.graphs import Bucket
 from nanospec.device.worker import Worker
 from nanospec.drafters import Drafter
 from nanospec.drafters.eagle3 import Eagle3Drafter
-from nanospec.drafters.methods import NgramDrafter
+from nanospec.drafters.ngram import NgramDrafter
 from nanospec.models.decoder import Model
 from nanospec.models.families import config_of
 from tests.random_weights import hidden_state_drafter, random_model

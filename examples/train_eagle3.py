@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from nanospec.device.resources import resolve_device
+from nanospec.device.hardware import resolve_device
 from nanospec.drafters.hidden_states import lm_head_rows
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.layer.residual import look_up

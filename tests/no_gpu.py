@@ -15,7 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from nanospec.config import SpecConfig
 from nanospec.device.step import Step, StepResult
-from nanospec.drafters.methods import NgramDrafter
+from nanospec.drafters.ngram import NgramDrafter
 from nanospec.kernels.table import Table
 from nanospec.kernels.transfer import to_host, upload
 from nanospec.models.config import ModelConfig

@@ -14,7 +14,7 @@ import nanospec.extras.loading
 from campaigns.faults.engines import JOBS, assert_sound, reference, run, small_engine, small_llm, small_model
 from nanospec import SamplingParams
 from nanospec.device.graphs import EagerCapture
-from nanospec.device.resources import OutOfMemory
+from nanospec.device.memory import OutOfMemory
 from nanospec.device.step import StepResult
 from tests.alphabet import folder, make
 from tests.drive import Job, finish

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafters import Drafter, methods
+from ..drafters import Drafter, composition
 from ..drafters.policy import Choice
 from ..kernels.batch import Batch
 from ..kernels.sampling.sample import sample
@@ -64,7 +64,7 @@ class Step:
         self.model, self.kv_cache, self.table = model, kv_cache, table
         self.drafters, self.extensions, self.exact, self.estimates = drafters, extensions, exact, estimates
         # The hidden states that the drafters read, as numbers of layers.
-        self.layers = methods.layers_of(drafters, model.config.num_layers)
+        self.layers = composition.layers_of(drafters, model.config.num_layers)
         self.stages = {name: Stopwatch() for name in STAGES}
         self._logits = torch.empty(0)
 
@@ -73,7 +73,7 @@ class Step:
         """Write the K/V of prompt chunks, the target's and those of the drafters that read its states."""
         kept, states = new_states(self.model, batch.num_tokens, self.layers)
         self.model.write_kv(batch, self.kv_cache, states)
-        methods.read_hidden_states(self.drafters, self.table, batch, kept)
+        composition.read_hidden_states(self.drafters, self.table, batch, kept)
 
     def share_logits(self, num_tokens: int) -> None:
         """Allocate a buffer for the logits of all steps of up to `num_tokens` tokens. Otherwise each captured
@@ -99,7 +99,7 @@ class Step:
 
     def _propose(self, rows: Tensor, choice: Choice, extensions: Sequence[Extension]) -> Proposal:
         min_match = None if self.estimates is None else self.estimates.min_match
-        proposal = methods.propose(self.drafters, self.table, rows, choice.k, choice.model_k, min_match)
+        proposal = composition.propose(self.drafters, self.table, rows, choice.k, choice.model_k, min_match)
         for extension in extensions if choice.k else ():
             proposal = extension.propose(self.table, rows, proposal)
         return proposal
@@ -141,5 +141,5 @@ class Step:
         learned = batch
         for extension in extensions if self.drafters else ():
             proposal, learned = extension.for_drafters(proposal, learned)
-        methods.learn(self.drafters, self.table, proposal, learned, verdict)
-        methods.read_hidden_states(self.drafters, self.table, batch, states, verdict)
+        composition.learn(self.drafters, self.table, proposal, learned, verdict)
+        composition.read_hidden_states(self.drafters, self.table, batch, states, verdict)

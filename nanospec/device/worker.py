@@ -30,8 +30,9 @@ from ..models.decoder import Model
 from ..models.warm_up import warm_up
 from .extension import Extension
 from .graphs import KS, StepGraphs
+from .hardware import with_device
+from .memory import max_drafts, plan_cache, used_memory
 from .messages import Admission, PendingStep, RowResult, StepInput
-from .resources import max_drafts, plan_cache, used_memory, with_device
 from .rows import write_row
 from .step import Step
 from .timing import Barrier, step_costs

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import EngineConfig, SamplingParams
+from ..device.memory import is_oom, oom_remedy
 from ..device.messages import PendingStep, RowBlocks, RowResult, StepInput, checked_method
-from ..device.resources import is_oom, oom_remedy
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels import NAN, launch

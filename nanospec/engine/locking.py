@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..device.resources import compute_info, explain_oom, is_oom, oom_remedy
+from ..device.hardware import compute_info
+from ..device.memory import explain_oom, is_oom, oom_remedy
 from ..text.validation import shown
 from .engine import Engine
 from .request import Request

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config import EngineConfig
-from ..device.resources import explain_oom, oom_remedy, resolve_device, use_device, use_threads
+from ..device.hardware import resolve_device, use_device, use_threads
+from ..device.memory import explain_oom, oom_remedy
 from ..device.worker import Worker
 from ..drafters.methods import Drafters, load_model_and_drafters
 from ..text.tokenizer import Tokenizer

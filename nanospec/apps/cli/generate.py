@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...config import EngineConfig, SamplingParams, SpecConfig
-from ...device.resources import compute_info
+from ...device.hardware import compute_info
 from ...extras.tracing.recorder import find_recorder
 from ...extras.tracing.trace import check_target
 from ...llm import LLM, RequestOutput

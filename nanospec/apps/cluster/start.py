@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...config import EngineConfig
-from ...device.resources import cpu_quota, spare_memory
+from ...device.hardware import cpu_quota
+from ...device.memory import spare_memory
 from ...llm import LLM
 from ...models.folders import resolve_model
 

@@ -13,7 +13,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ...device.resources import compute_info
+from ...device.hardware import compute_info
 from .app import App
 from .logs import log
 from .settings import ServeConfig

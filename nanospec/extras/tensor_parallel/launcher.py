@@ -19,7 +19,7 @@ import torch
 from torch.distributed import FileStore, Store, rendezvous
 
 from ...config import EngineConfig
-from ...device.resources import resolve_device, use_device, use_threads
+from ...device.hardware import resolve_device, use_device, use_threads
 from ...drafters.methods import Drafters, load_model_and_drafters
 from ...models.families import read_config
 from ...text.tokenizer import Tokenizer

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ...device.extension import Extension
+from ...device.hardware import compute_info, use_device
 from ...device.messages import RowResult
-from ...device.resources import compute_info, use_device
 from ...device.worker import Worker
 from ...engine.engine import Engine, QueuedStep
 from ...engine.request import Request

@@ -14,9 +14,9 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 from nanospec.config import EngineConfig, SamplingParams, SpecConfig
-from nanospec.device import resources
+from nanospec.device import memory
 from nanospec.device.graphs import KS, StepGraphs
-from nanospec.device.resources import plan_cache, spare_memory, step_bytes
+from nanospec.device.memory import plan_cache, spare_memory, step_bytes
 from nanospec.drafters.policy import Choice
 from nanospec.kernels.batch import Batch, Chunk
 from nanospec.kernels.launch import forced
@@ -69,7 +69,7 @@ def test_step_bytes_covers_captures_and_prefill(rows: int, k: Any, monkeypatch: 
             run()
         return counted.peak
 
-    monkeypatch.setattr(resources, "peak_bytes", peak_bytes)
+    monkeypatch.setattr(memory, "peak_bytes", peak_bytes)
     spec = SpecConfig(num_speculative_tokens=k, acceptance="typical")
     step, config = meta_step(QWEN3, spec, rows), EngineConfig(spec=spec, max_num_seqs=rows)
     model = step.model
@@ -85,7 +85,7 @@ def test_step_bytes_covers_captures_and_prefill(rows: int, k: Any, monkeypatch: 
     for tokens in (500, 1785, config.max_num_batched_tokens):
         prompt = Batch.from_chunks(step.table, [Chunk(0, step.table.max_context - tokens, tokens)])
         prefill = max(prefill, peak_bytes(one.device, partial(model.forward, prompt, step.kv_cache)))
-    needed = resources.row_bytes(step.table) + step._logits.nbytes + largest + max(largest, prefill)
+    needed = memory.row_bytes(step.table) + step._logits.nbytes + largest + max(largest, prefill)
     measured = step_bytes(config, model, step.drafters, model.config.max_position_embeddings)
     assert needed <= measured <= 5 * needed
     if k == 4:  # a drafter that runs a model needs its own logits
@@ -106,7 +106,7 @@ def test_step_bytes_measures_rows_that_split_the_cache(monkeypatch: pytest.Monke
         return split
 
     monkeypatch.setattr(paged, "split_kv", spy)
-    monkeypatch.setattr(resources, "peak_bytes", lambda _, run: run() or 0)
+    monkeypatch.setattr(memory, "peak_bytes", lambda _, run: run() or 0)
     model = meta_step(QWEN3, spec, 1).model
     with DryRun():
         step_bytes(EngineConfig(spec=spec, max_num_seqs=1024), model, [], 40960)
@@ -119,8 +119,8 @@ def test_plan_cache_leaves_memory_for_steps(monkeypatch: pytest.MonkeyPatch) -> 
     model, needed = tiny_model(), 1 << 20
     per_block = 16 * model.config.kv_bytes_per_token(model.dtype)
     spare = 40 * per_block
-    monkeypatch.setattr(resources, "step_bytes", lambda *_: needed)
-    monkeypatch.setattr(resources, "spare_memory", lambda device, sharing, share: spare // sharing)
+    monkeypatch.setattr(memory, "step_bytes", lambda *_: needed)
+    monkeypatch.setattr(memory, "spare_memory", lambda device, sharing, share: spare // sharing)
     assert plan_cache(config, model) == (40, 512)
     model.num_devices = 2
     assert plan_cache(config, model) == (20, 320), "ranks share the memory"
@@ -139,14 +139,14 @@ def test_plan_cache_leaves_memory_for_steps(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_request_rows_that_exceed_memory_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_free_cpu_memory", lambda: MIB)
+    monkeypatch.setattr(memory, "_free_cpu_memory", lambda: MIB)
     with pytest.raises(ValueError, match=r"max_num_seqs=4096 needs .* request rows, but only 1,048,576"):
         make_engine(tiny_model(), 3, max_num_seqs=4096, kv_cache_memory=MIB)
 
 
 def test_spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 1 << 30
-    monkeypatch.setattr(resources, "_free_cpu_memory", lambda: free)
+    monkeypatch.setattr(memory, "_free_cpu_memory", lambda: free)
     assert spare_memory(torch.device("cpu"), 2) == int(0.4 * free) // 2
     free = 1 << 40
     assert spare_memory(torch.device("cpu"), 4) == 1 << 30, "more than 4 GiB"

@@ -16,7 +16,7 @@ from nanospec.config import EngineConfig, SamplingParams
 from nanospec.device.worker import Worker
 from nanospec.drafters import Drafter, Target
 from nanospec.drafters.draft_model import ModelDrafter
-from nanospec.drafters.methods import NgramDrafter
+from nanospec.drafters.ngram import NgramDrafter
 from nanospec.engine.engine import Engine
 from nanospec.engine.locking import SharedEngine
 from nanospec.extras import create_extensions

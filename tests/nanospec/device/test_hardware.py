@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanospec import SamplingParams
 from nanospec.config import EngineConfig
-from nanospec.device import resources
-from nanospec.device.resources import cpu_quota, explain_oom, is_oom, resolve_device, use_threads
+from nanospec.device import hardware, memory
+from nanospec.device.hardware import cpu_quota, resolve_device, use_threads
+from nanospec.device.memory import explain_oom, is_oom
 from nanospec.kernels import launch
 from tests.drive import Job, K, make_engine, run
 from tests.tiny import tiny_model
@@ -40,7 +41,7 @@ class OnlyInside(TorchDispatchMode):
 @pytest.mark.parametrize("eager", [True, False])
 def test_worker_runs_on_its_device(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inside = tiny_model(num_layers=1), OnlyInside()
-    monkeypatch.setattr(resources, "use_device", inside.use_device)
+    monkeypatch.setattr(hardware, "use_device", inside.use_device)
     params = SamplingParams(temperature=0, max_tokens=9, presence_penalty=0.1, logprobs=1)
     with inside:
         k: K = 2 if eager else "auto"  # timing, too
@@ -67,7 +68,7 @@ def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in gpus:
         monkeypatch.setattr(torch.cuda, name, lambda name=name: gpus[name])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu_properties(8, 99))
-    monkeypatch.setattr(resources, "find_gpu", launch.find_gpu.__wrapped__)
+    monkeypatch.setattr(hardware, "find_gpu", launch.find_gpu.__wrapped__)
     names = {"auto": "cuda:1", "cuda": "cuda:1", "cuda:0": "cuda:0", "cpu": "cpu"}
     assert {name: str(resolve_device(name)) for name in names} == names
     with pytest.raises(ValueError, match="device='cuda:7' does not exist; the last GPU is 'cuda:1'"):
@@ -95,10 +96,10 @@ def test_resolve_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(resources, "DEFAULT_THREADS", 2)
+    monkeypatch.setattr(hardware, "DEFAULT_THREADS", 2)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for quota in (0.5, 1.2, 7.0, math.inf):
-        monkeypatch.setattr(resources, "cpu_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(hardware, "cpu_quota", lambda quota=quota: quota)
         use_threads("auto")
     use_threads(3)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -137,12 +138,12 @@ def test_out_of_memory_errors_are_explained() -> None:
         assert caught.value is other
     explained = r"^Ran out of memory for rows \('first'\); lower it\.$"
     with (
-        pytest.raises(resources.OutOfMemory, match=explained),
+        pytest.raises(memory.OutOfMemory, match=explained),
         explain_oom("a step", "wait"),  # explained once
         explain_oom("rows", "lower it"),
     ):
         raise python
     config = EngineConfig(max_num_batched_tokens=64, max_num_seqs=2, kv_cache_memory=None, max_model_len=9)
     assert (
-        resources.oom_remedy(config) == "lower max_num_batched_tokens=64, max_num_seqs=2 or max_model_len=9"
+        memory.oom_remedy(config) == "lower max_num_batched_tokens=64, max_num_seqs=2 or max_model_len=9"
     )
