@@ -79,8 +79,8 @@ def norm_cases() -> Iterator[Case]:
 
         def embedding(device: str, width: int = width, rows: int = rows) -> Built:
             table, norm = normal(device, rows, width), make_norm(device, width)
-            ids = torch.arange(rows, device=device)
-            return Built(lambda: embed(ids, table, norm))
+            ids, used = torch.arange(rows, device=device), in_use(device, rows)
+            return Built(lambda: embed(ids, table, norm, num_used=used))
 
         yield Case("embed", f"H{width}-T{rows}", embedding, bytes=(3 * rows + 1) * width * 2)
 

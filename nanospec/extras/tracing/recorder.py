@@ -95,7 +95,8 @@ class Recorder(Extension):
         seconds = {name: stage.seconds for name, stage in self._worker.stages.items()}
         ms = {stage: 1e3 * (now - self._seconds.get(stage, 0.0)) for stage, now in seconds.items()}
         self._seconds, now = seconds, time.perf_counter()
-        plain_ms = (sum(ms.values()) - ms["prefill"] - ms["propose"]) * self._plain_share(step, results)
+        others = sum(value for stage, value in ms.items() if stage not in ("prefill", "propose"))
+        plain_ms = others * self._plain_share(step, results)
         for request, row, result in zip(step.requests, step.rows, results, strict=True):
             record: Record = request.extension_data
             if request.num_tokens == record.num_tokens:
