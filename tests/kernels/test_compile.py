@@ -92,7 +92,7 @@ def test_loads_overlap_with_products_and_launches(compiled: tuple[list[Row], Row
         else:
             assert order[0] == "trigger", what
         assert order.index("wait") < min(order.index("write"), order.index("exit")), what
-        if row["kernel"] in (*PRODUCTS, "quantized"):
+        if row["function"] == "_gemm":
             assert order.index("prefetch") < order.index("wait"), what
     assert seen == {*PRODUCTS, "quantized", "attention", "embed", "rope_cache"}
     assert with_products == {*PRODUCTS, "quantized", "attention"}
