@@ -29,11 +29,11 @@ PER_ROW = ("num_drafts", "match_len", "drafter")  # fields of a `Proposal` of sh
 def propose(
     drafters: Sequence[Drafter], table: Table, rows: Tensor, k: int, model_k: int, min_match: Tensor | None
 ) -> Proposal:
-    """Return drafts for each of the rows [B], in k columns. The last drafter proposes at most `model_k`; if
-    it runs a model, its drafts replace those of matches shorter than `min_match`."""
+    """Return drafts for each of the rows [B], in k columns. A drafter that runs a model
+    proposes at most `model_k`, and its drafts replace those of matches shorter than `min_match`."""
     merged: Proposal | None = None
     for code, drafter in enumerate(drafters):
-        limit = min(model_k, k) if drafter is drafters[-1] else k
+        limit = min(model_k, k) if drafter.runs_model else k
         if not limit:
             continue
         remaining = rows

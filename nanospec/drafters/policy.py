@@ -35,7 +35,7 @@ class Choice(NamedTuple):
     """How many drafts each row of a step may have."""
 
     k: int
-    model_k: int = MAX_DRAFTS  # the maximum for the last drafter
+    model_k: int = MAX_DRAFTS  # the maximum for the drafter that runs a model
     estimates: Sequence[float] = ()  # the numbers of `Estimates` in order; (): all drafts are verified
 
 
@@ -45,13 +45,14 @@ class Policy:
     costs: StepCosts | None = None  # None if not measured
     probing = False  # whether the latest step verifies more drafts than seems best
 
-    def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
+    def choose(self, max_drafts: ByRow, max_from_drafters: ByRow, context: int, waiting: bool) -> Choice:
         """Return the choice for the next step.
 
-        `limits`: maximum number of drafts of each row; `drafter_limits`: the same, but 0 for rows with drafts
-        from an extension; `context`: total number of tokens; `waiting`: whether requests wait for a row.
+        `max_drafts`: maximum number of drafts of each row; `max_from_drafters`: the same, but 0 for rows
+        with drafts from an extension; `context`: total number of tokens; `waiting`: whether requests wait for
+        a row.
         """
-        return Choice(max(limits.values()), max(drafter_limits.values()))
+        return Choice(max(max_drafts.values()), max(max_from_drafters.values()))
 
     def add_time(self, propose_ms: float) -> None:
         """Note the time that proposing took in a step that is not captured, before `observe`."""
@@ -81,18 +82,18 @@ class AutoPolicy(Policy):
         self._model_k, self._drafting, self._propose_ms = 0, frozenset[int](), 0.0
         self._credit, self._turn = 0.0, 0  # ms available for probes; their number so far
 
-    def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
-        B, max_k, costs = len(limits), max(limits.values()), self.costs
+    def choose(self, max_drafts: ByRow, max_from_drafters: ByRow, context: int, waiting: bool) -> Choice:
+        B, max_k, costs = len(max_drafts), max(max_drafts.values()), self.costs
         plain = costs.cost(B, B, context)
         costs.fade_drafting()
         self._credit = min(self._credit + OVERHEAD * plain, plain)
         self._num_steps += 1
         self.probing, chosen = False, max_k
         if self._chooses_k:
-            chosen = self._choose_k(limits if costs.captured else drafter_limits, context)
-        k = chosen if costs.captured or (self._model == 0 and limits == drafter_limits) else max_k
+            chosen = self._choose_k(max_drafts if costs.captured else max_from_drafters, context)
+        k = chosen if costs.captured or (self._model == 0 and max_drafts == max_from_drafters) else max_k
         self._model_k = 0 if costs.captured or self._model == NO_DRAFTER else chosen
-        self._drafting = frozenset(row for row, limit in drafter_limits.items() if min(limit, self._model_k))
+        self._drafting = frozenset(row for row, n in max_from_drafters.items() if min(n, self._model_k))
         if not k:
             return Choice(0, 0)
         numbers = {
@@ -101,7 +102,7 @@ class AutoPolicy(Policy):
             "min_match": self._min_match(B, max_k, chosen, plain),
             **self._allowance(B, plain, costs.cost(1, 1, context // B), unlimited=waiting or self.probing),
         }
-        return Choice(k, chosen, self._estimates(limits, context, numbers))
+        return Choice(k, chosen, self._estimates(max_drafts, context, numbers))
 
     def _row_to_probe(self, B: int, ms: float) -> int:
         """Return the batch row from which on a row verifies one more draft, which costs `ms`, or -1. These
@@ -118,11 +119,11 @@ class AutoPolicy(Policy):
         shared = CAUTION * (plain - alone) / max(B - 1, 1)
         return {"shared": shared, "own": plain - B * shared, "margin": MARGIN * plain}
 
-    def _choose_k(self, limits: ByRow, context: int) -> int:
+    def _choose_k(self, max_drafts: ByRow, context: int) -> int:
         """Return the K with the most expected tokens per ms for drafts without a match, or a larger one as a
         probe."""
-        ms = self.costs.by_k(len(limits), max(limits.values()), context)
-        tokens = self.estimator.tokens(limits, self._unmatched, tuple(ms))
+        ms = self.costs.by_k(len(max_drafts), max(max_drafts.values()), context)
+        tokens = self.estimator.tokens(max_drafts, self._unmatched, tuple(ms))
         rates = {k: n / ms[k] for k, n in zip(ms, tokens)}
         best = max(rates, key=rates.__getitem__)
         larger = min((k for k in ms if k > best), default=best)
@@ -140,13 +141,13 @@ class AutoPolicy(Policy):
         tokens = self.estimator.tokens_by_length(self._model - 1, k)  # lookup is taken to be the one before
         return next((n for n in LENGTHS[1:] if tokens[n] >= least), LENGTHS.stop)
 
-    def _estimates(self, limits: ByRow, context: int, numbers: Mapping[str, float]) -> list[float]:
+    def _estimates(self, max_drafts: ByRow, context: int, numbers: Mapping[str, float]) -> list[float]:
         """Return the values of `Estimates`, in order."""
-        base, at, slope = self.costs.segments(len(limits), context)
+        base, at, slope = self.costs.segments(len(max_drafts), context)
         named = [numbers.get(name, base) for name in NUMBERS]
         first, further = self.estimator.chances(self._num_drafters)
         rows = list[float]()
-        for row in limits:
+        for row in max_drafts:
             rows += self.estimator.factors(row, max(self._model, 0))
             rows.append(self._accepted.get(row, 0.0))
         return [*named, *at, *slope, *first, *further, *rows]

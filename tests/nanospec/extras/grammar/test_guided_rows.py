@@ -28,7 +28,9 @@ V, CODE = 40, 2
 TABLE = Table.empty(4, 64, 16, V, "cpu")
 
 
-WORKER: Any = type("Worker", (), {"table": TABLE, "max_k": 5, "methods": ("ngram", "draft", "grammar")})()
+WORKER: Any = type(
+    "Worker", (), {"table": TABLE, "max_k": 5, "drafter_names": ("ngram", "draft", "grammar")}
+)()
 
 
 def line(*tokens: int) -> bytes:
