@@ -49,10 +49,6 @@ class Extension:
     def process_logits(self, logits: Tensor, batch: Batch) -> None:
         """Change logits [T, V] of the scored tokens in place."""
 
-    def for_drafters(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
-        """Return the proposal and batch that drafters may learn from."""
-        return proposal, batch
-
     # Called by the engine. Requests are `engine.request.Request`.
 
     def start(self, engine: Any) -> None:

@@ -51,8 +51,9 @@ def propose(
             drafter.catch_up(drafting)
         proposal = _widen(_checked(drafter, table, remaining, limit), k)
         if merged is not None:
-            codes = torch.where(proposal.num_drafts > 0, code, no_drafts(rows, 1).drafter)
-            proposal = merge(kept | (proposal.num_drafts == 0), merged, proposal._replace(drafter=codes))
+            has_drafts = proposal.num_drafts > 0
+            codes = torch.where(has_drafts, code, NO_DRAFTER).int()
+            proposal = merge(kept | ~has_drafts, merged, proposal._replace(drafter=codes))
         merged = proposal
     return no_drafts(rows, k) if merged is None else merged
 
@@ -76,14 +77,12 @@ def layers_of(drafters: Sequence[Drafter], num_layers: int) -> list[int]:
 def learn(
     drafters: Sequence[Drafter], table: Table, proposal: Proposal, batch: Batch, verdict: Verdict
 ) -> None:
-    """Call `learn` of each drafter that defines it, with NO_DRAFTER for the rows of other drafters."""
+    """Call `learn` of each drafter that defines it, with NO_DRAFTER for rows with drafts of others."""
     for code, drafter in enumerate(drafters):
         if getattr(drafter.learn, "__func__", None) is Drafter.learn:
             continue
-        visible = proposal
-        if len(drafters) > 1:
-            visible = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NO_DRAFTER))
-        drafter.learn(table, visible, batch, verdict)
+        own = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NO_DRAFTER))
+        drafter.learn(table, own, batch, verdict)
 
 
 def read_hidden_states(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
@@ -98,12 +97,6 @@ class Grammar(Extension):
         drafter = torch.full_like(count, code).masked_fill(count <= 0, NO_DRAFTER)
         drafts = Proposal(tokens, count, sources, match_len, drafter)
         return merge((rows >= 0) & (first >= 0), drafts, proposal)
-
-    def for_drafters(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
-        """Exclude constrained rows, because their logits are masked."""
-        constrained = self._first_of(batch.rows) >= 0
-        drafter, rows = proposal.drafter.masked_fill(constrained, NO_DRAFTER), batch.rows
-        return proposal._replace(drafter=drafter), replace(batch, rows=rows.masked_fill(constrained, -1))
 
     def process_logits(self, logits: Tensor, batch: Batch) -> None:
         token = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
