@@ -62,9 +62,7 @@ def _widen(proposal: Proposal, k: int) -> Proposal:
     """Return a proposal with k columns."""
     if not (missing := k - proposal.drafts.shape[1]):
         return proposal
-    drafts, source = F.pad(proposal.drafts, (0, missing)), F.pad(proposal.source, (0, missing))
-    parents = None if proposal.parents is None else F.pad(proposal.parents, (0, missing))
-    return proposal._replace(drafts=drafts, source=source, parents=parents)
+    return Proposal._make(x if x is None or x.dim() == 1 else F.pad(x, (0, missing)) for x in proposal)
 
 
 def layers_of(drafters: Sequence[Drafter], num_layers: int) -> list[int]:

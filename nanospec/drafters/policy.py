@@ -34,8 +34,8 @@ UNLIMITED_MS = 1e9
 class Choice(NamedTuple):
     """How many drafts each row of a step may have."""
 
-    k: int
-    model_k: int = MAX_DRAFTS  # the maximum for the drafter that runs a model
+    k: int  # the maximum, of any drafter
+    model_k: int = MAX_DRAFTS  # the maximum of the drafter that runs a model
     estimates: Sequence[float] = ()  # the numbers of `Estimates` in order; (): all drafts are verified
 
 
