@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,11 @@ import pytest
 import torch
 
 from nanospec.kernels import launch, native
+from nanospec.kernels.batch import Tensors
 from nanospec.kernels.launch import forced
+from nanospec.kernels.speculation.proposal import Proposal
+from nanospec.kernels.speculation.trim import Estimates
+from nanospec.kernels.table import Table
 from nanospec.models.cpu import CompiledModel
 from tests.processors import PROCESSORS
 from tests.tiny import ModelRunner, tiny_model
@@ -23,6 +28,18 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C++ co
 
 ROOT = Path(__file__).resolve().parents[3]
 BF16 = torch.bfloat16
+
+
+def test_structs_have_the_fields_of_the_tuples() -> None:
+    source = "".join((native.SOURCES[0].parent / name).read_text() for name in ("step.h", "step.cpp"))
+    batch = (*Tensors._fields[:-1], "num_rows", "num_tokens", "max_q_len", "max_blocks")
+    proposal = *Proposal._fields, "num_rows", "k"
+    fields = {"Table": Table._fields, "Batch": batch, "Proposal": proposal, "Estimates": Estimates._fields}
+    for name, expected in fields.items():
+        body = source.split(f"struct {name} {{\n")[1].split("\n}")[0].split("\n\n")[0]
+        declarations = re.sub("//.*", "", body).replace("const ", "").split(";")
+        # The first word of a declaration is the type.
+        assert tuple(field for each in declarations for field in re.findall(r"\w+", each)[1:]) == expected
 
 
 @pytest.mark.slow
