@@ -71,9 +71,9 @@ class AutoPolicy(Policy):
         """`num_drafters`: drafters and extensions that draft. `model_drafter`: the index of the drafter that
         runs a model."""
         self.costs: StepCosts = costs
-        self.estimator, self._num_drafters, self._model = Estimator(), num_drafters, model_drafter
-        # The key of the rates by which K is chosen, before drafts are proposed; NO_DRAFTER: of all drafts.
-        self._unmatched = NO_DRAFTER if costs.captured and model_drafter != 0 else model_drafter
+        self.estimator, self._num_drafters, self._model_drafter = Estimator(), num_drafters, model_drafter
+        # The drafter by the rates of which K is chosen, before drafts are proposed; NO_DRAFTER: all together.
+        self._rates_of = NO_DRAFTER if costs.captured and model_drafter != 0 else model_drafter
         self._chooses_k = costs.captured or model_drafter != NO_DRAFTER  # before drafts are proposed
         self._accepted: dict[int, float] = {}  # drafts accepted per step, by row
         self._num_steps = 0
@@ -91,8 +91,9 @@ class AutoPolicy(Policy):
         self.probing, chosen = False, max_k
         if self._chooses_k:
             chosen = self._choose_k(max_drafts if costs.captured else max_from_drafters, context)
-        k = chosen if costs.captured or (self._model == 0 and max_drafts == max_from_drafters) else max_k
-        self._model_k = 0 if costs.captured or self._model == NO_DRAFTER else chosen
+        only_model = self._model_drafter == 0 and max_drafts == max_from_drafters
+        k = chosen if costs.captured or only_model else max_k  # on a CPU, unused columns cost nothing
+        self._model_k = 0 if costs.captured or self._model_drafter == NO_DRAFTER else chosen
         self._drafting = frozenset(row for row, n in max_from_drafters.items() if min(n, self._model_k))
         if not k:
             return Choice(0, 0)
@@ -123,7 +124,7 @@ class AutoPolicy(Policy):
         """Return the K with the most expected tokens per ms for drafts without a match, or a larger one as a
         probe."""
         ms = self.costs.by_k(len(max_drafts), max(max_drafts.values()), context)
-        tokens = self.estimator.tokens(max_drafts, self._unmatched, tuple(ms))
+        tokens = self.estimator.tokens(max_drafts, self._rates_of, tuple(ms))
         rates = {k: n / ms[k] for k, n in zip(ms, tokens)}
         best = max(rates, key=rates.__getitem__)
         larger = min((k for k in ms if k > best), default=best)
@@ -134,11 +135,12 @@ class AutoPolicy(Policy):
     def _min_match(self, B: int, k: int, model_k: int, plain: float) -> int:
         """Return the minimum match length at which the k drafts of lookup yield more tokens per ms than the
         drafts of the model."""
-        if self._model < 1 or not model_k or self._num_steps % EXPLORE == 0:
+        if self._model_drafter < 1 or not model_k or self._num_steps % EXPLORE == 0:
             return 0
         drafting = 0.0 if self.costs.captured else self.costs.drafting(B, model_k) / plain
-        least = self.estimator.tokens_by_length(self._model, model_k)[0] / (1 + drafting)
-        tokens = self.estimator.tokens_by_length(self._model - 1, k)  # lookup is taken to be the one before
+        least = self.estimator.tokens_by_length(self._model_drafter, model_k)[0] / (1 + drafting)
+        lookup = self._model_drafter - 1  # taken to be the drafter before
+        tokens = self.estimator.tokens_by_length(lookup, k)
         return next((n for n in LENGTHS[1:] if tokens[n] >= least), LENGTHS.stop)
 
     def _estimates(self, max_drafts: ByRow, context: int, numbers: Mapping[str, float]) -> list[float]:
@@ -148,7 +150,7 @@ class AutoPolicy(Policy):
         first, further = self.estimator.chances(self._num_drafters)
         rows = list[float]()
         for row in max_drafts:
-            rows += self.estimator.factors(row, max(self._model, 0))
+            rows += self.estimator.factors(row, max(self._model_drafter, 0))
             rows.append(self._accepted.get(row, 0.0))
         return [*named, *at, *slope, *first, *further, *rows]
 
@@ -164,18 +166,18 @@ class AutoPolicy(Policy):
 
     def observe(self, reports: Mapping[int, RowReport]) -> None:
         drafting = self._drafting & reports.keys()
-        by_model = [row for row in drafting if reports[row].drafter in (NO_DRAFTER, self._model)]
+        by_model = [row for row in drafting if reports[row].drafter in (NO_DRAFTER, self._model_drafter)]
         if by_model:
             self.costs.add_drafting(len(by_model), self._model_k, self._propose_ms)
         for row, report in reports.items():
             drafted, accepted = report.num_drafted, report.num_accepted
             self._accepted[row] = (1 - RECENT) * self._accepted.get(row, 0.0) + RECENT * accepted
-            if self.costs.captured and self._unmatched == NO_DRAFTER:
+            if self.costs.captured and self._rates_of == NO_DRAFTER:
                 self.estimator.observe(row, NO_DRAFTER, 0, drafted, accepted)
             if drafted:
                 self.estimator.observe(row, report.drafter, report.match_len, drafted, accepted)
             elif row in self._drafting and report.drafter == NO_DRAFTER:  # the model had no drafts
-                self.estimator.observe(row, self._model, 0, 0, 0)
+                self.estimator.observe(row, self._model_drafter, 0, 0, 0)
 
     def reset(self, row: int) -> None:
         self.estimator.reset(row)
