@@ -28,7 +28,7 @@ class Constraint(Protocol):
 class Extension:
     """Base class of extensions. Its methods do nothing; subclasses override those that they need."""
 
-    method: str | None = None  # name of the extension's drafts in statistics, None if it proposes no drafts
+    drafter_name: str | None = None  # name of its drafts in statistics, None if it proposes no drafts
     always = False  # whether it takes part in all steps, or only in those for which `plan` returns a value
 
     # Called by the worker. The calls within a step are captured with it.
@@ -49,10 +49,6 @@ class Extension:
     def process_logits(self, logits: Tensor, batch: Batch) -> None:
         """Change logits [T, V] of the scored tokens in place."""
 
-    def for_drafters(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
-        """Return the proposal and batch that drafters may learn from."""
-        return proposal, batch
-
     # Called by the engine. Requests are `engine.request.Request`.
 
     def start(self, engine: Any) -> None:
@@ -64,9 +60,9 @@ class Extension:
     def on_request(self, request: Any) -> None:
         """Handle a new request, before it is queued."""
 
-    def plan(self, requests: Sequence[Any], limits: Sequence[int]) -> Any:
+    def plan(self, requests: Sequence[Any], max_drafts: Sequence[int]) -> Any:
         """Return a plain value for `send`, or None if the extension takes no part in the step. `requests`
-        decode in the step, request i with at most limits[i] drafts."""
+        decode in the step, request i with at most max_drafts[i] drafts."""
 
     def on_queued(self, rows: Sequence[int]) -> Any:
         """Return a state to be passed to `on_collected`, after a step of these rows has been queued."""

@@ -90,14 +90,12 @@ def logprobs_by_id(
     return logprobs
 
 
-def checked_method(report: RowReport, methods: Sequence[str]) -> str:
+def drafter_name(report: RowReport, names: Sequence[str]) -> str:
     """Return the name of the drafter of a row's drafts, "" without drafts. Raises ValueError if the drafter
     or the match length is out of range, which `propose` cannot check on a GPU without waiting."""
     drafter, match_len = report.drafter, report.match_len
-    if not NO_DRAFTER <= drafter < max(len(methods), 1) or match_len < 0:
-        name = methods[
-            drafter if 0 <= drafter < len(methods) else 0
-        ]  # `propose` replaces those of the others
+    if not NO_DRAFTER <= drafter < max(len(names), 1) or match_len < 0:
+        name = names[drafter if 0 <= drafter < len(names) else 0]  # `propose` replaces those of others
         error = f"{name}.propose returned drafter {drafter} and match_len {match_len}"
         raise ValueError(f"{error}; drafter must be 0 or NO_DRAFTER, match_len at least 0.")
-    return methods[drafter] if report.num_drafted else ""
+    return names[drafter] if report.num_drafted else ""

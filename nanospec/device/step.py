@@ -94,7 +94,7 @@ class Step:
         with self.stages["verify"]:
             targets = self._sample(logits, batch, extensions)
             verdict = commit(targets, batch, self.table, proposal)
-            self._learn(proposal, batch, verdict, states, extensions)
+            self._learn(proposal, batch, verdict, states)
         return StepResult(verdict.report, verdict.path, batch.q_start, logits)
 
     def _propose(self, rows: Tensor, choice: Choice, extensions: Sequence[Extension]) -> Proposal:
@@ -127,19 +127,9 @@ class Step:
             targets = accept_typical(targets, logits, self.table, batch)
         return targets
 
-    def _learn(
-        self,
-        proposal: Proposal,
-        batch: Batch,
-        verdict: Verdict,
-        states: Tensor,
-        extensions: Sequence[Extension],
-    ) -> None:
+    def _learn(self, proposal: Proposal, batch: Batch, verdict: Verdict, states: Tensor) -> None:
         """Move the K/V of accepted tree nodes, and update the drafters."""
         if batch.parents is not None:
             kv_move(self.kv_cache, verdict, batch)
-        learned = batch
-        for extension in extensions if self.drafters else ():
-            proposal, learned = extension.for_drafters(proposal, learned)
-        composition.learn(self.drafters, self.table, proposal, learned, verdict)
+        composition.learn(self.drafters, self.table, proposal, batch, verdict)
         composition.read_hidden_states(self.drafters, self.table, batch, states, verdict)

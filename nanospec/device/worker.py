@@ -55,7 +55,7 @@ class Worker:
         self.drafters, self.extensions = drafters, extensions
         # Names of the drafters, then of extensions that draft, indexed by `RowReport.drafter`.
         names = (drafter.name for drafter in drafters)
-        self.methods = *names, *(each.method for each in extensions if each.method is not None)
+        self.drafter_names = *names, *(n for each in extensions if (n := each.drafter_name) is not None)
         self._build()
 
     @with_device
@@ -69,7 +69,7 @@ class Worker:
         )
         self.kv_cache = model.allocate_kv_cache(self.num_blocks, config.block_size)
         captured = captures_steps(config, model, self.drafters)
-        # The index in `methods` of the drafter that runs a model; NO_DRAFTER if there is none.
+        # The index in `drafter_names` of the drafter that runs a model; NO_DRAFTER if there is none.
         codes = [code for code, drafter in enumerate(self.drafters) if drafter.runs_model]
         self.model_drafter = max(codes, default=NO_DRAFTER)
         for drafter in self.drafters:
@@ -79,8 +79,8 @@ class Worker:
         exact = config.spec.acceptance == "exact"
         estimates = None
         if config.spec.num_speculative_tokens == "auto" and self.max_k:
-            num_methods = max(len(self.methods), 1)
-            self._estimates, estimates = Estimates.empty(num_methods, config.max_num_seqs, model.device)
+            num_drafters = max(len(self.drafter_names), 1)
+            self._estimates, estimates = Estimates.empty(num_drafters, config.max_num_seqs, model.device)
         self._step = Step(model, self.kv_cache, self.table, self.drafters, self.extensions, exact, estimates)
         self.stages = self._step.stages
         for extension in self.extensions:

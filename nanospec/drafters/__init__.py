@@ -9,7 +9,6 @@ Pass an instance to `LLM(model, drafter=...)`; `docs/extend-drafter.md` shows ho
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config import SpecConfig
-from ..kernels import GENERATED, MAX_DRAFTS, NO_DRAFTER
+from ..kernels import GENERATED, MAX_DRAFTS
 from ..kernels.batch import Batch
 from ..kernels.speculation.proposal import Proposal
 from ..kernels.speculation.proposal import draft_limits as draft_limits  # for drafters
@@ -161,18 +160,11 @@ class SimpleDrafter(Drafter):
 
 def make_proposal(drafts: Tensor, num_drafts: Tensor, parents: Tensor | None = None) -> Proposal:
     """Return a proposal of the first `num_drafts` [B] drafts [B, K] of each row; with `parents`, of trees."""
-    none, drafter = no_drafts(num_drafts, drafts.shape[1]), num_drafts.clamp(max=1) - 1  # 0, or NO_DRAFTER
-    return Proposal(drafts, num_drafts, none.source, none.match_len, drafter, parents)
+    source, match_len = torch.full_like(drafts, GENERATED), torch.zeros_like(num_drafts)
+    drafter = num_drafts.clamp(max=1) - 1  # 0, or NO_DRAFTER
+    return Proposal(drafts, num_drafts, source, match_len, drafter, parents)
 
 
 def no_drafts(rows: Tensor, k: int) -> Proposal:
-    """Return an empty proposal for the rows [B]. Later calls launch no kernels; do not modify it."""
-    B, n = len(rows), len(rows) * k
-    zeros, generated, none = _constants(max(B, n).bit_length(), rows.device)
-    drafts, source = zeros[:n].view(B, k), generated[:n].view(B, k)
-    return Proposal(drafts, zeros[:B], source, zeros[:B], none[:B])
-
-
-@cache  # never freed, since captured steps read them
-def _constants(bits: int, device: torch.device) -> list[Tensor]:
-    return [torch.full((1 << bits,), x, dtype=torch.int32, device=device) for x in (0, GENERATED, NO_DRAFTER)]
+    """Return an empty proposal for the rows [B]."""
+    return make_proposal(rows.new_zeros(len(rows), k), torch.zeros_like(rows))

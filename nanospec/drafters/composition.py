@@ -29,11 +29,11 @@ PER_ROW = ("num_drafts", "match_len", "drafter")  # fields of a `Proposal` of sh
 def propose(
     drafters: Sequence[Drafter], table: Table, rows: Tensor, k: int, model_k: int, min_match: Tensor | None
 ) -> Proposal:
-    """Return drafts for each of the rows [B], in k columns. The last drafter proposes at most `model_k`; if
-    it runs a model, its drafts replace those of matches shorter than `min_match`."""
+    """Return drafts for each of the rows [B], in k columns. A drafter that runs a model
+    proposes at most `model_k`, and its drafts replace those of matches shorter than `min_match`."""
     merged: Proposal | None = None
     for code, drafter in enumerate(drafters):
-        limit = min(model_k, k) if drafter is drafters[-1] else k
+        limit = min(model_k, k) if drafter.runs_model else k
         if not limit:
             continue
         remaining = rows
@@ -51,8 +51,9 @@ def propose(
             drafter.catch_up(drafting)
         proposal = _widen(_checked(drafter, table, remaining, limit), k)
         if merged is not None:
-            codes = torch.where(proposal.num_drafts > 0, code, no_drafts(rows, 1).drafter)
-            proposal = merge(kept | (proposal.num_drafts == 0), merged, proposal._replace(drafter=codes))
+            has_drafts = proposal.num_drafts > 0
+            codes = torch.where(has_drafts, code, NO_DRAFTER).int()
+            proposal = merge(kept | ~has_drafts, merged, proposal._replace(drafter=codes))
         merged = proposal
     return no_drafts(rows, k) if merged is None else merged
 
@@ -61,9 +62,7 @@ def _widen(proposal: Proposal, k: int) -> Proposal:
     """Return a proposal with k columns."""
     if not (missing := k - proposal.drafts.shape[1]):
         return proposal
-    drafts, source = F.pad(proposal.drafts, (0, missing)), F.pad(proposal.source, (0, missing))
-    parents = None if proposal.parents is None else F.pad(proposal.parents, (0, missing))
-    return proposal._replace(drafts=drafts, source=source, parents=parents)
+    return Proposal._make(x if x is None or x.dim() == 1 else F.pad(x, (0, missing)) for x in proposal)
 
 
 def layers_of(drafters: Sequence[Drafter], num_layers: int) -> list[int]:
@@ -76,14 +75,12 @@ def layers_of(drafters: Sequence[Drafter], num_layers: int) -> list[int]:
 def learn(
     drafters: Sequence[Drafter], table: Table, proposal: Proposal, batch: Batch, verdict: Verdict
 ) -> None:
-    """Call `learn` of each drafter that defines it, with NO_DRAFTER for the rows of other drafters."""
+    """Call `learn` of each drafter that defines it, with NO_DRAFTER for rows with drafts of others."""
     for code, drafter in enumerate(drafters):
         if getattr(drafter.learn, "__func__", None) is Drafter.learn:
             continue
-        visible = proposal
-        if len(drafters) > 1:
-            visible = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NO_DRAFTER))
-        drafter.learn(table, visible, batch, verdict)
+        own = proposal._replace(drafter=torch.where(proposal.drafter == code, 0, NO_DRAFTER))
+        drafter.learn(table, own, batch, verdict)
 
 
 def read_hidden_states(

@@ -38,7 +38,7 @@ from ..models.weights import load_model
 from ..text.tokenizer import Tokenizer, check_same_vocabulary
 from . import Drafter, Memory, Target, draft_limits, make_proposal, no_drafts
 
-ALL = torch.iinfo(torch.int32).max  # `computed` of an empty row: no K/V missing, so timing runs can draft
+NONE_MISSING = torch.iinfo(torch.int32).max  # `computed` of an empty row, so that timing runs can draft
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class ModelDrafter(Drafter):
         self.first_pass = self._max_missing if self._lags else 2
         self.kv = self.model.allocate_kv_cache(num_blocks, table.block_size)
         # [S + 1] for S rows: number of tokens with K/V in `kv`; last entry: padding.
-        self.computed = torch.full((table.num_rows + 1,), ALL, dtype=torch.int32, device=self.model.device)
+        self.computed = table.num_tokens.new_full((table.num_rows + 1,), NONE_MISSING)
         self._states: dict[int, _RowState] = {}
         self._drafted: set[int] = set()
         self._copy = self._start_copy()
@@ -102,7 +102,7 @@ class ModelDrafter(Drafter):
 
     def release(self, row: int) -> None:
         if self._states.pop(row, None) is not None:
-            self.computed[row].fill_(ALL)  # its blocks remain in `_drafted` until they are reallocated
+            self.computed[row].fill_(NONE_MISSING)  # its blocks stay in `_drafted` until they are reallocated
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Compute the missing K/V of these rows, except that of the last token and what the first pass of a

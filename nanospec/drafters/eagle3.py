@@ -34,6 +34,7 @@ from .hidden_states import CONTENDERS, LAYER_IDS, HiddenStateDrafter
 
 # In C++, a chain ends where the product of the largest probabilities of its positions falls below this.
 LEAST_CHANCE = 0.12
+NO_ENTRY = -2  # `entry` of an empty row: that before the first token is -1
 
 
 class Eagle3Drafter(HiddenStateDrafter):
@@ -62,7 +63,7 @@ class Eagle3Drafter(HiddenStateDrafter):
         # [S + 1, H] and [S + 1]: the features of the last entry of each row, and its index; the last element
         # of both is padding.
         self.features = torch.zeros(S + 1, H, dtype=self.model.dtype, device=table.device)
-        self.entry = torch.full((S + 1,), -2, dtype=torch.int32, device=table.device)
+        self.entry = torch.full((S + 1,), NO_ENTRY, dtype=torch.int32, device=table.device)
         self.num_pending = torch.zeros_like(self.entry)
         super().attach(table, num_blocks, max_tokens)
         if isinstance(self.model, CompiledModel):
@@ -86,7 +87,7 @@ class Eagle3Drafter(HiddenStateDrafter):
         return make_proposal(drafts, count)
 
     def release(self, row: int) -> None:
-        self.entry[row].fill_(-2)
+        self.entry[row].fill_(NO_ENTRY)
         self.num_pending[row].fill_(0)
 
     def _ready(self, table: Table, rows: Tensor, num_drafts: Tensor) -> Tensor:

@@ -136,13 +136,13 @@ class Estimator:
         of_all = self._of(self._first, FIRST, drafter, MISS).value
         return without / max(of_all, 1e-6), self._of_row(row, 1).value
 
-    def tokens(self, limits: Mapping[int, int], drafter: int, ks: tuple[int, ...]) -> list[float]:
-        """Return the expected tokens per step of all rows together for each K, without matches. `limits` is
-        the maximum number of drafts of each row."""
+    def tokens(self, max_drafts: Mapping[int, int], drafter: int, ks: tuple[int, ...]) -> list[float]:
+        """Return the expected tokens per step of all rows together for each K, without matches. `max_drafts`
+        is the maximum number of drafts of each row."""
         further, total = round(self._of(self._next, NEXT, drafter, MISS).value, 3), [0.0] * len(ks)
-        for row, limit in limits.items():  # rounded for hits in the cache of `tokens_per_step`
+        for row, most in max_drafts.items():  # rounded for hits in the cache of `tokens_per_step`
             miss, full = (round(self._chance(row, drafter, state), 2) for state in (MISS, FULL))
-            total = [a + b for a, b in zip(total, tokens_per_step(miss, full, further, ks, limit))]
+            total = [a + b for a, b in zip(total, tokens_per_step(miss, full, further, ks, most))]
         return total
 
     def tokens_by_length(self, drafter: int, k: int) -> list[float]:
@@ -189,8 +189,8 @@ class Estimator:
 
 
 @lru_cache(maxsize=1 << 16)
-def tokens_per_step(miss: float, full: float, further: float, ks: tuple[int, ...], limit: int) -> list[float]:
-    """Return a row's mean tokens per step for each K, if it has at most `limit` drafts.
+def tokens_per_step(miss: float, full: float, further: float, ks: tuple[int, ...], most: int) -> list[float]:
+    """Return a row's mean tokens per step for each K, if it has at most `most` drafts.
 
     The first draft is accepted with probability `full` after a step whose drafts were all accepted, else
     `miss`; a draft after an accepted one with probability `further`.
@@ -202,4 +202,4 @@ def tokens_per_step(miss: float, full: float, further: float, ks: tuple[int, ...
         run = k if further == 1 else (1 - further**k) / (1 - further)
         return 1 + ((1 - share) * miss + share * full) * run
 
-    return [tokens(min(k, limit)) for k in ks]
+    return [tokens(min(k, most)) for k in ks]

@@ -13,7 +13,7 @@ from ..models.decoder import Model
 from ..models.weights import Split, load_model
 from ..text.tokenizer import Tokenizer
 from ..text.validation import check_number, shown
-from . import Drafter, Memory, Target
+from . import Drafter, Target
 from .dflash import DFlashDrafter
 from .draft_model import ModelDrafter
 from .eagle3 import Eagle3Drafter
@@ -57,12 +57,6 @@ def _check_drafter(drafter: Any) -> Drafter | type[Drafter]:
     """Check an entry of `Drafters`: a drafter, or a method without weights, whose class is returned."""
     if isinstance(drafter, Drafter):
         check_number(f"{drafter.name}.max_drafts", drafter.max_drafts, 0)
-        layers: Any = drafter.hidden_state_layers
-        if not isinstance(layers, tuple | list):
-            name = f"{drafter.name}.hidden_state_layers"
-            raise ValueError(f"{name}={shown(layers)} must be a tuple of numbers of layers.")
-        if not isinstance(drafter.memory, Memory):
-            raise ValueError(f"{drafter.name}.memory={shown(drafter.memory)} must be a Memory.")
         return drafter
     if isinstance(drafter, type):
         raise ValueError(f"drafter={drafter.__name__} is a class; pass an instance: {drafter.__name__}().")

@@ -34,8 +34,8 @@ UNLIMITED_MS = 1e9
 class Choice(NamedTuple):
     """How many drafts each row of a step may have."""
 
-    k: int
-    model_k: int = MAX_DRAFTS  # the maximum for the last drafter
+    k: int  # the maximum, of any drafter
+    model_k: int = MAX_DRAFTS  # the maximum of the drafter that runs a model
     estimates: Sequence[float] = ()  # the numbers of `Estimates` in order; (): all drafts are verified
 
 
@@ -45,13 +45,14 @@ class Policy:
     costs: StepCosts | None = None  # None if not measured
     probing = False  # whether the latest step verifies more drafts than seems best
 
-    def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
+    def choose(self, max_drafts: ByRow, max_from_drafters: ByRow, context: int, waiting: bool) -> Choice:
         """Return the choice for the next step.
 
-        `limits`: maximum number of drafts of each row; `drafter_limits`: the same, but 0 for rows with drafts
-        from an extension; `context`: total number of tokens; `waiting`: whether requests wait for a row.
+        `max_drafts`: maximum number of drafts of each row; `max_from_drafters`: the same, but 0 for rows
+        with drafts from an extension; `context`: total number of tokens; `waiting`: whether requests wait for
+        a row.
         """
-        return Choice(max(limits.values()), max(drafter_limits.values()))
+        return Choice(max(max_drafts.values()), max(max_from_drafters.values()))
 
     def add_time(self, propose_ms: float) -> None:
         """Note the time that proposing took in a step that is not captured, before `observe`."""
@@ -70,9 +71,9 @@ class AutoPolicy(Policy):
         """`num_drafters`: drafters and extensions that draft. `model_drafter`: the index of the drafter that
         runs a model."""
         self.costs: StepCosts = costs
-        self.estimator, self._num_drafters, self._model = Estimator(), num_drafters, model_drafter
-        # The key of the rates by which K is chosen, before drafts are proposed; NO_DRAFTER: of all drafts.
-        self._unmatched = NO_DRAFTER if costs.captured and model_drafter != 0 else model_drafter
+        self.estimator, self._num_drafters, self._model_drafter = Estimator(), num_drafters, model_drafter
+        # The drafter by the rates of which K is chosen, before drafts are proposed; NO_DRAFTER: all together.
+        self._rates_of = NO_DRAFTER if costs.captured and model_drafter != 0 else model_drafter
         self._chooses_k = costs.captured or model_drafter != NO_DRAFTER  # before drafts are proposed
         self._accepted: dict[int, float] = {}  # drafts accepted per step, by row
         self._num_steps = 0
@@ -81,18 +82,19 @@ class AutoPolicy(Policy):
         self._model_k, self._drafting, self._propose_ms = 0, frozenset[int](), 0.0
         self._credit, self._turn = 0.0, 0  # ms available for probes; their number so far
 
-    def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
-        B, max_k, costs = len(limits), max(limits.values()), self.costs
+    def choose(self, max_drafts: ByRow, max_from_drafters: ByRow, context: int, waiting: bool) -> Choice:
+        B, max_k, costs = len(max_drafts), max(max_drafts.values()), self.costs
         plain = costs.cost(B, B, context)
         costs.fade_drafting()
         self._credit = min(self._credit + OVERHEAD * plain, plain)
         self._num_steps += 1
         self.probing, chosen = False, max_k
         if self._chooses_k:
-            chosen = self._choose_k(limits if costs.captured else drafter_limits, context)
-        k = chosen if costs.captured or (self._model == 0 and limits == drafter_limits) else max_k
-        self._model_k = 0 if costs.captured or self._model == NO_DRAFTER else chosen
-        self._drafting = frozenset(row for row, limit in drafter_limits.items() if min(limit, self._model_k))
+            chosen = self._choose_k(max_drafts if costs.captured else max_from_drafters, context)
+        only_model = self._model_drafter == 0 and max_drafts == max_from_drafters
+        k = chosen if costs.captured or only_model else max_k  # on a CPU, unused columns cost nothing
+        self._model_k = 0 if costs.captured or self._model_drafter == NO_DRAFTER else chosen
+        self._drafting = frozenset(row for row, n in max_from_drafters.items() if min(n, self._model_k))
         if not k:
             return Choice(0, 0)
         numbers = {
@@ -101,7 +103,7 @@ class AutoPolicy(Policy):
             "min_match": self._min_match(B, max_k, chosen, plain),
             **self._allowance(B, plain, costs.cost(1, 1, context // B), unlimited=waiting or self.probing),
         }
-        return Choice(k, chosen, self._estimates(limits, context, numbers))
+        return Choice(k, chosen, self._estimates(max_drafts, context, numbers))
 
     def _row_to_probe(self, B: int, ms: float) -> int:
         """Return the batch row from which on a row verifies one more draft, which costs `ms`, or -1. These
@@ -118,11 +120,11 @@ class AutoPolicy(Policy):
         shared = CAUTION * (plain - alone) / max(B - 1, 1)
         return {"shared": shared, "own": plain - B * shared, "margin": MARGIN * plain}
 
-    def _choose_k(self, limits: ByRow, context: int) -> int:
+    def _choose_k(self, max_drafts: ByRow, context: int) -> int:
         """Return the K with the most expected tokens per ms for drafts without a match, or a larger one as a
         probe."""
-        ms = self.costs.by_k(len(limits), max(limits.values()), context)
-        tokens = self.estimator.tokens(limits, self._unmatched, tuple(ms))
+        ms = self.costs.by_k(len(max_drafts), max(max_drafts.values()), context)
+        tokens = self.estimator.tokens(max_drafts, self._rates_of, tuple(ms))
         rates = {k: n / ms[k] for k, n in zip(ms, tokens)}
         best = max(rates, key=rates.__getitem__)
         larger = min((k for k in ms if k > best), default=best)
@@ -133,21 +135,22 @@ class AutoPolicy(Policy):
     def _min_match(self, B: int, k: int, model_k: int, plain: float) -> int:
         """Return the minimum match length at which the k drafts of lookup yield more tokens per ms than the
         drafts of the model."""
-        if self._model < 1 or not model_k or self._num_steps % EXPLORE == 0:
+        if self._model_drafter < 1 or not model_k or self._num_steps % EXPLORE == 0:
             return 0
         drafting = 0.0 if self.costs.captured else self.costs.drafting(B, model_k) / plain
-        least = self.estimator.tokens_by_length(self._model, model_k)[0] / (1 + drafting)
-        tokens = self.estimator.tokens_by_length(self._model - 1, k)  # lookup is taken to be the one before
+        least = self.estimator.tokens_by_length(self._model_drafter, model_k)[0] / (1 + drafting)
+        lookup = self._model_drafter - 1  # taken to be the drafter before
+        tokens = self.estimator.tokens_by_length(lookup, k)
         return next((n for n in LENGTHS[1:] if tokens[n] >= least), LENGTHS.stop)
 
-    def _estimates(self, limits: ByRow, context: int, numbers: Mapping[str, float]) -> list[float]:
+    def _estimates(self, max_drafts: ByRow, context: int, numbers: Mapping[str, float]) -> list[float]:
         """Return the values of `Estimates`, in order."""
-        base, at, slope = self.costs.segments(len(limits), context)
+        base, at, slope = self.costs.segments(len(max_drafts), context)
         named = [numbers.get(name, base) for name in NUMBERS]
         first, further = self.estimator.chances(self._num_drafters)
         rows = list[float]()
-        for row in limits:
-            rows += self.estimator.factors(row, max(self._model, 0))
+        for row in max_drafts:
+            rows += self.estimator.factors(row, max(self._model_drafter, 0))
             rows.append(self._accepted.get(row, 0.0))
         return [*named, *at, *slope, *first, *further, *rows]
 
@@ -163,18 +166,18 @@ class AutoPolicy(Policy):
 
     def observe(self, reports: Mapping[int, RowReport]) -> None:
         drafting = self._drafting & reports.keys()
-        by_model = [row for row in drafting if reports[row].drafter in (NO_DRAFTER, self._model)]
+        by_model = [row for row in drafting if reports[row].drafter in (NO_DRAFTER, self._model_drafter)]
         if by_model:
             self.costs.add_drafting(len(by_model), self._model_k, self._propose_ms)
         for row, report in reports.items():
             drafted, accepted = report.num_drafted, report.num_accepted
             self._accepted[row] = (1 - RECENT) * self._accepted.get(row, 0.0) + RECENT * accepted
-            if self.costs.captured and self._unmatched == NO_DRAFTER:
+            if self.costs.captured and self._rates_of == NO_DRAFTER:
                 self.estimator.observe(row, NO_DRAFTER, 0, drafted, accepted)
             if drafted:
                 self.estimator.observe(row, report.drafter, report.match_len, drafted, accepted)
             elif row in self._drafting and report.drafter == NO_DRAFTER:  # the model had no drafts
-                self.estimator.observe(row, self._model, 0, 0, 0)
+                self.estimator.observe(row, self._model_drafter, 0, 0, 0)
 
     def reset(self, row: int) -> None:
         self.estimator.reset(row)

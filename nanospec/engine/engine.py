@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..config import EngineConfig, SamplingParams
 from ..device.memory import is_oom, oom_remedy
-from ..device.messages import PendingStep, RowBlocks, RowResult, StepInput, checked_method
+from ..device.messages import PendingStep, RowBlocks, RowResult, StepInput, drafter_name
 from ..device.worker import Worker
 from ..drafters.policy import AutoPolicy, Policy
 from ..kernels import NAN, launch
@@ -49,12 +49,12 @@ class Engine:
         self.max_model_len = worker.max_model_len
         self.limits = Limits(config, worker.model.config.vocab_size, worker.max_model_len, tokenizer)
         self.metrics = Metrics(SpecStats(config.spec.acceptance))
-        shares = config.enable_prefix_caching and "ngram" in worker.methods
+        shares = config.enable_prefix_caching and "ngram" in worker.drafter_names
         self.history = History(worker.max_model_len if shares and config.spec.prompt_lookup_history else 0)
         auto = bool(worker.drafters) and config.spec.num_speculative_tokens == "auto"
         self.policy = Policy()
         if auto:
-            self.policy = AutoPolicy(worker.measure(), len(worker.methods), worker.model_drafter)
+            self.policy = AutoPolicy(worker.measure(), len(worker.drafter_names), worker.model_drafter)
         on_gpu, is_async = worker.device.type == "cuda", config.async_scheduling
         self.lag = int(worker.graphs is not None and (on_gpu if is_async is None else is_async))
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
@@ -211,18 +211,18 @@ class Engine:
 
     def _queue_step(self, plan: Plan) -> QueuedStep:
         requests = plan.decode
-        limits = {r.row: max(min(r.max_k, r.max_len - r.num_tokens - 1), 0) for r in requests}
-        drafter_limits = {r.row: 0 if r.constraint is not None else limits[r.row] for r in requests}
+        max_drafts = {r.row: max(min(r.max_k, r.max_len - r.num_tokens - 1), 0) for r in requests}
+        max_from_drafters = {r.row: 0 if r.constraint is not None else max_drafts[r.row] for r in requests}
         context = sum(request.num_tokens for request in requests)
-        choice = self.policy.choose(limits, drafter_limits, context, bool(self.scheduler.waiting))
+        choice = self.policy.choose(max_drafts, max_from_drafters, context, bool(self.scheduler.waiting))
         k = choice.k
         inputs = StepInput(
-            rows=[*limits],
+            rows=[*max_drafts],
             logprobs=[-1 if (n := r.params.logprobs) is None else n for r in requests],
-            drafting=[row for row, limit in drafter_limits.items() if min(limit, k)],
+            drafting=[row for row, n in max_from_drafters.items() if min(n, k)],
             choice=choice,
             new_blocks=[RowBlocks(r.row, r.num_tokens, r.blocks, n) for r, n in plan.new_blocks.items()],
-            extra=[each.plan(requests, [min(n, k) for n in limits.values()]) for each in self.extensions],
+            extra=[each.plan(requests, [min(n, k) for n in max_drafts.values()]) for each in self.extensions],
         )
         self.metrics.num_forward_steps += 1
         propose, before = self.worker.stages["propose"], self.worker.stages["propose"].seconds
@@ -239,12 +239,12 @@ class Engine:
                 continue  # finished by the host after this step was queued
             updated.append(request)
             report = result.report
-            method = checked_method(report, self.worker.methods)
+            drafter = drafter_name(report, self.worker.drafter_names)
             if queued.k and request.max_k:
                 reports[row] = report
             kept = request.append(report, result.logprobs)
             for stats in (request.stats, self.metrics.spec):
-                stats.record(report.num_drafted, min(report.num_accepted, kept), kept, method)
+                stats.record(report.num_drafted, min(report.num_accepted, kept), kept, drafter)
             if request.row >= 0:  # not preempted in the meantime
                 self.scheduler.register(request)
             if request.finish_reason is not None:

@@ -138,11 +138,11 @@ def slots_of(block_table: Tensor, b: Tensor, index: Tensor, block_size: int) -> 
     return (block_table[b, index // block_size] * block_size + index % block_size).int()
 
 
-class Row(NamedTuple):
-    """A row of a batch in plain Python, for the `naive` operations that sample, accept and verify. Node 0
-    is the last committed token; the other nodes are the drafts, which form a chain or a tree."""
+class DraftTree(NamedTuple):
+    """The tokens of a row in plain Python, for the `naive` operations that sample, accept and verify. Node 0
+    is the last committed token; the other nodes are the drafts. A chain is a tree without branches."""
 
-    request: int  # the request row, -1 if inactive
+    row: int  # the request row, -1 if inactive
     start: int  # flat index of the first token
     ids: list[int]  # token ID of each node
     parents: list[int]  # parent of each node
@@ -175,10 +175,11 @@ class Row(NamedTuple):
             node = accepted[0]
 
 
-def iter_rows(batch: Batch) -> Iterator[Row]:
+def draft_trees(batch: Batch) -> Iterator[DraftTree]:
+    """Yield the tree of each row."""
     ids = batch.input_ids.tolist()
     parents = None if batch.parents is None else batch.parents.tolist()
     columns = (batch.rows.tolist(), batch.q_start.tolist(), batch.q_len.tolist())
     for s, start, n in zip(*columns, strict=True):
         tokens = slice(start, start + n)
-        yield Row(s, start, ids[tokens], [0, *range(n - 1)] if parents is None else parents[tokens])
+        yield DraftTree(s, start, ids[tokens], [0, *range(n - 1)] if parents is None else parents[tokens])

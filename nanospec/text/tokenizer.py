@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from ..kernels import FROM_TARGET
 from ..outputs import Piece
 from .chat import Messages, compiled, read_templates, render
 from .files import check_size, read_json
@@ -217,7 +218,7 @@ class OutputText:
             self._streamed += len(piece.text)
         self._num_pieces += len(pieces)
         if ended and self._streamed < end:  # the rest of an incomplete character
-            pieces.append(Piece(self.text[self._streamed :], -1))
+            pieces.append(Piece(self.text[self._streamed :], FROM_TARGET))
             self._streamed = end
         return pieces
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
@@ -46,7 +45,7 @@ class Grammar(Extension):
             with a grammar, since captured steps read a fixed address.
     """
 
-    method = "grammar"
+    drafter_name = "grammar"
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Create the extension. `tokenizer` is None in a process without an engine."""
@@ -94,16 +93,10 @@ class Grammar(Extension):
         k, lines = proposal.drafts.shape[1], self.lines[rows.clamp(min=0)]
         first, count, match_len = lines[:, :3].unbind(1)
         tokens, sources = (part[:, :k] for part in lines[:, 3:].chunk(2, 1))
-        code = self._worker.methods.index(self.method)
+        code = self._worker.drafter_names.index(self.drafter_name)
         drafter = torch.full_like(count, code).masked_fill(count <= 0, NO_DRAFTER)
         drafts = Proposal(tokens, count, sources, match_len, drafter)
         return merge((rows >= 0) & (first >= 0), drafts, proposal)
-
-    def for_drafters(self, proposal: Proposal, batch: Batch) -> tuple[Proposal, Batch]:
-        """Exclude constrained rows, because their logits are masked."""
-        constrained = self._first_of(batch.rows) >= 0
-        drafter, rows = proposal.drafter.masked_fill(constrained, NO_DRAFTER), batch.rows
-        return proposal._replace(drafter=drafter), replace(batch, rows=rows.masked_fill(constrained, -1))
 
     def process_logits(self, logits: Tensor, batch: Batch) -> None:
         token = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
@@ -119,14 +112,13 @@ class Grammar(Extension):
         if (fmt := request.params.response_format) is not None and fmt["type"] != "text":
             request.constraint, request.stats.acceptance = self._grammars.guide(fmt), "exact"
 
-    def plan(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, Draft]] | None:
+    def plan(self, requests: Sequence[Request], max_drafts: Sequence[int]) -> list[tuple[int, Draft]] | None:
         end, spec, drafts = time.perf_counter() + PLAN_SECONDS, self._worker.config.spec, []
         lengths = spec.prompt_lookup_min, spec.prompt_lookup_max
         with self._worker.stages["propose"]:
-            for request, limit in zip(requests, limits, strict=True):
+            for request, k in zip(requests, max_drafts, strict=True):
                 if request.constraint is not None:
                     guide: Any = request.constraint  # a `Guide`, set by `on_request`
-                    k = max(min(limit, request.max_len - request.num_tokens - 1), 0)
                     draft = guide.plan(request.tokens, k, *lengths, end, request.reference)
                     drafts.append((request.row, draft))
         return drafts or None

@@ -110,7 +110,7 @@ class Recorder(Extension):
                     ms=ms,
                     batch=len(step.rows),
                     tokens=tokens,
-                    method=self._worker.methods[report.drafter] if drafts else "",
+                    method=self._worker.drafter_names[report.drafter] if drafts else "",
                     match_len=report.match_len if drafts else 0,
                     drafts=drafts,
                     sources=sources,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import NAN_TOKEN
-from ..batch import Batch, iter_rows
+from ..batch import Batch, draft_trees
 from ..launch import use_native, use_triton
 from ..native import call
 from ..table import Table
@@ -39,12 +39,12 @@ def naive(logits: Tensor, table: Table, batch: Batch, lazy: bool = False) -> Ten
     (`walk` yields a node before it reads its target); the others remain the argmax of the logits."""
     targets = argmax(logits)
     draws = ((table.temperature > 0) | table.penalized).tolist()
-    for row in iter_rows(batch):
-        if row.request < 0 or not draws[row.request]:
+    for tree in draft_trees(batch):
+        if tree.row < 0 or not draws[tree.row]:
             continue  # the argmax is the target
-        for node in row.walk(targets) if lazy else range(len(row.ids)):
-            scores, position = scores_of(logits, table, batch, row, node)
-            targets[row.start + node] = draw(scores, row.request, position, table)
+        for node in tree.walk(targets) if lazy else range(len(tree.ids)):
+            scores, position = scores_of(logits, table, batch, tree, node)
+            targets[tree.start + node] = draw(scores, tree.row, position, table)
     return targets
 
 

@@ -19,19 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..batch import Batch, Row, Tensors
+from ..batch import Batch, DraftTree, Tensors
 from ..table import Table
 
 MAX_VOCAB = 262144
 NO_TOKEN = tl.constexpr(2147483647)  # larger than any token ID
 
 
-def scores_of(logits: Tensor, table: Table, batch: Batch, row: Row, node: int) -> tuple[Tensor, int]:
-    """Return the scores [V] float32 of the query at a node of a row, and its target's position."""
-    t, s = row.start + node, row.request
+def scores_of(logits: Tensor, table: Table, batch: Batch, tree: DraftTree, node: int) -> tuple[Tensor, int]:
+    """Return the scores [V] float32 of the query at a node, and its target's position."""
+    t, s = tree.start + node, tree.row
     scores, position = logits[t].float(), int(batch.positions[t]) + 1
     if table.penalized[s]:
-        scores = penalize(scores, s, position, row.drafts_to(node), table)
+        scores = penalize(scores, s, position, tree.drafts_to(node), table)
     return scores, position
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import NAN_TOKEN
-from ..batch import Batch, iter_rows
+from ..batch import Batch, draft_trees
 from ..launch import next_power_of_2, use_triton
 from ..table import Table
 from . import sample, top_k_top_p
@@ -43,17 +43,17 @@ def naive(targets: Tensor, logits: Tensor, table: Table, batch: Batch, lazy: boo
     their targets again, because a lazy `sample` may have skipped them."""
     applies = (table.typical & (table.temperature > 0)).tolist()
     targets = targets.clone()
-    for row in iter_rows(batch):
-        s = row.request
+    for tree in draft_trees(batch):
+        s = tree.row
         if s < 0 or not applies[s]:
             continue
-        for node in row.walk(targets) if lazy else range(len(row.ids)):
-            scores, position = scores_of(logits, table, batch, row, node)
-            token = int(sample.draw(scores, s, position, table) if lazy else targets[row.start + node])
-            drafts = [row.ids[c] for c in row.children(node)]
+        for node in tree.walk(targets) if lazy else range(len(tree.ids)):
+            scores, position = scores_of(logits, table, batch, tree, node)
+            token = int(sample.draw(scores, s, position, table) if lazy else targets[tree.start + node])
+            drafts = [tree.ids[c] for c in tree.children(node)]
             if drafts and token not in (NAN_TOKEN, *drafts):
                 token = _likely_draft(scores, drafts, token, s, table)
-            targets[row.start + node] = token
+            targets[tree.start + node] = token
     return targets
 
 

@@ -10,7 +10,7 @@ restarts at the token after the match (as LZ77 copies, Ziv & Lempel, 1977), so t
 period fills all drafts. Copying from the reference ends at -1.
 
 A row with a match gets `draft_limits` drafts, or fewer from the reference; a row without one gets none.
-Unused entries of the result hold token 0 and source -1. Without drafts, the match length is 0.
+Unused entries of the result hold token 0 and source FROM_TARGET. Without drafts, the match length is 0.
 
 Trees: up to `Table.tree_width` matches with different next tokens each start a branch at the root, best match
 first. Each branch gets half of the remaining drafts (rounded up), except the last, which gets the rest. So a

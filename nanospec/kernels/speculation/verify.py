@@ -8,8 +8,8 @@
 
 The rule: the target draws its own token x at each position. A draft is accepted iff it equals x. The first
 draft that differs is replaced by x; if all match, the last x is the bonus token. In a tree, verification
-goes from each node to the first child whose token is x (`Row.walk`). The emitted tokens are therefore exactly
-those of decoding without speculation.
+goes from each node to the first child whose token is x (`DraftTree.walk`). The emitted tokens are
+therefore exactly those of decoding without speculation.
 
 The emitted tokens are truncated after the first stop token, or where the request reaches `max_len` tokens,
 whichever comes first. At NAN_TOKEN the request ends; this and later tokens are dropped. `tokens`,
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import FROM_TARGET, LENGTH, MAX_STOP_IDS, NAN, NAN_TOKEN, RUNNING, STOPPED
-from ..batch import Batch, iter_rows
+from ..batch import Batch, draft_trees
 from ..launch import next_power_of_2, use_native, use_triton
 from ..native import call
 from ..table import Table
@@ -55,11 +55,11 @@ def naive(targets: Tensor, batch: Batch, table: Table, proposal: Proposal) -> Ve
     tokens, Q = targets.tolist(), batch.max_q_len
     proposed = (proposal.drafter.tolist(), proposal.match_len.tolist(), proposal.source.tolist())
     lines, num_emitted, paths = [], [], []
-    for row, drafter, match_len, source in zip(iter_rows(batch), *proposed, strict=True):
-        path = list(row.walk(tokens))
-        emitted = [tokens[row.start + node] for node in path]
-        kept, code = _append(table, row.request, emitted)
-        counts = [kept, max(len(row.ids) - 1, 0), max(len(emitted) - 1, 0), drafter, match_len, code]
+    for tree, drafter, match_len, source in zip(draft_trees(batch), *proposed, strict=True):
+        path = list(tree.walk(tokens))
+        emitted = [tokens[tree.start + node] for node in path]
+        kept, code = _append(table, tree.row, emitted)
+        counts = [kept, max(len(tree.ids) - 1, 0), max(len(emitted) - 1, 0), drafter, match_len, code]
         # Emitted token i was the draft at node path[i + 1]; the last one was not a draft.
         drafted = [source[node - 1] for node in path[1:]]
         lines.append(counts + emitted + [-1] * (Q - len(path)) + drafted + [FROM_TARGET] * (Q - len(drafted)))

@@ -30,6 +30,18 @@ ROOT = Path(__file__).resolve().parents[3]
 BF16 = torch.bfloat16
 
 
+def test_structs_have_the_fields_of_the_tuples() -> None:
+    source = "".join((native.SOURCES[0].parent / name).read_text() for name in ("step.h", "step.cpp"))
+    batch = (*Tensors._fields[:-1], "num_rows", "num_tokens", "max_q_len", "max_blocks")
+    proposal = *Proposal._fields, "num_rows", "k"
+    fields = {"Table": Table._fields, "Batch": batch, "Proposal": proposal, "Estimates": Estimates._fields}
+    for name, expected in fields.items():
+        body = source.split(f"struct {name} {{\n")[1].split("\n}")[0].split("\n\n")[0]
+        declarations = re.sub("//.*", "", body).replace("const ", "").split(";")
+        # The first word of a declaration is the type.
+        assert tuple(field for each in declarations for field in re.findall(r"\w+", each)[1:]) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86 processor")
 @pytest.mark.parametrize("name", ["AVX-512", "AMX"])

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanospec.kernels.batch import iter_rows
+from nanospec.kernels.batch import draft_trees
 from nanospec.kernels.sampling import noise, sample
 from nanospec.kernels.sampling.scores import MAX_VOCAB
 from nanospec.kernels.table import Table
@@ -95,15 +95,15 @@ def check(
     lazy = which in ON_CPU and rng.random() < 0.5
     targets = IMPLEMENTATIONS[which](logits, table, batch, **({"lazy": True} if lazy else {}))
     assert (targets.dtype, targets.shape) == (torch.int32, (batch.num_tokens,))
-    for row in iter_rows(batch):
-        path = [*row.walk(targets)] if lazy else [*range(len(row.ids))]
+    for tree in draft_trees(batch):
+        path = [*tree.walk(targets)] if lazy else [*range(len(tree.ids))]
         for place in path:
-            t, drafts = row.start + place, row.drafts_to(place)
+            t, drafts = tree.start + place, tree.drafts_to(place)
             scores, position = logits[t].double().numpy(), int(batch.positions[t]) + 1
-            expected, close = target_token(scores, drafts, row.request, position, table)
+            expected, close = target_token(scores, drafts, tree.row, position, table)
             assert close or int(targets[t]) == expected, f"token {t}"
         if which == "native":
-            own = targets[row.start : row.start + len(row.ids)].tolist()
+            own = targets[tree.start : tree.start + len(tree.ids)].tolist()
             assert not any(token for place, token in enumerate(own) if place not in path)
 
 

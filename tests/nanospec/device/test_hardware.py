@@ -144,6 +144,4 @@ def test_out_of_memory_errors_are_explained() -> None:
     ):
         raise python
     config = EngineConfig(max_num_batched_tokens=64, max_num_seqs=2, kv_cache_memory=None, max_model_len=9)
-    assert (
-        memory.oom_remedy(config) == "lower max_num_batched_tokens=64, max_num_seqs=2 or max_model_len=9"
-    )
+    assert memory.oom_remedy(config) == "lower max_num_batched_tokens=64, max_num_seqs=2 or max_model_len=9"

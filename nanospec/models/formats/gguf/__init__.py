@@ -5,17 +5,16 @@
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
+from ....kernels.layer.quantized import Quantized
 from ....kernels.native import cache_folder
 from ....text.files import errors_of
 from ....text.validation import shown
@@ -26,8 +25,6 @@ from .tokenizer import build_tokenizer, end_ids, token_id, tokenizer_config
 
 LINK = "model.gguf"  # in a folder that `model_folder` writes
 VERSION = 3  # of the content of these folders; increment it when that changes
-ROWS = 1 << 13  # of a tensor that are dequantized at a time
-STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # dtype -> its name in safetensors
 
 
 def model_folder(source: Path) -> Path:
@@ -54,7 +51,11 @@ def convert(source: Path, folder: Path, dtype: str = "bfloat16") -> None:
     error leaves the folder incomplete, so callers use a temporary one and rename it afterwards."""
     checkpoint = GGUFCheckpoint(source)
     write_files(folder, folder_files(checkpoint, dtype))
-    write_safetensors(checkpoint, folder / "model.safetensors", dtype)
+    weights = dict[str, Tensor]()
+    for name in checkpoint.tensors:
+        weight = checkpoint.get(name).to("cpu", DTYPES[dtype])
+        weights[name] = weight.dequantize() if isinstance(weight, Quantized) else weight
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_files(folder: Path, files: dict[str, str]) -> None:
@@ -116,24 +117,3 @@ def model_config(checkpoint: GGUFCheckpoint, dtype: str) -> dict[str, Any]:
         "eos_token_id": next(iter(end_ids(fields)), None),
         "torch_dtype": dtype,
     }
-
-
-def write_safetensors(checkpoint: GGUFCheckpoint, path: Path, dtype: str) -> None:
-    """Write all tensors to one safetensors file, one at a time: a header with offsets, then the data. The
-    `safetensors` library would need all tensors in memory at once."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in checkpoint.tensors.items():
-        begin, end = end, end + math.prod(tensor.shape) * DTYPES[dtype].itemsize
-        header[name] = {"dtype": STORED[dtype], "shape": tensor.shape, "data_offsets": [begin, end]}
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    bar = tqdm(total=end, unit="B", unit_scale=True, desc="converting", disable=None)
-    with path.open("wb") as out, bar:
-        out.write(len(raw).to_bytes(8, "little") + raw)
-        for name, tensor in checkpoint.tensors.items():
-            weight = checkpoint.get(name).to("cpu", DTYPES[dtype])
-            for first in range(0, tensor.shape[0], ROWS):
-                rows = slice(first, first + ROWS)
-                part = weight[rows] if isinstance(weight, Tensor) else weight.rows(rows).dequantize()
-                bar.update(out.write(part.view(-1).view(torch.uint8).numpy().data))

@@ -18,7 +18,6 @@ from nanospec.kernels.launch import Backend, forced
 from nanospec.kernels.native import library
 from nanospec.kernels.speculation.layout import lay_out
 from nanospec.kernels.speculation.proposal import Proposal
-from nanospec.kernels.speculation.trim import trim
 from nanospec.kernels.table import Table
 from tests.kernels.batches import ints
 
@@ -28,7 +27,9 @@ V, CODE = 40, 2
 TABLE = Table.empty(4, 64, 16, V, "cpu")
 
 
-WORKER: Any = type("Worker", (), {"table": TABLE, "max_k": 5, "methods": ("ngram", "draft", "grammar")})()
+WORKER: Any = type(
+    "Worker", (), {"table": TABLE, "max_k": 5, "drafter_names": ("ngram", "draft", "grammar")}
+)()
 
 
 def line(*tokens: int) -> bytes:
@@ -64,17 +65,13 @@ def test_rows_get_their_grammar_drafts(guided: Grammar, tree: bool) -> None:
     assert result.source.tolist()[:2] == [[GENERATED, 1, 2], [13, 14, 15]]
     assert result.match_len.tolist() == [64, 5, 0, 7]
     assert result.drafter.tolist() == [CODE, 0, NO_DRAFTER, 0]
-    others, batch = guided.for_drafters(result, _batch(rows, trim(TABLE, rows, result, None), result.parents))
-    assert others.drafter.tolist() == [NO_DRAFTER, 0, NO_DRAFTER, 0]
-    assert batch.rows.tolist() == [-1, 0, -1, -1]
     assert result.parents is None or result.parents.tolist()[:2] == [[0, 1, 2], [0, 0, 1]]
     assert (result.parents is None) == (not tree)
     assert all(t.dtype == torch.int32 for t in result[:5])
 
 
-def _batch(rows: Tensor, q_len: Tensor, parents: Tensor | None = None) -> Batch:
-    drafts = None if parents is None else torch.zeros_like(parents)
-    return lay_out(TABLE, rows, torch.zeros_like(rows), q_len, 4, drafts, parents)
+def _batch(rows: Tensor, q_len: Tensor) -> Batch:
+    return lay_out(TABLE, rows, torch.zeros_like(rows), q_len, 4)
 
 
 def test_disallowed_tokens_are_masked(guided: Grammar) -> None:
