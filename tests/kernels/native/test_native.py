@@ -158,23 +158,3 @@ def test_compiled_library_is_cached_and_repaired(fresh: Path, monkeypatch: pytes
     monkeypatch.setenv("CXX", "no-such-compiler -march=x86-64-v3")
     with pytest.raises(FileNotFoundError, match="no-such-compiler not found"):
         native.compiled_library(fresh)
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "fields"),
-    [
-        ("Table", "step.h", Table._fields),
-        ("Batch", "step.h", (*Tensors._fields[:-1], "num_rows", "num_tokens", "max_q_len", "max_blocks")),
-        ("Proposal", "step.h", (*Proposal._fields, "num_rows", "k")),
-        ("Estimates", "step.cpp", Estimates._fields),
-    ],
-    ids=["Table", "Batch", "Proposal", "Estimates"],
-)
-def test_structs_have_the_fields_of_python(name: str, file: str, fields: tuple[str, ...]) -> None:
-    text = (Path(native.__file__).parent / file).read_text(encoding="utf-8")
-    body = re.sub(r"//.*", "", text.partition(f"struct {name} {{")[2].partition("};")[0])
-    body = body.partition("(")[0].rpartition(";")[0]  # without methods
-    names = [
-        re.findall(r"\w+", word)[-1] for line in body.split(";") if line.strip() for word in line.split(",")
-    ]
-    assert tuple(names) == fields
