@@ -39,7 +39,7 @@ class StepCosts:
         points = self._points(B)
         i = min(max(bisect_left(points, (tokens, 0.0)) - 1, 0), max(len(points) - 2, 0))
         (at, ms), (end, last) = points[i], points[min(i + 1, len(points) - 1)]
-        ms += (tokens - at) * (last - ms) / max(end - at, 1)
+        ms += max(tokens - at, 0) * (last - ms) / max(end - at, 1)
         return ms + context * (self.attention[0] + self.attention[1] * tokens / B)
 
     def segments(self, B: int, context: int) -> tuple[float, list[float], list[float]]:
@@ -53,9 +53,11 @@ class StepCosts:
 
     def by_k(self, B: int, most: int, context: int = 0) -> dict[int, float]:
         """Return the ms for each K up to `most`, with K drafts in every row and the time to draft them."""
-        size = next(size for size in self.ms if size >= B)
-        ks = [n // size - 1 for n in self.ms[size]] if self.captured else range(most + 1)
-        return {k: self.cost(B, B * (k + 1), context) + self.drafting(B, k) for k in ks if k <= most}
+        if self.captured:  # those of whole buckets, since drafting takes as long for fewer rows
+            size, ms = next((size, ms) for size, ms in self.ms.items() if size >= B)
+            return {n // size - 1: ms[n] for n in ms if n // size - 1 <= most}
+        ks = range(most + 1)
+        return {k: self.cost(B, B * (k + 1), context) + self.drafting(B, k) for k in ks}
 
     def drafting(self, B: int, k: int) -> float:
         """Return the ms that a model takes to draft k tokens for B rows, if steps are not captured (captured

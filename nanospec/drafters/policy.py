@@ -71,8 +71,9 @@ class AutoPolicy(Policy):
         runs a model."""
         self.costs: StepCosts = costs
         self.estimator, self._num_drafters, self._model = Estimator(), num_drafters, model_drafter
-        # The key of the rates by which K is chosen, before drafts are proposed; NO_DRAFTER: of all drafts.
-        self._unmatched = NO_DRAFTER if costs.captured and model_drafter != 0 else model_drafter
+        # The estimates by which K is chosen, before drafts are proposed: of all drafters together in captured
+        # steps, else of the model.
+        self._of_all = Estimator() if costs.captured else None
         self._chooses_k = costs.captured or model_drafter != NO_DRAFTER  # before drafts are proposed
         self._accepted: dict[int, float] = {}  # drafts accepted per step, by row
         self._num_steps = 0
@@ -95,8 +96,13 @@ class AutoPolicy(Policy):
         self._drafting = frozenset(row for row, limit in drafter_limits.items() if min(limit, self._model_k))
         if not k:
             return Choice(0, 0)
+        # A captured step has room for k drafts in each row, and its time includes that of drafting them, so
+        # the drafts of a model cost little more.
+        drafted = costs.captured and self._model != NO_DRAFTER
+        forced = chosen if self.probing or drafted else 0
         numbers = {
-            "keep_unmatched": chosen if self.probing else 0,
+            "keep_unmatched": forced,
+            "keep_matched": forced if costs.captured else 0,
             "probe": self._row_to_probe(B, costs.cost(B, B + 1, context) - plain),
             "min_match": self._min_match(B, max_k, chosen, plain),
             **self._allowance(B, plain, costs.cost(1, 1, context // B), unlimited=waiting or self.probing),
@@ -122,7 +128,10 @@ class AutoPolicy(Policy):
         """Return the K with the most expected tokens per ms for drafts without a match, or a larger one as a
         probe."""
         ms = self.costs.by_k(len(limits), max(limits.values()), context)
-        tokens = self.estimator.tokens(limits, self._unmatched, tuple(ms))
+        if self._of_all is None:
+            tokens = self.estimator.tokens(limits, self._model, tuple(ms))
+        else:
+            tokens = self._of_all.tokens(limits, NO_DRAFTER, tuple(ms))
         rates = {k: n / ms[k] for k, n in zip(ms, tokens)}
         best = max(rates, key=rates.__getitem__)
         larger = min((k for k in ms if k > best), default=best)
@@ -169,13 +178,14 @@ class AutoPolicy(Policy):
         for row, report in reports.items():
             drafted, accepted = report.num_drafted, report.num_accepted
             self._accepted[row] = (1 - RECENT) * self._accepted.get(row, 0.0) + RECENT * accepted
-            if self.costs.captured and self._unmatched == NO_DRAFTER:
-                self.estimator.observe(row, NO_DRAFTER, 0, drafted, accepted)
+            if self._of_all is not None:
+                self._of_all.observe(row, NO_DRAFTER, 0, drafted, accepted)
             if drafted:
                 self.estimator.observe(row, report.drafter, report.match_len, drafted, accepted)
             elif row in self._drafting and report.drafter == NO_DRAFTER:  # the model had no drafts
                 self.estimator.observe(row, self._model, 0, 0, 0)
 
     def reset(self, row: int) -> None:
-        self.estimator.reset(row)
+        for estimator in filter(None, (self.estimator, self._of_all)):
+            estimator.reset(row)
         self._accepted.pop(row, None)
