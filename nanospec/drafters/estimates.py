@@ -31,7 +31,9 @@ class StepCosts:
     ) -> None:
         self.ms = {size: _rising(by_tokens) for size, by_tokens in sorted(ms.items())}
         self.captured, self.attention = captured, attention
-        self._drafting: dict[tuple[int, int], float] = {}  # ms by bit length of the rows, and K
+        # ms by bit length of the rows, and K: as measured, and reduced by `fade_drafting`.
+        self._measured: dict[tuple[int, int], float] = {}
+        self._drafting: dict[tuple[int, int], float] = {}
 
     def cost(self, B: int, tokens: float, context: int = 0) -> float:
         """Return the ms of a step that scores `tokens` tokens of B rows with `context` cached positions in
@@ -69,11 +71,15 @@ class StepCosts:
     def add_drafting(self, B: int, k: int, ms: float) -> None:
         """Record that a model took `ms` to draft k tokens for B rows."""
         key = B.bit_length(), k
-        self._drafting[key] = ms if (old := self._drafting.get(key)) is None else old + WEIGHT * (ms - old)
+        old = self._drafting.get(key, ms)
+        if ms > old:  # a retry that is slow again does not count as a single outlier
+            old = self._measured.get(key, old)
+        self._drafting[key] = self._measured[key] = old + WEIGHT * (ms - old)
 
-    def fade_drafting(self) -> None:
-        """Reduce drafting times a little, so that those no longer measured are tried again."""
-        self._drafting = {key: FADE * ms for key, ms in self._drafting.items()}
+    def fade_drafting(self, most: float) -> None:
+        """Reduce drafting times a little, by up to `most` ms, so that those no longer measured are tried
+        again."""
+        self._drafting = {key: ms - min((1 - FADE) * ms, most) for key, ms in self._drafting.items()}
 
     def report(self) -> dict[str, object]:
         """Return the measured times, for the statistics."""

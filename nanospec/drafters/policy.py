@@ -85,7 +85,7 @@ class AutoPolicy(Policy):
     def choose(self, limits: ByRow, drafter_limits: ByRow, context: int, waiting: bool) -> Choice:
         B, max_k, costs = len(limits), max(limits.values()), self.costs
         plain = costs.cost(B, B, context)
-        costs.fade_drafting()
+        costs.fade_drafting(OVERHEAD * plain)  # retries of a slow drafter are probes, too
         self._credit = min(self._credit + OVERHEAD * plain, plain)
         self._num_steps += 1
         self.probing, chosen = False, max_k

@@ -115,7 +115,7 @@ def test_drafting_times_of_other_sizes_and_ages() -> None:
     assert [costs.drafting(4, k) for k in (0, 2, 8)] == [0, 1, 2], "larger K takes at least as long"
     assert costs.drafting(1, 4) == 0, "unmeasured smaller batches must cost 0"
     for _ in range(3000):
-        costs.fade_drafting()
+        costs.fade_drafting(0.05)
     assert costs.drafting(4, 4) < 1, "old times must fade"
     for _ in range(30):
         costs.add_drafting(4, 4, 2.0)
@@ -278,6 +278,13 @@ def test_draft_model_without_gain_is_rarely_run() -> None:
     drafted_steps(policy, 8, 4.0, 99, 50)
     assert choose(policy, {0: 8}) > 0
     assert choose(policy, {0: 8} | dict.fromkeys(range(1, 31), 0)) == 0
+
+
+def test_draft_model_that_becomes_slow_is_rarely_retried() -> None:
+    policy, steps = model_policy(), 3000
+    drafted_steps(policy, 1, 0.5, 3, 100)
+    drafted_steps(policy, 1, 500.0, 3, 1000)
+    assert 500.0 * sum(drafted_steps(policy, 1, 500.0, 3, steps)) < 0.05 * steps * policy.costs.cost(1, 1)
 
 
 def test_k_is_zero_if_neither_the_model_nor_an_extension_drafts() -> None:
