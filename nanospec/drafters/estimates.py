@@ -31,7 +31,9 @@ class StepCosts:
     ) -> None:
         self.ms = {size: _rising(by_tokens) for size, by_tokens in sorted(ms.items())}
         self.captured, self.attention = captured, attention
-        self._drafting: dict[tuple[int, int], float] = {}  # ms by bit length of the rows, and K
+        # ms by bit length of the rows, and K: as measured, and reduced by `fade_drafting`.
+        self._measured: dict[tuple[int, int], float] = {}
+        self._drafting: dict[tuple[int, int], float] = {}
 
     def cost(self, B: int, tokens: float, context: int = 0) -> float:
         """Return the ms of a step that scores `tokens` tokens of B rows with `context` cached positions in
@@ -39,7 +41,7 @@ class StepCosts:
         points = self._points(B)
         i = min(max(bisect_left(points, (tokens, 0.0)) - 1, 0), max(len(points) - 2, 0))
         (at, ms), (end, last) = points[i], points[min(i + 1, len(points) - 1)]
-        ms += (tokens - at) * (last - ms) / max(end - at, 1)
+        ms += max(tokens - at, 0) * (last - ms) / max(end - at, 1)
         return ms + context * (self.attention[0] + self.attention[1] * tokens / B)
 
     def segments(self, B: int, context: int) -> tuple[float, list[float], list[float]]:
@@ -53,9 +55,11 @@ class StepCosts:
 
     def by_k(self, B: int, most: int, context: int = 0) -> dict[int, float]:
         """Return the ms for each K up to `most`, with K drafts in every row and the time to draft them."""
-        size = next(size for size in self.ms if size >= B)
-        ks = [n // size - 1 for n in self.ms[size]] if self.captured else range(most + 1)
-        return {k: self.cost(B, B * (k + 1), context) + self.drafting(B, k) for k in ks if k <= most}
+        if self.captured:  # those of whole buckets, since drafting takes as long for fewer rows
+            size, ms = next((size, ms) for size, ms in self.ms.items() if size >= B)
+            return {n // size - 1: ms[n] for n in ms if n // size - 1 <= most}
+        ks = range(most + 1)
+        return {k: self.cost(B, B * (k + 1), context) + self.drafting(B, k) for k in ks}
 
     def drafting(self, B: int, k: int) -> float:
         """Return the ms that a model takes to draft k tokens for B rows, if steps are not captured (captured
@@ -67,11 +71,15 @@ class StepCosts:
     def add_drafting(self, B: int, k: int, ms: float) -> None:
         """Record that a model took `ms` to draft k tokens for B rows."""
         key = B.bit_length(), k
-        self._drafting[key] = ms if (old := self._drafting.get(key)) is None else old + WEIGHT * (ms - old)
+        old = self._drafting.get(key, ms)
+        if ms > old:  # a retry that is slow again does not count as a single outlier
+            old = self._measured.get(key, old)
+        self._drafting[key] = self._measured[key] = old + WEIGHT * (ms - old)
 
-    def fade_drafting(self) -> None:
-        """Reduce drafting times a little, so that those no longer measured are tried again."""
-        self._drafting = {key: FADE * ms for key, ms in self._drafting.items()}
+    def fade_drafting(self, most: float) -> None:
+        """Reduce drafting times a little, by up to `most` ms, so that those no longer measured are tried
+        again."""
+        self._drafting = {key: ms - min((1 - FADE) * ms, most) for key, ms in self._drafting.items()}
 
     def report(self) -> dict[str, object]:
         """Return the measured times, for the statistics."""

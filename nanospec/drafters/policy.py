@@ -72,8 +72,9 @@ class AutoPolicy(Policy):
         runs a model."""
         self.costs: StepCosts = costs
         self.estimator, self._num_drafters, self._model_drafter = Estimator(), num_drafters, model_drafter
-        # The drafter by the rates of which K is chosen, before drafts are proposed; NO_DRAFTER: all together.
-        self._rates_of = NO_DRAFTER if costs.captured and model_drafter != 0 else model_drafter
+        # The estimates by which K is chosen, before drafts are proposed: of all drafters together in captured
+        # steps, else of the model.
+        self._of_all = Estimator() if costs.captured else None
         self._chooses_k = costs.captured or model_drafter != NO_DRAFTER  # before drafts are proposed
         self._accepted: dict[int, float] = {}  # drafts accepted per step, by row
         self._num_steps = 0
@@ -85,7 +86,7 @@ class AutoPolicy(Policy):
     def choose(self, max_drafts: ByRow, max_from_drafters: ByRow, context: int, waiting: bool) -> Choice:
         B, max_k, costs = len(max_drafts), max(max_drafts.values()), self.costs
         plain = costs.cost(B, B, context)
-        costs.fade_drafting()
+        costs.fade_drafting(OVERHEAD * plain)  # retries of a slow drafter are probes, too
         self._credit = min(self._credit + OVERHEAD * plain, plain)
         self._num_steps += 1
         self.probing, chosen = False, max_k
@@ -97,8 +98,13 @@ class AutoPolicy(Policy):
         self._drafting = frozenset(row for row, n in max_from_drafters.items() if min(n, self._model_k))
         if not k:
             return Choice(0, 0)
+        # A captured step has room for k drafts in each row, and its time includes that of drafting them, so
+        # the drafts of a model cost little more.
+        drafted = costs.captured and self._model_drafter != NO_DRAFTER
+        forced = chosen if self.probing or drafted else 0
         numbers = {
-            "keep_unmatched": chosen if self.probing else 0,
+            "keep_unmatched": forced,
+            "keep_matched": forced if costs.captured else 0,
             "probe": self._row_to_probe(B, costs.cost(B, B + 1, context) - plain),
             "min_match": self._min_match(B, max_k, chosen, plain),
             **self._allowance(B, plain, costs.cost(1, 1, context // B), unlimited=waiting or self.probing),
@@ -124,7 +130,10 @@ class AutoPolicy(Policy):
         """Return the K with the most expected tokens per ms for drafts without a match, or a larger one as a
         probe."""
         ms = self.costs.by_k(len(max_drafts), max(max_drafts.values()), context)
-        tokens = self.estimator.tokens(max_drafts, self._rates_of, tuple(ms))
+        if self._of_all is None:
+            tokens = self.estimator.tokens(max_drafts, self._model_drafter, tuple(ms))
+        else:
+            tokens = self._of_all.tokens(max_drafts, NO_DRAFTER, tuple(ms))
         rates = {k: n / ms[k] for k, n in zip(ms, tokens)}
         best = max(rates, key=rates.__getitem__)
         larger = min((k for k in ms if k > best), default=best)
@@ -172,13 +181,14 @@ class AutoPolicy(Policy):
         for row, report in reports.items():
             drafted, accepted = report.num_drafted, report.num_accepted
             self._accepted[row] = (1 - RECENT) * self._accepted.get(row, 0.0) + RECENT * accepted
-            if self.costs.captured and self._rates_of == NO_DRAFTER:
-                self.estimator.observe(row, NO_DRAFTER, 0, drafted, accepted)
+            if self._of_all is not None:
+                self._of_all.observe(row, NO_DRAFTER, 0, drafted, accepted)
             if drafted:
                 self.estimator.observe(row, report.drafter, report.match_len, drafted, accepted)
             elif row in self._drafting and report.drafter == NO_DRAFTER:  # the model had no drafts
                 self.estimator.observe(row, self._model_drafter, 0, 0, 0)
 
     def reset(self, row: int) -> None:
-        self.estimator.reset(row)
+        for estimator in filter(None, (self.estimator, self._of_all)):
+            estimator.reset(row)
         self._accepted.pop(row, None)

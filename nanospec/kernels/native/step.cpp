@@ -33,8 +33,8 @@ int append(const Table& table, int s, const int* run, int count) {
 
 // Estimates of speculation/trim.py.
 struct Estimates {
-    const float *keep_unmatched, *probe, *shared, *own, *margin, *min_match, *base_ms, *cost_at, *cost_slope;
-    const float *first, *further, *factor, *accepted;
+    const float *keep_unmatched, *keep_matched, *probe, *shared, *own, *margin, *min_match, *base_ms;
+    const float *cost_at, *cost_slope, *first, *further, *factor, *accepted;
 
     float ms(int num_tokens) const {
         float sum = *base_ms;
@@ -77,10 +77,11 @@ void keep_most_profitable(const Trim& args) {
         const bool matched = p.match_len[b] > 0;
         const long length = std::clamp<long>(p.match_len[b], 0, LONGEST);
         const long at = std::clamp<long>(p.drafter[b], 0, args.num_drafters - 1) * (LONGEST + 1) + length;
+        const float keep = matched ? *e.keep_matched : *e.keep_unmatched;
         float c = std::min(e.first[at] * e.factor[3 * b + matched], 1.f), total = 0;
         for (int i = 0; i < args.q_len[b] - 1; i++, c *= e.further[at]) {
             chance[b * p.k + i] = c, total += c;
-            rank[b * p.k + i] = !matched && i < *e.keep_unmatched ? 2 : c;
+            rank[b * p.k + i] = i < keep ? 2 : c;
         }
         if (args.q_len[b]) num_rows++, least = std::min(least, std::max(total, e.accepted[3 * b]));
     }

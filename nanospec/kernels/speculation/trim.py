@@ -35,7 +35,7 @@ _RUNNING = tl.constexpr(RUNNING)
 NUM_THRESHOLDS = tl.constexpr(32)  # thresholds i / 31 for i = 31 .. 1, after one that no chance reaches
 LONGEST = tl.constexpr(8)  # longer matches count as this long
 NUM_COSTS = tl.constexpr(16)  # entries of `cost_at` and `cost_slope`
-NUMBERS = ("keep_unmatched", "probe", "shared", "own", "margin", "min_match", "base_ms")
+NUMBERS = ("keep_unmatched", "keep_matched", "probe", "shared", "own", "margin", "min_match", "base_ms")
 
 
 class Estimates(NamedTuple):
@@ -43,6 +43,7 @@ class Estimates(NamedTuple):
     that a single copy updates them (`of`)."""
 
     keep_unmatched: Tensor  # [] drafts up to this number are always verified in rows without a match
+    keep_matched: Tensor  # [] the same for rows with a match
     # [] the first batch row from this one on that has more drafts verifies one more; -1: none does.
     probe: Tensor
     # A step may be longer than one without drafts by at most `shared` * (its expected accepted drafts)
@@ -75,12 +76,13 @@ class Estimates(NamedTuple):
     def empty(
         cls, num_drafters: int, num_rows: int, device: torch.device | str
     ) -> "tuple[Tensor, Estimates]":
-        """Return a buffer and its views, for which all drafts are verified."""
+        """Return a buffer and its views, for which a model drafts for all rows and all are verified."""
         size = len(NUMBERS) + 2 * NUM_COSTS.value + 2 * num_drafters * (LONGEST.value + 1) + 3 * num_rows
         buffer = torch.ones(size, dtype=torch.float32, device=device)
         estimates = cls.of(buffer, num_drafters)
         estimates.cost_slope.zero_()
         estimates.probe.fill_(-1)
+        estimates.min_match.fill_(LONGEST.value + 1)
         return buffer, estimates
 
 
@@ -122,7 +124,7 @@ def _most_profitable(count: Tensor, active: Tensor, proposal: Proposal, e: Estim
     i = torch.arange(k, device=device)
     proposed = i < count[:, None]
     chance = first[:, None] * e.further[drafter, length][:, None] ** i * proposed  # [B, k]
-    forced = proposed & (i < torch.where(matched, 0, e.keep_unmatched)[:, None])
+    forced = proposed & (i < torch.where(matched, e.keep_matched, e.keep_unmatched)[:, None])
     rank = torch.where(forced, 2.0, torch.where(proposed, chance, -1.0))  # first, by chance, never
     thresholds = torch.arange(NUM_THRESHOLDS.value, 0, -1, device=device) / (NUM_THRESHOLDS.value - 1)  # [N]
     kept = rank >= thresholds[:, None, None]  # [N, B, k]
@@ -207,7 +209,7 @@ def _most_profitable_of(active, count, proposal, e, k, B, num_drafters, ROWS: tl
     matched = (length > 0).to(tl.int32)
     first = tl.load(e.first + place) * tl.load(e.factor + b * 3 + matched, b < B, other=0.0)
     further = tl.load(e.further + place)
-    forced = tl.where(matched > 0, 0.0, tl.load(e.keep_unmatched))
+    forced = tl.where(matched > 0, tl.load(e.keep_matched), tl.load(e.keep_unmatched))
     threshold = (t - NUM_THRESHOLDS).to(tl.float32) / (1 - NUM_THRESHOLDS)
     num_kept = tl.zeros([NUM_THRESHOLDS, ROWS], tl.float32)
     gain = tl.zeros([NUM_THRESHOLDS, ROWS], tl.float32)

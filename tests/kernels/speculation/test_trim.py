@@ -63,7 +63,7 @@ def example(
         e.cost_at[i], e.cost_slope[i] = 1 + 8 * i, slope - (costs[i - 1] if i else 0)
     e.first[0], e.further[0] = torch.tensor(first), further
     e.margin.fill_(1e9)
-    for tensor in (e.keep_unmatched, e.shared, e.own, e.accepted):
+    for tensor in (e.keep_unmatched, e.keep_matched, e.shared, e.own, e.accepted):
         tensor.zero_()
     for name, value in numbers.items():
         getattr(e, name).fill_(value)
@@ -131,6 +131,7 @@ def test_limits_of_estimates(implementation: str) -> None:
     assert counts(*example(rows, good, costs=free)) == [4, 0, 4, 4]
     assert counts(*example(rows, good, costs=steep)) == [0, 0, 0, 0]
     assert counts(*example(rows, good, costs=steep, keep_unmatched=3.0)) == [3, 0, 0, 0]
+    assert counts(*example(rows, good, costs=steep, keep_matched=2.0)) == [0, 0, 2, 2]
     probed = [counts(*example(rows, good, costs=steep, probe=float(turn))) for turn in range(4)]
     assert probed == [[1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     assert counts(*example(rows, good, costs=free, probe=1.0)) == [4, 0, 4, 4]

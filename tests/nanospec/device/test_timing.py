@@ -49,6 +49,20 @@ def test_measure_leaves_state_unchanged(eager: bool) -> None:
         assert (worker.drafters[0].entry[:-1] < 0).all()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("method", ["draft", "eagle3", "dflash", "ngram+draft", "ngram+eagle3"])
+def test_captured_steps_are_timed_with_the_drafts_of_the_model(method: str) -> None:
+    model, last = tiny_model(), method.count("+")
+    draft_model = tiny_model(1, num_layers=1) if "draft" in method else None
+    engine = make_engine(
+        model, "auto", spec={"method": method}, draft_model=draft_model, max_num_seqs=1, enforce_eager=False
+    )
+    assert engine.worker.graphs is not None
+    for bucket, capture in engine.worker.graphs.captures.items():
+        if bucket.k:
+            most = min(bucket.k, engine.worker.drafters[-1].max_drafts)
+            assert capture.result.report[:, [1, 3]].tolist() == [[most, last]]
+
+
 def test_slow_forward_passes_are_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short passes have their own time limit. With several devices, all run the same number of passes."""
     model, passes, forward = tiny_model(), Counter[int](), Model.forward

@@ -91,7 +91,9 @@ def test_cost_interpolation_and_extrapolation() -> None:
     policy = captured({0: 10.0, 2: 12.0}, {0: 20.0, 1: 21.0}, sizes=(2, 4))
     assert policy.costs.by_k(2, 9) == {0: 10.0, 2: 12.0}
     assert policy.costs.by_k(4, 0) == {0: 20.0}
+    assert policy.costs.by_k(3, 9) == {0: 20.0, 1: 21.0}, "drafting takes as long for fewer rows"
     assert policy.costs.cost(3, 6) == 20.5
+    assert policy.costs.cost(3, 3) == 20, "a bucket does not take less for fewer tokens"
 
 
 @pytest.mark.parametrize("context", [0, 300])
@@ -113,7 +115,7 @@ def test_drafting_times_of_other_sizes_and_ages() -> None:
     assert [costs.drafting(4, k) for k in (0, 2, 8)] == [0, 1, 2], "larger K takes at least as long"
     assert costs.drafting(1, 4) == 0, "unmeasured smaller batches must cost 0"
     for _ in range(3000):
-        costs.fade_drafting()
+        costs.fade_drafting(0.05)
     assert costs.drafting(4, 4) < 1, "old times must fade"
     for _ in range(30):
         costs.add_drafting(4, 4, 2.0)
@@ -278,6 +280,13 @@ def test_draft_model_without_gain_is_rarely_run() -> None:
     assert choose(policy, {0: 8} | dict.fromkeys(range(1, 31), 0)) == 0
 
 
+def test_draft_model_that_becomes_slow_is_rarely_retried() -> None:
+    policy, steps = model_policy(), 3000
+    drafted_steps(policy, 1, 0.5, 3, 100)
+    drafted_steps(policy, 1, 500.0, 3, 1000)
+    assert 500.0 * sum(drafted_steps(policy, 1, 500.0, 3, steps)) < 0.05 * steps * policy.costs.cost(1, 1)
+
+
 def test_k_is_zero_if_neither_the_model_nor_an_extension_drafts() -> None:
     policy, limits = AutoPolicy(StepCosts({2: {1: 10.0, 64: 40.0}}), 1, 0), {0: 8, 1: 4}
     for k in range(1, 9):
@@ -285,6 +294,52 @@ def test_k_is_zero_if_neither_the_model_nor_an_extension_drafts() -> None:
     assert policy.choose(limits, limits, 0, True) == (0, 0, ())
     choice = policy.choose(limits, {0: 8, 1: 0}, 0, True)
     assert (choice.k, choice.model_k) == (8, 0)
+
+
+def run_captured(
+    policy: AutoPolicy, chances: Sequence[float], steps: int, match: int, drafter: int, num_drafters: int
+) -> tuple[float, float]:
+    """Return tokens per ms, and ms per step, of steps in which each draft of a row is accepted with its
+    chance. All rows have k drafts."""
+    rng, B, tokens, ms = random.Random(0), len(chances), 0, 0.0
+    for _ in range(steps):
+        limits = dict.fromkeys(range(B), 8)
+        k = (choice := policy.choose(limits, limits, 0, False)).k
+        verified = count_verified(choice, [k] * B, [match] * B, drafter, num_drafters) if k else [0] * B
+        accepted = [0] * B
+        for row, n in enumerate(verified):
+            while accepted[row] < n and rng.random() < chances[row]:
+                accepted[row] += 1
+        if k:
+            rows = enumerate(zip(verified, accepted, strict=True))
+            policy.observe({row: RowReport([], n, a, drafter, match, 0, []) for row, (n, a) in rows})
+        tokens += B + sum(accepted)
+        ms += policy.costs.by_k(B, k)[k]
+    return tokens / ms, ms / steps
+
+
+def test_improving_lookup_is_noticed_in_captured_steps() -> None:
+    """Probes verify drafts that estimates reject."""
+    policy = captured(FLAT)
+    speed, ms = run_captured(policy, [0.0] * 4, 600, 3, NGRAM, 1)
+    assert ms < 10 * (1 + OVERHEAD)
+    run_captured(policy, [0.95] * 4, 600, 3, NGRAM, 1)
+    assert run_captured(policy, [0.95] * 4, 100, 3, NGRAM, 1)[0] > 5 * speed
+
+
+@pytest.mark.parametrize("has_lookup", [False, True])
+@pytest.mark.parametrize("chances", [[0.9] + [0.1] * 7, [0.0] + [0.9] * 7, [0.7] * 4])
+def test_model_in_captured_steps_is_as_fast_as_with_the_best_k(
+    chances: list[float], has_lookup: bool
+) -> None:
+    """The times of buckets include drafting, so verifying the drafts of a step costs little more."""
+    by_k = {k: 10.0 + 3 * k for k in KS}
+    costs = StepCosts({B: {B * (k + 1): ms for k, ms in by_k.items()} for B in (1, 4, 8)}, captured=True)
+    policy, code = AutoPolicy(costs, 1 + has_lookup, has_lookup), int(has_lookup)
+    run_captured(policy, chances, 400, 0, code, 1 + has_lookup)
+    speed, _ = run_captured(policy, chances, 800, 0, code, 1 + has_lookup)
+    best = max(sum(sum(p**i for i in range(k + 1)) for p in chances) / ms for k, ms in by_k.items())
+    assert speed > 0.97 * best
 
 
 @pytest.mark.parametrize("by_k", [FLAT, HALF, STEEP])
