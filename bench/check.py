@@ -16,7 +16,7 @@ from bench.cases import Built
 from nanospec.kernels.launch import Backend, forced
 
 LIMIT = 2e-2  # maximum relative error of bf16 results
-TIES = ("sample", "typical")  # kernels whose results may differ where probabilities tie within rounding
+TIES = ("sample", "typical")  # may return another token where probabilities tie within rounding
 FEW = 0.25  # maximum fraction of their results that may differ; a case may have only five
 PARTIAL = ("layout",)  # kernels that leave unused outputs unwritten, such as blocks after a row's end
 

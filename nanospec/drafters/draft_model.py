@@ -106,8 +106,8 @@ class ModelDrafter(Drafter):
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Compute the missing K/V of these rows, except that of the last token and what the first pass of a
-        step computes anyway; at most `max_tokens` tokens in total. The host does not wait for a GPU: it uses
-        counts whose copy was started in the previous call."""
+        step computes anyway; at most `max_tokens` tokens in total. The host does not wait for a GPU: it
+        uses the counts that the previous call began to copy."""
         if not self._lags:
             self._copy = self._start_copy()
         states, wait = self._copy

@@ -139,7 +139,7 @@ class Estimator:
         return first, [self._of(self._next, NEXT, *key).value for key in keys]
 
     def factors(self, row: int, drafter: int) -> tuple[float, float]:
-        """Return `factor` of a row in `Estimates`. `drafter`: the one whose drafts have no match."""
+        """Return `factor` of a row in `Estimates`. `drafter`: the one that drafts without matches."""
         without = self._chance(row, drafter, self._state.get(row, MISS))
         of_all = self._of(self._first, FIRST, drafter, MISS).value
         return without / max(of_all, 1e-6), self._of_row(row, 1).value

@@ -54,7 +54,7 @@ class Batch:
     positions: Tensor  # [T] int32, rotary position of each token, 0 for unused ones
     slots: Tensor  # [T] int32, cache slot `block * block_size + offset`, -1 for unused tokens
     block_table: Tensor  # [B, max_blocks] int32, blocks of each row; unspecified beyond base_len + q_len
-    q_start: Tensor  # [B] int32, the sum of the preceding `q_len`
+    q_start: Tensor  # [B] int32, the flat index of the first token of each row
     q_len: Tensor  # [B] int32, may be 0
     base_len: Tensor  # [B] int32
     max_q_len: int  # an upper bound of q_len
@@ -160,7 +160,7 @@ class DraftTree(NamedTuple):
         return ids
 
     def walk(self, targets: Tensor | Sequence[int]) -> Iterator[int]:
-        """Yield the path of verification: from each node, the first child whose token is its target.
+        """Yield the path of verification: from each node, the first child that is its target.
 
         The target of a node (`targets` [T], by flat index) is read after the node is yielded, so the caller
         may draw it at that point.

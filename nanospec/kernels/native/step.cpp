@@ -1,4 +1,4 @@
-// Lays out, verifies and commits a step on a CPU. The specification is in speculation/proposal.py and verify.py.
+// Trims, lays out, verifies and commits a step on a CPU, as specified in speculation/trim.py, layout.py and verify.py.
 
 #include <algorithm>
 #include <cmath>

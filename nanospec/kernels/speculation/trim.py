@@ -35,7 +35,6 @@ _RUNNING = tl.constexpr(RUNNING)
 NUM_THRESHOLDS = tl.constexpr(32)  # thresholds i / 31 for i = 31 .. 1, after one that no chance reaches
 LONGEST = tl.constexpr(8)  # longer matches count as this long
 NUM_COSTS = tl.constexpr(16)  # entries of `cost_at` and `cost_slope`
-NUMBERS = ("keep_unmatched", "keep_matched", "probe", "shared", "own", "margin", "min_match", "base_ms")
 
 
 class Estimates(NamedTuple):
@@ -63,7 +62,7 @@ class Estimates(NamedTuple):
 
     @classmethod
     def of(cls, buffer: Tensor, num_drafters: int) -> "Estimates":
-        """Return the views of a buffer of `size` elements, those of rows last."""
+        """Return the views of a buffer; the values of rows are last and may be any number."""
         n, costs, chances = len(NUMBERS), NUM_COSTS.value, num_drafters * (LONGEST.value + 1)
         sizes = [*[1] * n, costs, costs, chances, chances]
         *parts, rows = buffer.split([*sizes, len(buffer) - sum(sizes)])
@@ -84,6 +83,9 @@ class Estimates(NamedTuple):
         estimates.probe.fill_(-1)
         estimates.min_match.fill_(LONGEST.value + 1)
         return buffer, estimates
+
+
+NUMBERS = Estimates._fields[: Estimates._fields.index("cost_at")]  # the fields that are single numbers
 
 
 def trim(table: Table, rows: Tensor, proposal: Proposal, estimates: Estimates | None) -> Tensor:

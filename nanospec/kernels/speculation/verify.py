@@ -8,7 +8,7 @@
 
 The rule: the target draws its own token x at each position. A draft is accepted iff it equals x. The first
 draft that differs is replaced by x; if all match, the last x is the bonus token. In a tree, verification
-goes from each node to the first child whose token is x (`DraftTree.walk`). The emitted tokens are
+goes from each node to the first child that is x (`DraftTree.walk`). The emitted tokens are
 therefore exactly those of decoding without speculation.
 
 The emitted tokens are truncated after the first stop token, or where the request reaches `max_len` tokens,
